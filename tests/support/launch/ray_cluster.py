@@ -21,7 +21,7 @@ node = {"include_dashboard": False, "object_store_memory": 80 << 20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **node})
 for _ in range(2):
     cluster.add_node(num_cpus=2, **node)
-print("ready address=" + cluster.address, flush=True)
+print("ready", cluster.address, cluster.head_node.node_id[:8], flush=True)
 sys.stdin.read()
 """
 
@@ -40,7 +40,7 @@ class RayCluster:
             start_new_session=True,
         )
         lines = iter(self._popen.stdout.readline, "")
-        self.address = next(line.split("=")[1].strip() for line in lines if line.startswith("ready "))
+        _, self.address, self.head = next(line.split() for line in lines if line.startswith("ready "))
         self.host = self.address.rpartition(":")[0]
         self._all = [self._popen.pid, *(each.pid for each in psutil.Process(self._popen.pid).children(recursive=True))]
 
@@ -65,15 +65,18 @@ class RayCluster:
         self._popen.stdout.close()
 
 
+def up_argv(cluster: RayCluster, model: Path, certs: Path, *options: str) -> list[str]:
+    argv = [sys.executable, "-m", "baton.cli", "up", "--launcher", "ray", "--address", cluster.address]
+    return [*argv, "--model", str(model), "--certs", str(certs), "--listen", f"{cluster.host}:0", *options]
+
+
 @contextmanager
 def up_on_ray(
     cluster: RayCluster, model: Path, certs: Path, folder: Path, *options: str, env: dict[str, str] | None = None
 ) -> Iterator[tuple[Process, dict[str, str]]]:
     """Yield `baton up` and the fields of its ready line; at the end it drains by SIGTERM, and ends with 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "baton.cli", "up", "--launcher", "ray", "--address", cluster.address]
-    argv += ["--model", str(model), "--certs", str(certs), "--listen", f"{cluster.host}:0", "--num-blocks", "160"]
-    process = Process("up", [*argv, *options], folder, env)
+    process = Process("up", up_argv(cluster, model, certs, "--num-blocks=160", *options), folder, env)
     try:
         yield process, process.ready()
         process.terminate()
