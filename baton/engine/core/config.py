@@ -17,6 +17,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", 
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATORS = ("off", "auto", "draft", "ngram", "medusa", "eagle")
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
+ALL_REDUCES = ("exact", "fast")
 MAX_POOL_BYTES = 4 << 30
 POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
 
@@ -84,6 +85,12 @@ class EngineConfig:
     )
     expert_parallel: bool = _knob(
         "with --tensor-parallel: each process has some experts of a mixture whole, in place of a part of each", False
+    )
+    all_reduce: str = _knob(
+        "with --tensor-parallel: exact gives the bits of one process, fast rounds what each process adds and is a numerics "
+        "class of its own",
+        "exact",
+        choices=ALL_REDUCES,
     )
     batch_invariant: bool = _knob("make results independent of the other requests in a batch", True)
     speculator: str = _knob(
@@ -197,6 +204,10 @@ class EngineConfig:
         if not 0 <= self.remote_stages < self.pipeline_parallel:
             told = f"with pipeline_parallel {self.pipeline_parallel} 0 to {self.pipeline_parallel - 1}"
             raise ValueError(f"remote_stages {self.remote_stages}: {told}: the first stage is the worker itself")
+        if self.all_reduce not in ALL_REDUCES:
+            raise ValueError(f"all_reduce {self.all_reduce!r}: one of {', '.join(ALL_REDUCES)}")
+        if self.tensor_parallel == 1 and self.all_reduce != "exact":
+            raise ValueError("all_reduce has no effect without tensor_parallel; leave it out")
         if self.tensor_parallel == 1 and self.expert_parallel:
             raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
         if self.pipeline_parallel > 1 and self.tensor_parallel > 1:

@@ -11,7 +11,7 @@ class RowParallelLinear(LinearKernel):
     """The sum of what the ranks' parts of a weight put out, and then the bias. All ranks call it together."""
 
     def __init__(self, part: LinearKernel, bias: Tensor | None, order: Tensor | None, collectives: Collectives):
-        """`part`: of this rank's inputs, without bias, y in fp32; `order`: int64, which of the inputs of all ranks they are; None:
+        """`part`: of this rank's inputs, without bias, y in fp32, or rounded where sums are fast; `order`: int64, which of the inputs of all ranks they are; None:
         those that this rank is called with."""
         self.part, self.order, self._collectives = part, order, collectives
         self.bias = None if bias is None else bias.float().contiguous()
@@ -25,7 +25,7 @@ class RowParallelLinear(LinearKernel):
         """x [T, inputs of this rank] -> [T, out_features] on every rank."""
         if self.order is not None:
             x = self._of_all(x).transpose(0, 1).flatten(1)[:, self.order]
-        if self.part.scaled_by_row:
+        if self.part.scaled_by_row and not self._collectives.fast:
             largest = self._of_all(self._largest(x)).amax(dim=0)
         return self._collectives.sum(self.part(x, largest), x.dtype, self.bias)
 

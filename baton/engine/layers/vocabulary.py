@@ -21,8 +21,7 @@ class VocabularyEmbedding:
         """int64 [T] -> [T, hidden_size]."""
         theirs = (token_ids < self._own.start) | (token_ids >= self._own.stop)
         rows = self._table((token_ids - self._own.start).masked_fill(theirs, 0) + self._first)
-        part = rows.float().masked_fill(theirs.unsqueeze(1), 0)
-        return self._collectives.sum(part, rows.dtype)
+        return self._collectives.sum(rows.masked_fill(theirs.unsqueeze(1), 0), rows.dtype)
 
 
 class VocabularyHead:

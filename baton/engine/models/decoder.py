@@ -108,6 +108,8 @@ class Model:
         own = (layer.state for layer in self.layers if layer is not None)
         variants |= dict.fromkeys(f"state-{mixer.name}" for mixer in own if mixer is not None)
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
+        if self.collectives is not None and self.collectives.fast:
+            sums = [f"ranks{self.collectives.shard.degree}"]
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 
     def read_adapter(self, folder: Path) -> LoraFolder:

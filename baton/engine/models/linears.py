@@ -173,8 +173,12 @@ class Linears:
         if leaves % degree:
             cut = f"{weight.shape[1]} inputs of a weight ({form_name(weight)}) are cut into {leaves} parts at most"
             raise ModelError(f"tensor_parallel {degree}: {cut}")
-        part = self._make(inputs_of(weight, rank, degree), None, leaves // degree, True)
-        return RowParallelLinear(part, bias, order_of(weight, rank, degree), self.collectives)
+        inputs, order = inputs_of(weight, rank, degree), order_of(weight, rank, degree)
+        if not self.collectives.fast:
+            part = self._make(inputs, None, leaves // degree, True)
+            return RowParallelLinear(part, bias, order, self.collectives)
+        part = self._make(inputs, bias if rank == 0 else None, 1, False)
+        return RowParallelLinear(part, None, order, self.collectives)
 
 
 def slice_of(numbers: range) -> slice:

@@ -93,9 +93,9 @@ bool meet(Ranks& ranks, const void* own, int64_t num_bytes) {
 }
 
 // Of `count` ranks from `first` on, a power of two.
-V16 tree(const float* const* parts, int64_t first, int64_t count, int64_t at) {
-  if (count == 1) return load16(parts[first] + at);
-  return tree(parts, first, count / 2, at) + tree(parts, first + count / 2, count / 2, at);
+V16 tree(int64_t kind, const char* const* parts, int64_t first, int64_t count, int64_t at) {
+  if (count == 1) return read16(kind, parts[first], at);
+  return tree(kind, parts, first, count / 2, at) + tree(kind, parts, first + count / 2, count / 2, at);
 }
 
 }  // namespace
@@ -103,22 +103,22 @@ V16 tree(const float* const* parts, int64_t first, int64_t count, int64_t at) {
 
 using namespace baton;
 
-int64_t baton_sum_ranks(Ranks* ranks, const float* part, int64_t num_rows, int64_t size, const float* bias, int64_t kind,
-                        void* to, int64_t num_threads) {
+int64_t baton_sum_ranks(Ranks* ranks, const void* part, int64_t part_kind, int64_t num_rows, int64_t size,
+                        const float* bias, int64_t kind, void* to, int64_t num_threads) {
   constexpr int64_t MOST = 8;
-  const int64_t most_rows = ranks->capacity / (size * 4), width = kind == FP32 ? 4 : 2;
+  const int64_t part_bytes = size * (part_kind == FP32 ? 4 : 2), width = kind == FP32 ? 4 : 2;
+  const int64_t most_rows = ranks->capacity / part_bytes;
   for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
     const int64_t rows = std::min(most_rows, num_rows - begin);
-    if (!meet(*ranks, part + begin * size, rows * size * 4)) return 1;
-    const float* parts[MOST];
-    for (int64_t rank = 0; rank < ranks->degree; ++rank)
-      parts[rank] = reinterpret_cast<const float*>(said_by(*ranks, rank));
+    if (!meet(*ranks, static_cast<const char*>(part) + begin * part_bytes, rows * part_bytes)) return 1;
+    const char* parts[MOST];
+    for (int64_t rank = 0; rank < ranks->degree; ++rank) parts[rank] = said_by(*ranks, rank);
     char* const target = static_cast<char*>(to) + begin * size * width;
     const bool parallel = num_threads > 1 && rows * size > SERIAL_ELEMENTS;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (parallel)
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < size; i += 16) {
-        const V16 sum = tree(parts, 0, ranks->degree, row * size + i);
+        const V16 sum = tree(part_kind, parts, 0, ranks->degree, row * size + i);
         write16(kind, target, row * size + i, bias ? sum + load16(bias + i) : sum);
       }
   }

@@ -24,7 +24,7 @@ class RankLost(RuntimeError):
 class _Ranks(ctypes.Structure):
     """`Ranks` of native/ranks.h."""
 
-    _fields_ = [("memory", _POINTER), *((name, _INT) for name in ("rank", "degree", "capacity", "turn"))]
+    _fields_ = [("memory", _POINTER), *((name, _INT) for name in ("rank", "degree", "capacity", "turn", "fast"))]
 
 
 def num_bytes_for(degree: int) -> int:
@@ -36,16 +36,17 @@ class Collectives:
     """One rank's end. All ranks make the same calls in the same order; each waits for the others, and raises RankLost
     where one is lost. Rows of a sum are whole vectors. One thread at a time, but for `beat`, `beat_of` and `lose`."""
 
-    def __init__(self, memory: memoryview, shard: Shard):
-        """`memory`: writable, of num_bytes_for(degree); the library is there."""
-        self.shard = shard
+    def __init__(self, memory: memoryview, shard: Shard, fast: bool = False):
+        """`memory`: writable, of num_bytes_for(degree); the library is there. `fast`: what ranks say of a sum is rounded, so
+        that their number shows in its bits."""
+        self.shard, self.fast = shard, fast
         self._words = torch.frombuffer(memory, dtype=torch.int32)
-        self._ranks = _Ranks(self._words.data_ptr(), shard.rank, shard.degree, CAPACITY, 0)
+        self._ranks = _Ranks(self._words.data_ptr(), shard.rank, shard.degree, CAPACITY, 0, fast)
         library = native.library()
         assert library is not None
         pointers, returns = [_POINTER] * 2, {"restype": _INT}
         self._sum = library.function(
-            "baton_sum_ranks", *pointers, _INT, _INT, _POINTER, _INT, _POINTER, _INT, **returns
+            "baton_sum_ranks", *pointers, *[_INT] * 3, _POINTER, _INT, _POINTER, _INT, **returns
         )  # fmt: skip
         self._gather = library.function("baton_gather_ranks", *pointers, _INT, _POINTER, **returns)
         self._tell = library.function("baton_tell_ranks", *pointers, _INT, **returns)
@@ -60,11 +61,11 @@ class Collectives:
         return ctypes.addressof(self._ranks)
 
     def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Add the parts fp32 [T, size] of all ranks by the tree, then `bias`, fp32 [size]: [T, size], rounded once."""
+        """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]: [T, size], rounded once."""
         part, out = part.contiguous(), torch.empty(part.shape, dtype=dtype)
         added = None if bias is None else bias.data_ptr()
         where = (added, KINDS[dtype], out.data_ptr(), torch.get_num_threads())
-        check(self._sum(self.address, part.data_ptr(), *part.shape, *where))
+        check(self._sum(self.address, part.data_ptr(), KINDS[part.dtype], *part.shape, *where))
         return out
 
     def gather(self, own: Tensor, wanted: bool = True) -> Tensor | None:

@@ -43,7 +43,8 @@ def main() -> None:
 
 
 def _serve_shard(given: Assignment) -> None:
-    collectives = Collectives(_map(given.memory_fd, given.memory_bytes), given.shard)
+    memory = _map(given.memory_fd, given.memory_bytes)
+    collectives = Collectives(memory, given.shard, given.config.all_reduce == "fast")
     _beat(collectives.beat)
     model = _ready(lambda: load_model(given.config, CPU, collectives))
     heads = given.shard.kv_heads(model.spec.num_kv_heads)

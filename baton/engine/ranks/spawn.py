@@ -205,7 +205,7 @@ def start_shards(config: EngineConfig, pool: SharedMemory) -> tuple[Ranks, Colle
     memory = OwnMemory(num_bytes_for(degree))
     shards = [Shard(rank, degree, config.expert_parallel) for rank in range(degree)]
     sizes = pool.fd, len(pool.memory), memory.fd, len(memory.memory)
-    collectives = Collectives(memory.memory, shards[0])
+    collectives = Collectives(memory.memory, shards[0], config.all_reduce == "fast")
     return Ranks(collectives, [RankProcess(Assignment(config, *sizes, shard)) for shard in shards[1:]]), collectives
 
 

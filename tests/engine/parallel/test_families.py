@@ -8,34 +8,34 @@ import torch
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import SMALL, Hand, make_folder, random_ids
+from tests.support.engine.folders import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
 from tests.support.engine.published import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 TOLERANCE = 1e-4
-# What of a family is cut, each in another way: KV heads that several ranks have, a head that is the embedding, biases behind
-# sums, projections that one tensor holds, heads whose elements are reordered, norms of each head, attention beside the MLP.
-FAMILIES = {
-    "llama3": {},
-    "llama3.2-tied": {},
-    "llama-mqa-bias": {},
+ROOM = {"hidden_size": 64, "head_dim": 16}  # of which every rank of 4 gets whole vectors
+MOE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+WIDE = {"hidden_size": 64}  # heads follow from it
+LONG_HEAD = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0]
+# What differs from ROOM, or stands in its place, so that 4 ranks divide heads and inputs.
+CHANGES = {
+    "llama-head-dim": {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "llama-longrope": {"rope_parameters": THETA | LONGROPE | {"short_factor": LONG_HEAD, "long_factor": LONG_HEAD}},
+    "qwen3-tied": {"head_dim": 32},
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4},
-    "qwen3": {},
-    "smollm3": {},
-    "gemma3": {},
-    "phi3": {"hidden_size": 64},
-    "granite": {},
-    "glm4": {},
-    "command-r": {},
-    "starcoder2": {"hidden_size": 64},
-    "olmo2": {},
-    "mixtral": {},
-    "qwen2-moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-    "gpt-oss": {},
-    "deepseek-v2": {"v_head_dim": 16},
-    "deepseek-v3": {"hidden_size": 64, "v_head_dim": 16},
-}
+    "qwen2-moe": MOE,
+    "qwen3-moe": MOE,
+} | {name: {"v_head_dim": 16} for name in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "kimi-k2")}
+# Of each way in which something is cut one: KV heads that several ranks have and biases behind sums, a head that is the
+# embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent attention.
+ORDINARY = ("llama-mqa-bias", "llama3.2-tied", "phi3", "olmo2", "command-r", "qwen2-moe", "deepseek-v3")
+
+
+def changes_of(name: str) -> dict:
+    prefix, differences = FAMILIES[name]
+    room = WIDE if prefix.startswith("Deepseek") or "head_dim" in differences else ROOM
+    return room | CHANGES.get(name, {})
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,11 @@ def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
     return torch.cat([*found, *(hand.step({"a": [token], "b": [token]})["a"] for token in ids[70:])])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
 def test_ranks_have_the_bits_of_one(tmp_path, name):
-    changes = FAMILIES[name]
-    head_dim = {} if "hidden_size" in changes else {"head_dim": 16}
-    reference = make_folder(tmp_path, name, **changes, **head_dim)
+    reference = make_folder(tmp_path, name, **changes_of(name))
     ids = random_ids(76, 1)
     with torch.inference_mode():
         theirs = reference(torch.tensor([ids])).logits[0]
@@ -138,3 +138,44 @@ def test_layers_that_torch_runs(tmp_path, name):
         with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
             assert torch.equal(logits_of(hand, ids), expected), f"{degree} ranks"
         assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "whole_experts"),
+    [
+        ("llama-mqa-bias", {"head_dim": 16}, False),
+        ("qwen2-moe", MOE | WIDE | {"num_experts": 8}, False),
+        ("qwen2-moe", MOE | WIDE | {"num_experts": 8}, True),
+        ("gpt-oss", WIDE | {"num_local_experts": 8}, True),
+        ("deepseek-v3", WIDE | {"v_head_dim": 16}, False),
+    ],
+)
+def test_fast_sums_are_near_and_a_class_of_their_own(tmp_path, name, changes, whole_experts):
+    """The logits of transformers; a row has the same bits whatever shares its step."""
+    reference = make_folder(tmp_path, name, **changes)
+    ids = random_ids(76, 1)
+    with torch.inference_mode():
+        theirs = reference(torch.tensor([ids])).logits[0]
+    config = EngineConfig(tmp_path, dtype="fp32")
+    whole = Hand(load_model(config))
+    options = {"all_reduce": "fast", "expert_parallel": whole_experts}
+    for degree in (2, 4):
+        hand = Hand(whole.model)
+        with ranked(replace(config, tensor_parallel=degree, **options), degree, hand.pool) as (hand.model, hand.pool):
+            found = logits_of(hand, ids)
+            again = hand.step({"c": ids})["c"]
+        torch.testing.assert_close(again, theirs, atol=TOLERANCE, rtol=0)
+        assert torch.equal(found[:30], again[:30]), "another batch, other bits"
+        assert f"ranks{degree}" in hand.model.numerics and not any("tree" in word for word in hand.model.numerics)
+
+
+def test_fast_sums_of_quantized_rows(tmp_path):
+    """A rank scales its own inputs: other bits than the exact sums, and not far from them."""
+    make_folder(tmp_path, "llama3", hidden_size=256, head_dim=64, intermediate_size=512)
+    config, ids = EngineConfig(tmp_path, dtype="bf16", quantization="int8"), random_ids(40, 1)
+    whole = Hand(load_model(config), form="bf16")
+    expected, hand = whole.step({"a": ids})["a"], Hand(whole.model, form="bf16")
+    with ranked(replace(config, tensor_parallel=2, all_reduce="fast"), 2, hand.pool) as (hand.model, hand.pool):
+        found = hand.step({"a": ids})["a"]
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() < 0.05 * expected.norm()

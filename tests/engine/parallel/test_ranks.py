@@ -196,6 +196,8 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
         ),
         ({"pipeline_parallel": 2, "adapter": ("a=b",)}, "several ranks; leave pipeline_parallel at 1"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel; leave it out"),
+        ({"all_reduce": "fast"}, "all_reduce has no effect without tensor_parallel; leave it out"),
+        ({"all_reduce": "ring", "tensor_parallel": 2}, "all_reduce 'ring': one of exact, fast"),
         (
             {"tensor_parallel": 2, "expert_parallel": True},
             "tensor_parallel 2: .*expert_parallel has no effect on a model without experts; leave it out",

@@ -21,16 +21,16 @@ from baton.engine.parallel.stage import PipelineStage, cut_layers
 from baton.engine.parallel.stream import SocketStream
 
 
-def collectives_of(degree: int, whole_experts: bool = False) -> list[Collectives]:
+def collectives_of(degree: int, whole_experts: bool = False, fast: bool = False) -> list[Collectives]:
     """Return the ends of so many ranks."""
     memory = memoryview(mmap.mmap(-1, num_bytes_for(degree)))
-    return [Collectives(memory, Shard(rank, degree, whole_experts)) for rank in range(degree)]
+    return [Collectives(memory, Shard(rank, degree, whole_experts), fast) for rank in range(degree)]
 
 
 @contextmanager
 def ranked(config: EngineConfig, degree: int, whole: KVPool) -> Iterator[tuple[Model, KVPool]]:
     """The model of the first rank and its view of the pool `whole`, which the other ranks write too, until the end."""
-    ends = collectives_of(degree, config.expert_parallel)
+    ends = collectives_of(degree, config.expert_parallel, config.all_reduce == "fast")
     models = [load_model(config, CPU, end) for end in ends]
     pools = [whole.part(end.shard.kv_heads(models[0].spec.num_kv_heads)) for end in ends]
 

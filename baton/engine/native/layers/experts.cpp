@@ -79,11 +79,12 @@ struct Sorted {
   int64_t begin(int64_t e) const { return e ? ends[e - 1] : 0; }
 };
 
-// What experts [first, last) say of their rows: whole, to `spoken`; where ranks have parts of them, this rank's part to
-// `parts`. False: a rank is lost.
+// What experts [first, last) say of their rows, or of it the part that this rank has of them, rows of `said_bytes` in `said`.
+// False: a rank is lost.
 bool ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
-                 int64_t last, char* between, float* parts, char* spoken) {
+                 int64_t last, char* between, int64_t said_bytes, char* said) {
   const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const bool parts = model.ranks && !experts.are_whole;
   Step own = step;
   for (int64_t e = first; e < last; e++) {
     const int64_t begin = sorted.begin(e);
@@ -91,8 +92,8 @@ bool ask_experts(const Model& model, const Step& step, const Experts& experts, c
     const char* rows = sorted.rows + begin * bytes;
     void* entered = enter_mlp(model, own, experts.gate_up[e], experts.intermediate_size, rows, between);
     if (!parts)
-      baton_linear(experts.down[e], entered, nullptr, spoken + begin * bytes, own.num_tokens, own.num_threads);
-    else if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, parts + begin * model.hidden_size))
+      baton_linear(experts.down[e], entered, nullptr, said + begin * said_bytes, own.num_tokens, own.num_threads);
+    else if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, said + begin * said_bytes))
       return false;
   }
   return true;
@@ -102,7 +103,7 @@ bool ask_experts(const Model& model, const Step& step, const Experts& experts, c
 bool sum_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, float* parts,
                char* spoken) {
   const int64_t hidden = model.hidden_size, count = sorted.ends[experts.num_experts - 1];
-  if (baton_sum_ranks(model.ranks, parts, count, hidden, nullptr, FP32, parts, step.num_threads)) return false;
+  if (baton_sum_ranks(model.ranks, parts, FP32, count, hidden, nullptr, FP32, parts, step.num_threads)) return false;
   for (int64_t e = 0; e < experts.num_experts; e++)
     for (int64_t row = sorted.begin(e); row < sorted.ends[e]; row++)
       for (int64_t i = 0; i < hidden; i += 16) {
@@ -129,20 +130,23 @@ bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sor
   return true;
 }
 
-// What each row's experts say of it, on all ranks. False: a rank is lost.
+// What each row's experts say of it, on all ranks; where sums are fast, what those of this rank say. False: a rank is lost.
 bool speak(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
            char* spoken) {
-  const int64_t count = experts.num_experts;
-  if (!model.ranks) return ask_experts(model, step, experts, sorted, 0, count, between, nullptr, spoken);
-  if (experts.are_whole) {
+  const int64_t count = experts.num_experts, bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const bool fast = model.ranks && model.ranks->fast;
+  if (model.ranks && experts.are_whole) {
     const int64_t each = count / model.ranks->degree, first = model.ranks->rank * each;
-    ask_experts(model, step, experts, sorted, first, first + each, between, nullptr, spoken);
-    return gather_spoken(model, experts, sorted, spoken);
+    if (fast) std::memset(spoken, 0, sorted.ends[count - 1] * bytes);
+    ask_experts(model, step, experts, sorted, first, first + each, between, bytes, spoken);
+    return fast || gather_spoken(model, experts, sorted, spoken);
   }
+  if (!model.ranks || fast) return ask_experts(model, step, experts, sorted, 0, count, between, bytes, spoken);
   thread_local std::vector<char> memory;
-  float* parts = (float*)scratch(memory, sorted.ends[count - 1] * model.hidden_size * 4);
-  return ask_experts(model, step, experts, sorted, 0, count, between, parts, nullptr) &&
-         sum_parts(model, step, experts, sorted, parts, spoken);
+  const int64_t part_bytes = model.hidden_size * 4;
+  char* parts = scratch(memory, sorted.ends[count - 1] * part_bytes);
+  return ask_experts(model, step, experts, sorted, 0, count, between, part_bytes, parts) &&
+         sum_parts(model, step, experts, sorted, (float*)parts, spoken);
 }
 
 }  // namespace
@@ -180,9 +184,11 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
     std::memcpy(sorted + places[i] * bytes, (const char*)x + i / count * bytes, bytes);
   }
   if (!speak(model, step, experts, {sorted, starts.data()}, between, spoken)) return false;
+  const bool fast = model.ranks && model.ranks->fast;
   if (experts.shared_gate_up) {
     void* entered = enter_mlp(model, step, experts.shared_gate_up, experts.shared_size, x, between);
-    if (!sum_linear(model, step, experts.shared_down, experts.shared_down_shared, entered, shared)) return false;
+    const auto say = fast ? part_of_sum : sum_linear;
+    if (!say(model, step, experts.shared_down, experts.shared_down_shared, entered, shared)) return false;
   }
   each_row(step, hidden, [&](int64_t t) {
     const float share = experts.shared_gate_up ? 1 / (1 + std::exp(-scores[t * num_scores + experts.num_experts])) : 0;
@@ -194,7 +200,7 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
       write16(kind, to, t * hidden + i, sum);
     }
   });
-  return true;
+  return !fast || !baton_sum_ranks(model.ranks, to, kind, rows, hidden, nullptr, kind, to, step.num_threads);
 }
 
 }  // namespace baton

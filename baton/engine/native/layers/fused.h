@@ -91,9 +91,10 @@ void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row);
 // Norms all heads of q, and those of k, as one row that ranks have parts of, in qkv. False: a rank is lost.
 bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& layer, void* qkv);
 
-// Of x times a weight of which this rank has some inputs, the part [num_tokens][hidden_size]. False: a rank is lost.
+// Of x times a weight of which this rank has some inputs, the part [num_tokens][hidden_size] of linear->y_kind. False: a
+// rank is lost.
 bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
-                 float* part);
+                 void* part);
 
 // x times a weight of which ranks may have some inputs each -> to, whole sums of the model's kind. False: a rank is lost.
 bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,

@@ -70,10 +70,10 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
 }
 
 bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
-                 float* part) {
+                 void* part) {
   if (shared.order && !(x = inputs_in_order(model, step, linear->num_in, shared.order, x))) return false;
   const float* largest = nullptr;
-  if (linear->activations == INT8_PER_ROW || linear->activations == E4M3_PER_ROW)
+  if (!model.ranks->fast && (linear->activations == INT8_PER_ROW || linear->activations == E4M3_PER_ROW))
     if (!(largest = largest_of_rows(model, step, *linear, x))) return false;
   baton_linear(linear, x, largest, part, step.num_tokens, step.num_threads);
   return true;
@@ -86,10 +86,10 @@ bool sum_linear(const Model& model, const Step& step, const Linear* linear, cons
     return true;
   }
   thread_local std::vector<char> memory;
-  float* part = (float*)scratch(memory, step.num_tokens * model.hidden_size * 4);
+  char* part = scratch(memory, step.num_tokens * model.hidden_size * 4);
   if (!part_of_sum(model, step, linear, shared, x, part)) return false;
-  return !baton_sum_ranks(model.ranks, part, step.num_tokens, model.hidden_size, shared.bias, model.kind, to,
-                          step.num_threads);
+  return !baton_sum_ranks(model.ranks, part, linear->y_kind, step.num_tokens, model.hidden_size, shared.bias, model.kind,
+                          to, step.num_threads);
 }
 
 }  // namespace baton
