@@ -32,6 +32,8 @@ POINTS = {
     "lease.clock": "where a source reads the clock of its leases",
     "decode.start": "the first tokens have come, and nothing of them is decoded yet",
     "decode.tokens": "before tokens of a running sequence are sent",
+    "rank.load": "before a rank that is no first one reads its part of the model",
+    "rank.ready": "a rank has its part, and has not said so yet",
     "session.ended": "the last tokens are written, that they were the last is not",
 }
 _TEXT = re.compile(r"([a-z.]+)(?:\[(\d+)\])?=([a-z]+)(?::(-?[\d.]+))?(?:@(\d+))?(/\S+)?")

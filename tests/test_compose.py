@@ -255,6 +255,27 @@ def test_gpus_and_profiles():
         assert not {"deploy", "ipc", "pid"} & set(on_cpu) and "shm_size" in on_cpu
 
 
+@pytest.mark.parametrize("num_gpus", [4, 8])
+def test_override_files_for_hosts_of_several_gpus(num_gpus):
+    """A worker computes on each GPU, and sees all others for copies of KV."""
+    path = ROOT / f"compose.{num_gpus}gpu.yaml"
+    program = Path(sys.executable).with_name("check-jsonschema")
+    done = subprocess.run(
+        [program, "--builtin-schema", "vendor.compose-spec", path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    services, own = yaml.safe_load(path.read_text())["services"], []
+    for name, service in services.items():
+        role = re.fullmatch(r"(prefill|decode)_worker(_\d+)?", name)[1]
+        extends = {"extends": {"file": "compose.yaml", "service": f"{role}_worker"}} if name not in SERVICES else {}
+        gpus = service["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert service == extends | {"environment": {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}}
+        assert sorted(map(int, gpus)) == list(range(num_gpus))
+        own.append(int(gpus[0]))
+    assert sorted(own) == list(range(num_gpus))
+    assert {"prefill_worker", "decode_worker"} <= set(services) and f"-f {path.name} up" in path.read_text()
+
+
 # ---- what a container may do ----
 
 

@@ -16,7 +16,8 @@ _WIDE_ROWS = 4  # of hidden_size, that a step holds for each token: the residual
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one worker. `kernel_bytes`: of the linear weights as the engine counts them; `step_bytes` is an estimate."""
+    """Bytes of one worker, of each rank where several share its layers, which share the KV too. `kernel_bytes`: of the linear
+    weights as the engine counts them; `step_bytes` is an estimate."""
 
     kernel_bytes: int
     other_weight_bytes: int  # embedding and norms
@@ -43,36 +44,38 @@ class MemoryPlan:
         return self.weight_bytes + self.step_bytes + self.kv_bytes + self.context_bytes
 
 
-def linear_shapes(spec: ModelSpec) -> Counter[tuple[int, int]]:
-    """Return how many linear weights of each (outputs, inputs) the layers have, without the head."""
+def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
+    """Return how many linear weights of each (outputs, inputs) the layers have, without the head; of `degree` ranks those of
+    each."""
     shapes = Counter[tuple[int, int]]()
-    hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim
+    hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim // degree
     for layer in spec.layers:
         if spec.latent is None:
-            shapes[queries + 2 * spec.num_kv_heads * spec.head_dim, hidden] += 1
+            shapes[queries + 2 * max(spec.num_kv_heads, degree) // degree * spec.head_dim, hidden] += 1
             shapes[hidden, queries] += 1
         if (experts := layer.experts) is None:
-            shapes[(1 + spec.gated) * spec.intermediate_size, hidden] += 1
-            shapes[hidden, spec.intermediate_size] += 1
+            shapes[(1 + spec.gated) * spec.intermediate_size // degree, hidden] += 1
+            shapes[hidden, spec.intermediate_size // degree] += 1
             continue
-        for size, count in ((experts.intermediate_size, experts.num_experts), (experts.shared_size, 1)):
-            if size:
+        for whole, count in ((experts.intermediate_size, experts.num_experts), (experts.shared_size, 1)):
+            if size := whole // degree:
                 shapes[2 * size, hidden] += count
                 shapes[hidden, size] += count
     return shapes
 
 
-def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool) -> int:
-    """Return the bytes of all linear weights, head included, none, int8, int4-gN or fp8."""
-    shapes = linear_shapes(spec)
+def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int = 1) -> int:
+    """Return the bytes of all linear weights, head included, none, int8, int4-gN or fp8; of `degree` ranks those of each."""
+    shapes = linear_shapes(spec, degree)
     total = sum(count * _bytes_of(form, *shape, on_cpu) for shape, count in shapes.items())
     routers = sum(layer.experts.num_experts for layer in spec.layers if layer.experts is not None)
     # What is not in the table of shapes (latent attention): its weights, without padding.
-    listed = sum(count * out * inputs for (out, inputs), count in shapes.items()) + routers * spec.hidden_size
-    rest = max(0, spec.num_layer_weights() - listed)
+    whole = linear_shapes(spec).items()
+    listed = sum(count * out * inputs for (out, inputs), count in whole) + routers * spec.hidden_size
+    rest = max(0, spec.num_layer_weights() - listed) // degree
     total += round(rest * _bits(form) / 8) + routers * spec.hidden_size * _ROUTER_BYTES
     head_form = "int8" if form.startswith("int4-") else form
-    return total + _bytes_of(head_form, spec.vocab_size, spec.hidden_size, on_cpu)
+    return total + _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
 
 
 def _bits(form: str) -> int:
@@ -113,7 +116,8 @@ def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: str
     on_cpu = device.kind == "cpu"
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
     max_len = config.max_model_len or spec.context
-    kernels, others = kernel_bytes(spec, form, on_cpu), other_weight_bytes(spec, form)
+    kernels = kernel_bytes(spec, form, on_cpu, config.tensor_parallel)
+    others = other_weight_bytes(spec, form)
     step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)
     if on_cpu:
         num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_len)

@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine import native
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import find_device as find_torch_device
+from baton.engine.kv.pool import CPU as CPU_DEVICE
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.planning.devices import GPUS, Device
 from baton.planning.memory import kernel_bytes, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
+from tests.support.native.ranked import collectives_of
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
-SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "baton" / "planning" / "shapes"
 CPU = Device("test", "cpu", 8 << 30, 1e10, {"bf16": 1e11}, 1e9, 2)
 
 
@@ -27,6 +31,36 @@ def test_weights_are_those_that_the_engine_counts(form):
     if "bf16" not in model.weights.form and form == "none":
         pytest.skip(f"this machine computes in {model.weights.form}")
     assert kernel_bytes(spec, form, on_cpu=True) == model.weights.num_bytes
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.parametrize("form", ["none", "int8", "int4-g32"])
+def test_weights_of_a_rank_are_those_that_it_counts(form):
+    spec, degree = read_spec(MODEL), 2
+    config = resolve(EngineConfig(model=MODEL, quantization=form, dtype="bf16", num_blocks=64), spec)
+    model = load_model(config, CPU_DEVICE, collectives_of(degree)[1])
+    if "bf16" not in model.weights.form and form == "none":
+        pytest.skip(f"this machine computes in {model.weights.form}")
+    assert kernel_bytes(spec, form, on_cpu=True, degree=degree) == model.weights.num_bytes
+
+
+def test_a_model_of_70b_as_ranks():
+    """The table of docs/parallel.md: nothing is allocated for it."""
+    spec, page = read_spec(SHAPES / "llama-3.1-70b"), (ROOT / "docs" / "parallel.md").read_text()
+    device = Device("test", "cpu", 1 << 40, 1e10, {"bf16": 1e11}, 1e9, 2)
+    for degree in (1, 2, 4, 8):
+        config = EngineConfig(
+            model=spec.folder,
+            dtype="bf16",
+            kv_dtype="bf16",
+            num_blocks=4096,
+            max_model_len=8192,
+            tensor_parallel=degree,
+        )
+        plan = plan_memory(spec, device, config, "int4-g128")
+        assert plan.kv_bytes == 4096 * 32 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+        cells = (degree, plan.kernel_bytes, plan.other_weight_bytes, plan.kv_bytes)
+        assert f"| {' | '.join(f'{cell:,}' for cell in cells)} |" in page, cells
 
 
 def test_a_pool_is_as_large_as_the_engine_makes_it():

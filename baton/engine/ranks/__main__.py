@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from baton import failpoints
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.reproducible import fix_order_of_sums
@@ -63,11 +64,13 @@ def _serve_stage(given: Assignment) -> None:
 
 
 def _ready(load: Callable[[], Model]) -> Model:
+    failpoints.hit("rank.load")
     try:
         model = load()
     except (ModelError, ValueError) as error:
         _say(json.dumps({"error": str(error)}))
         sys.exit(1)
+    failpoints.hit("rank.ready")
     _say(Ready.of(model).line())
     return model
 
