@@ -194,6 +194,8 @@ def plan(*argv: str):
         (["--threads", "0"], ["--threads"]),
         (["--transports", "udp"], ["--transports", "udp"]),
         (["--decode", "0"], ["--decode"]),
+        (["--address", "auto"], ["--address", "--launcher ray"]),
+        (["--control", "10.0.0.1:50050"], ["--control 10.0.0.1:50050", "--certs"]),
     ],
 )
 def test_options_without_effect_are_refused(folder, options, words):

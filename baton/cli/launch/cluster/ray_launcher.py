@@ -169,6 +169,8 @@ class _Place:
                 if lost.shuns and self.node_id:
                     self._launcher.shun(self.node_id)
                 why = str(lost)
+            except Exception as error:  # of Ray, whose head may be gone: a place is never given up
+                why = f"{type(error).__name__}: {_line(error)}"
             else:
                 if last.state == "gone":
                     self._launcher.board.remove(self._name)

@@ -9,7 +9,7 @@ from baton import client
 from baton.cli.launch.placing.launcher import Resources, WorkerProgram
 from baton.service.security.access import Access
 from baton.service.security.tls import GATEWAY_NAME
-from tests.support.launch.launchers import check_launcher
+from tests.support.launch.launchers import all_serve, check_launcher, until
 from tests.support.launch.ray_cluster import RayCluster, up_on_ray
 from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.models import make_model
@@ -83,5 +83,31 @@ def test_without_a_cluster_or_a_way_to_it(cluster, model, tmp_path):
     for address, told in (("127.0.0.1:9", "no cluster at --address 127.0.0.1:9"), (cluster.address, "give --listen")):
         done = subprocess.run([*argv, address, "--listen", "127.0.0.1:0"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
-    done = subprocess.run([*argv[:6], "--address", "auto"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "--address has no effect" in done.stderr
+
+
+async def test_whatever_ray_says_a_place_is_kept(cluster, tmp_path, monkeypatch):
+    """An error that nobody thought of is told, and the worker is placed again."""
+    from baton.cli.launch.cluster import ray_launcher
+
+    folder, reserved = make_stand_ins(tmp_path), []
+    monkeypatch.setattr(ray_launcher, "settings_env", lambda: {"PYTHONPATH": str(folder)})
+
+    def reserve(*args, **options):
+        reserved.append(args)
+        if len(reserved) == 1:
+            raise OSError("the head is gone")
+        return placement_group(*args, **options)
+
+    placement_group = ray_launcher.placement_group
+    monkeypatch.setattr(ray_launcher, "placement_group", reserve)
+    resources = {"decode": Resources()}
+    launcher = ray_launcher.RayLauncher(
+        WorkerProgram(folder / "m", {}), [f"{cluster.host}:9"], cluster.address, resources, Access()
+    )
+    try:
+        await launcher.start("decode", 1)
+        (lost,) = await until(launcher, lambda workers: workers[0].state == "lost")
+        assert "the head is gone" in lost.reason
+        await until(launcher, all_serve(1))
+    finally:
+        assert await launcher.close()
