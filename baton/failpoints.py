@@ -116,6 +116,12 @@ class _Board:
             is_due = armed.only in (0, self._passed[name])
         return armed() if is_due else 0.0
 
+    def is_armed(self, names: Collection[str]) -> bool:
+        with self._lock:
+            if self._path is not None:
+                self._read_again(self._path)
+            return not self._armed.keys().isdisjoint(names)
+
     def _read_again(self, path: Path) -> None:
         """A file that is replaced within one tick of the clock is another file still."""
         try:
@@ -139,3 +145,8 @@ def _make(text: str) -> Callable[..., float]:
 
 # `hit(name)`, `hit(name, values)`; returns the seconds that a clock which is read there is off.
 hit = _make(os.environ.get(VARIABLE, ""))
+
+
+def is_armed(*names: str) -> bool:
+    """Return whether any of these places does something now: who would pass it less often than a test expects asks."""
+    return hit is not _nothing and hit.__self__.is_armed(names)  # pyright: ignore[reportFunctionMemberAccess]

@@ -151,6 +151,7 @@ FOLDERS = {
         "native.attention": "",
         "native.layers": "",
         "native.linear": "",
+        "native.sampling": "",
         "native.linear.bytes32": "",
         "native.linear.bytes64": "",
         "speculation": "",

@@ -20,6 +20,7 @@ class GenerateOptions(TypedDict, total=False):
     slo_class: str
     constraint: pb.Constraint
     echo: bool
+    stream_interval_ms: int
 
     temperature: float
     top_k: int

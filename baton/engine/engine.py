@@ -22,6 +22,7 @@ from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refus
 from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
+from baton.engine.execute.multi_step import MultiStep, compute
 from baton.engine.execute.runner import Flight, Runner, can_launch
 from baton.engine.execute.throughput import Rate
 from baton.engine.execute.watermark import layer_watermark
@@ -85,6 +86,7 @@ class Engine:
         self.adapters = Adapters(model, config.adapter_slots)
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
         self.ranks = ranks  # that share the model with this process
+        self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
@@ -326,11 +328,13 @@ class Engine:
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
-        drawn = self.runner.run(slices, layer_watermark(slices, self.on_progress))
-        self.step_number += 1
-        self.work.add(slices)
+        several = None if self.speculator.proposers or self._compiling else self._multi_step
+        on_layer = layer_watermark(slices, self.on_progress)
+        drawn, num_steps = compute(self.runner, several, slices, self.scheduler, on_layer)
+        self.step_number += num_steps
+        self.work.add(slices, num_steps)
         self.speculator.measure(drawn)
-        self.results.collect(slices, drawn, launched_at, self._outputs)
+        self.results.collect(slices, drawn, launched_at, self._outputs, num_steps=num_steps)
         self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
 

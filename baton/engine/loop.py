@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from baton import failpoints
+from baton import failpoints, system
 from baton.engine.core.device import is_lost
 from baton.engine.core.request import Output
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import RankLost
 
+ENGINE_THREAD = "engine-loop"  # and those that compute with it
 IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class EngineLoop:
         self.last_beat = time.monotonic()  # a stalled step leaves it behind
         self._on_outputs = on_outputs
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
 
     @property
     def step_number(self) -> int:
@@ -58,6 +59,7 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        system.name_thread(ENGINE_THREAD)
         if self.engine.config.threads is not None:
             torch.set_num_threads(self.engine.config.threads)
         while not self._stopping.is_set():

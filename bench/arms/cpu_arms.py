@@ -18,7 +18,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampling.native_sampler import host_sampler
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from bench.arms import shape
@@ -148,4 +148,4 @@ class Ours(Arm):
         self.report = model.weights
         self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
         pool = KVPool(KVLayout((model.kv_group("bf16", config.block_size),)), config.num_blocks)
-        super().__init__(Engine(config, model, pool, b"", Sampler()))
+        super().__init__(Engine(config, model, pool, b"", host_sampler()))

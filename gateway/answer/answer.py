@@ -1,5 +1,6 @@
 """The stream that a client receives: messages of all choices in order, usage and timing on the last."""
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from baton.service.clock import now
@@ -38,6 +39,7 @@ class Answer:
         its first, with the time since the one before, divided by its tokens."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
+        self._interval_s = checked.stream_interval_s
         self._num_flushes = 0
         self._num_sent = 0
         self.slow_writes_s: list[float] = []
@@ -129,9 +131,16 @@ class Answer:
             raise Diverged(f"a worker gave {len(logprobs)} prompt_logprobs for a prompt of {num_prompt_tokens} tokens")
         self._prompt_logprobs = logprobs
 
+    @property
+    def due_at(self) -> float:
+        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none."""
+        held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
+        return min(held, default=math.inf) + self._interval_s if self._interval_s else math.inf
+
     async def flush(self) -> None:
-        """Send what has come: one message a choice."""
-        pending = [choice for choice in self.choices if choice.has_pending]
+        """Send what has come, and is not held back: one message a choice."""
+        latest = now() - self._interval_s
+        pending = [choice for choice in self.choices if choice.has_pending and choice.is_due(latest)]
         if not pending:
             return
         self._num_flushes += 1

@@ -89,6 +89,11 @@ class Choice:
         """Return whether tokens, or its end, wait to be sent."""
         return self.num_pending != 0 or (self.finish_reason != 0 and self._decoder is not None)
 
+    def is_due(self, latest: float) -> bool:
+        """Return whether what has come goes out: its first message, its last, and others if the one before went out by
+        `latest` (time.monotonic())."""
+        return self.sent_at is None or self.finished or self.sent_at <= latest
+
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
         """Add tokens behind the known ones; after the end of the choice they are dropped."""
         if self._stops is None and not self._ends_with_call and len(self.token_ids) >= self.num_received:

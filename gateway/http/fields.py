@@ -148,7 +148,7 @@ def _rows(message: Any, names: Iterable[str], before: str = "") -> tuple[Field, 
 
 
 _BOTH = (
-    *_rows(pb.GenerateRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class")),
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "stream_interval_ms")),
     *_rows(
         pb.Sampling.DESCRIPTOR,
         (name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logprobs", "prompt_logprobs")),

@@ -43,11 +43,11 @@ class RequestMachine:
         request = self.request
         while self.state is not RequestState.ENDED:
             until = self._wait_until()
-            entry = await request.mailbox.next(until)
+            entry = await request.mailbox.next(min(until, request.answer.due_at))
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)
                 break
-            if entry is None:
+            if entry is None and now() >= until:
                 self._on_silence(now() - until)
             self._receive_all(entry)
             if self.error is None:

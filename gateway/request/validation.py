@@ -21,6 +21,7 @@ from gateway.request.messages import check_conversation
 from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
+MAX_STREAM_INTERVAL_MS = 60_000
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -46,6 +47,7 @@ class Checked:
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
+    stream_interval_s: float = 0.0  # between two messages of a choice
     adapter: bytes = b""  # identity of the one to answer with; empty: none
 
     @property
@@ -115,6 +117,7 @@ def check(
         resume_from=_resume_from(request, served),
         constraint=_constraint(request),
         echo=_echo(request),
+        stream_interval_s=_stream_interval_s(request.stream_interval_ms),
         adapter=adapter,
     )
 
@@ -240,6 +243,12 @@ def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampl
         if getattr(resolved, name) > served.limits.logprobs:
             _refuse(f"sampling.{name}", f"must be at most {served.limits.logprobs}")
     return resolved
+
+
+def _stream_interval_s(given_ms: int) -> float:
+    if given_ms > MAX_STREAM_INTERVAL_MS:
+        _refuse("stream_interval_ms", f"{given_ms} is over {MAX_STREAM_INTERVAL_MS}, a minute")
+    return given_ms / 1e3
 
 
 def _slo_class(name: str, served: ServedModel) -> str:

@@ -83,6 +83,12 @@ def test_a_file_is_read_again(tmp_path):
     board.hit("engine.step")
 
 
+def test_who_would_pass_less_often_can_ask(monkeypatch):
+    assert not failpoints.is_armed("engine.step")
+    monkeypatch.setattr(failpoints, "hit", failpoints._make("engine.step=sleep:0.1"))
+    assert failpoints.is_armed("engine.batch", "engine.step") and not failpoints.is_armed("engine.batch")
+
+
 def test_a_file_that_is_replaced_at_once_is_read_again(tmp_path):
     path = tmp_path / "failpoints"
     board = failpoints._Board(f"@{path}")

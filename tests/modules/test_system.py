@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -49,3 +51,22 @@ def test_no_room():
 def test_cores_and_memory():
     assert system.cores() == sorted(set(system.cores())) != []
     assert system.memory_bytes() > 0
+
+
+def test_threads_by_name():
+    """And those that they start, which are of the same name."""
+    stop, names = threading.Event(), []
+
+    def run() -> None:
+        system.name_thread("reader-of-sum")
+        sum(range(1_000_000))
+        names.append(1)
+        stop.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not names:
+        time.sleep(0.001)
+    found = system.thread_times(os.getpid())
+    stop.set(), thread.join()
+    assert found.get("worker-of-tes", found.get("reader-of-sum", 0)) > 0 if system.LINUX else found == {}

@@ -17,11 +17,12 @@ Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
 def make_request(
     prompt: Prompt | None, *, request_id: str = "", model: str = "", resume_from: Sequence[int] = (),
-    constraint: pb.Constraint | None = None, echo: bool = False, **fields,
+    constraint: pb.Constraint | None = None, echo: bool = False, stream_interval_ms: int = 0,
+    **fields,
 ) -> pb.GenerateRequest:  # fmt: skip
     """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
     request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from, constraint=constraint)
-    request.echo = echo
+    request.echo, request.stream_interval_ms = echo, stream_interval_ms
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], tuple):

@@ -18,8 +18,8 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
+from baton.engine.sampling.native_sampler import host_sampler
 from baton.engine.sampling.on_device import sampler_on
-from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 from baton.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ class RandomEngine:
             pool = KVPool(KVLayout((model.kv_group(kv, BLOCK_SIZE),)), num_blocks, device=device)
             on_gpu = device.type == "cuda"
             self.launcher = GpuLauncher(model, pool, self.config, bool(proposers)) if on_gpu else Launcher(model, pool)
-        sampler = sampler_on(device) if on_gpu else Sampler()
+        sampler = sampler_on(device) if on_gpu else host_sampler()
         self.model, self.device = model, device
         self.engine = Engine(self.config, model, pool, b"", sampler, proposers, self.launcher)
         self.token_bytes = pool.layout.block_bytes / BLOCK_SIZE

@@ -24,6 +24,7 @@ from baton.engine.parallel.shard import Shard, refusal
 from baton.engine.parallel.stage import cut_layers
 from baton.engine.ranks.process import Ready
 from baton.engine.ranks.spawn import Joining, OwnMemory, Ranks, SharedMemory, start_shards, start_stages
+from baton.engine.sampling.native_sampler import host_sampler
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
@@ -78,7 +79,7 @@ def load_parts(
             )
         model = load_model(config, device)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
-        return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
+        return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, pool))
     if config.num_ranks > 1:
         raise ValueError(
             f"{config.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give --device cpu"
@@ -124,7 +125,7 @@ def _of_ranks(
         raise
     if len(stages) > 1:
         model.weights = model.weights.beside(ranks.reports[1:])
-    return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, own), ranks)
+    return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, own), ranks)
 
 
 def _on_gpu(

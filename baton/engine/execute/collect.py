@@ -30,11 +30,11 @@ class Results:
 
     def collect(
         self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
-        aloft: Set[Sequence] = frozenset(),
+        aloft: Set[Sequence] = frozenset(), num_steps: int = 1,
     ) -> None:  # fmt: skip
         """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `aloft`:
         sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
-        collected, whose token for it is dropped."""
+        collected, whose token for it is dropped. `num_steps`: one behind the other, each with the token of the one before."""
         self._aloft = aloft
         step, copies = self.scheduler.config.checkpoint_tokens, self.scheduler.copies
         for seq, begin, end in slices:
@@ -65,7 +65,7 @@ class Results:
             if seq.group.pool is not None and end == seq.num_tokens:
                 self._first_tokens(seq, [], outputs)  # there are none: its end
         for group in stepped:
-            group.stepped(launched_at)
+            group.stepped(launched_at, num_steps)
         outputs += filter(None, [self._end(group) for group in landed if not group.live])
 
     def forget(self) -> None:

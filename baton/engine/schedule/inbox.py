@@ -3,6 +3,7 @@
 A command names its group by key and arrival: when it is obeyed, the key may have ended and come again.
 """
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ class Inbox:
     def __init__(self):
         self._commands: deque[Command] = deque()
         self._bell = threading.Condition()
-        self._rung = False
+        self._rung = ctypes.c_int32(0)
 
     def __len__(self) -> int:
         return len(self._commands)
@@ -68,17 +69,23 @@ class Inbox:
 
     def ring(self) -> None:
         with self._bell:
-            self._rung = True
+            self._rung.value = 1
             self._bell.notify()
+
+    @property
+    def address(self) -> int:
+        """Return the address of an int32 that is not 0 from a ring until the next `drain`: native code that computes several
+        steps looks at it."""
+        return ctypes.addressof(self._rung)
 
     def drain(self) -> Iterator[Command]:
         """Takes the commands one by one: where the reader fails, the rest stays."""
+        self._rung.value = 0  # before they are taken: what is posted meanwhile rings again
         while self._commands:
             yield self._commands.popleft()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something was posted since the last wait, or after `timeout_s`."""
+        """Returns when something was posted since the last `drain`, or after `timeout_s`."""
         with self._bell:
-            if not self._rung:
+            if not self._rung.value:
                 self._bell.wait(timeout_s)
-            self._rung = False

@@ -307,12 +307,12 @@ class Group:
         self.prefilled = True
         self.started_at = time.monotonic()
 
-    def stepped(self, launched_at: float) -> None:
-        """A decode step with this group in it has passed."""
+    def stepped(self, launched_at: float, num_steps: int) -> None:
+        """Decode steps with this group in them have passed, computed in one call since `launched_at`."""
         if self.first_step_at is None:
             self.first_step_at = launched_at
-            self.first_step_s = time.monotonic() - launched_at
-        self.num_steps += 1
+            self.first_step_s = (time.monotonic() - launched_at) / num_steps
+        self.num_steps += num_steps
 
     def report(self) -> DecodeReport:
         if self.first_step_at is None:

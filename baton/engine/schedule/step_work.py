@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import product
 from typing import NamedTuple
 
 from baton.engine.schedule.scheduler import Slice
@@ -26,11 +27,11 @@ class StepWork:
     def __init__(self):
         self._seconds: deque[tuple[int, list[int]]] = deque(maxlen=WINDOW_S + 1)
 
-    def add(self, slices: Iterable[Slice]) -> None:
-        """One step."""
+    def add(self, slices: Iterable[Slice], num_steps: int = 1) -> None:
+        """Count a step; or several that decode, each a token behind the one before."""
         num_tokens = num_rows = num_pairs = num_kv = 0
-        for seq, begin, end in slices:
-            end += len(seq.draft_ids)
+        for step, (seq, begin, end) in product(range(num_steps), slices):
+            begin, end = begin + step, end + step + len(seq.draft_ids)
             num_rows += 1
             num_tokens += end - begin
             num_pairs += (end - begin) * (begin + end + 1) // 2
@@ -39,7 +40,7 @@ class StepWork:
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, [0] * len(WorkRates._fields)))
         sums = self._seconds[-1][1]
-        for index, num in enumerate((1, num_tokens, num_rows, num_pairs, num_kv)):
+        for index, num in enumerate((num_steps, num_tokens, num_rows, num_pairs, num_kv)):
             sums[index] += num
 
     def rates(self) -> WorkRates:

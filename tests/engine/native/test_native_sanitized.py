@@ -22,6 +22,8 @@ SUITES = (
     "tests/engine/layers/test_linear_kernels.py",
     "tests/engine/attention/test_attention.py",
     "tests/engine/kv/test_stored_forms.py",
+    "tests/engine/sampling/test_native_sampler.py",
+    "tests/engine/execute/test_multi_step.py",
     "tests/worker/kv/test_native_digests.py",
     "tests/kvtransfer/memory/test_digest.py",
 )

@@ -8,7 +8,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine import kernels
@@ -17,27 +16,11 @@ from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.on_device import DeviceSampler, plain_row, sampler_on
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
+from tests.engine.sampling.sample_rows import FILTERS, MIXED, SHAPES, any_row, every_row, make_rows
 from tests.support.engine.toys import make_request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type))
-MIXED = (
-    dict(temperature=0.0), dict(temperature=1.0, seed=5), dict(temperature=0.3, seed=6), dict(temperature=3.0, seed=7),
-)  # fmt: skip
-FILTERS = (
-    dict(top_k=1), dict(top_k=5), dict(top_k=100_000), dict(top_p=0.5), dict(top_p=0.999), dict(min_p=0.2),
-    dict(top_k=40, top_p=0.9), dict(top_k=12, top_p=0.7, min_p=0.05), dict(top_p=1e-9), dict(min_p=1.0),
-)  # fmt: skip
-SHAPES = {
-    "wide": lambda x: 3 * x,
-    "ties": lambda x: x.round(),
-    "nearly flat": lambda x: 0.01 * x,
-    "flat": torch.zeros_like,
-}
-
-
-def make_rows(*params: dict) -> list[SampleRow]:
-    return [SampleRow(SamplingParams(**each), index % 3, 10 + index) for index, each in enumerate(params)]
 
 
 def drawn(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -53,35 +36,16 @@ def wanted(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 )
 def test_as_the_other(vocab_size, shape):
     """In one part of a program and in several; equal scores at a cut too: of those the higher ids stay."""
-    rows = make_rows(*MIXED, *(dict(temperature=0.7, seed=seed, **each) for seed, each in enumerate(FILTERS)))
+    rows = every_row()
     logits = SHAPES[shape](torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(vocab_size)))
     assert drawn(logits, rows) == wanted(logits, rows)
 
 
-numbers = st.floats(0.05, 1.0)
-params = st.fixed_dictionaries(
-    dict(temperature=st.sampled_from((0.0, 0.5, 1.0, 40.0)), seed=st.integers(0, 2**64 - 1)),
-    optional=dict(
-        top_k=st.integers(1, 60), top_p=numbers, min_p=st.floats(0.0, 0.5), repetition_penalty=st.floats(0.5, 2.0),
-        presence_penalty=st.floats(-2.0, 2.0), frequency_penalty=st.floats(-2.0, 2.0),
-        logit_bias=st.dictionaries(st.integers(0, 40), st.floats(-8.0, 8.0), max_size=4).map(lambda d: tuple(d.items())),
-    ),
-)  # fmt: skip
-tokens = st.lists(st.integers(0, 40), max_size=12)
-
-
 @settings(max_examples=40, deadline=None)
-@given(params, tokens, tokens, st.frozensets(st.integers(0, 20), max_size=3), st.booleans(), st.data())
-def test_any_row_as_the_other(params, prompt_ids, output_ids, banned, is_masked, data):
+@given(any_row())
+def test_any_row_as_the_other(drawn_from):
     """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""
-    vocab_size, coarse = data.draw(st.integers(41, 300)), data.draw(st.sampled_from((1, 4, 1000)))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    logits = (torch.randn(1, vocab_size, generator=generator) * 3 * coarse).round() / coarse
-    mask = None
-    if is_masked:
-        mask = torch.randint(-(2**31), 2**31, (-(-vocab_size // 32),), generator=generator).int()
-        mask[0] |= 1 << 25
-    row = SampleRow(SamplingParams(**params), 1, 9, prompt_ids, output_ids, banned, mask)
+    logits, row = drawn_from
     kept = logits.clone()
     assert drawn(logits, [row]) == wanted(logits, [row]) and torch.equal(logits, kept)
 

@@ -28,6 +28,7 @@ def field_of(request, served=SERVED) -> str:
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BAD = [
     ("slo_class", pb.GenerateRequest(text="x", slo_class="instant")),
+    ("stream_interval_ms", pb.GenerateRequest(text="x", stream_interval_ms=60_001)),
     ("speculation.proposer", pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle"))),
     ("speculation.num_tokens", pb.GenerateRequest(text="x", speculation=pb.Speculation(num_tokens=17))),
     ("input", make_request(None)),

@@ -1,6 +1,6 @@
 // The greedy guesses of a draft, several passes in one call: it reads what it lacks of each sequence, names the likeliest
 // next token, reads that, and so on. Guesses only: no answer depends on a bit of this.
-#include "fused.h"
+#include "embed.h"
 
 namespace baton {
 namespace {
@@ -24,13 +24,6 @@ struct Lack {
   const int64_t* block_ids;
 };
 
-// Row token_id of what the head multiplies by, out of its panels (linear.h).
-void unpack_row(const Linear& head, int64_t token_id, int64_t size, char* to) {
-  const int64_t width = head.kind == W_F32 ? 1 : 2;  // inputs that are side by side
-  const uint32_t* words = (const uint32_t*)head.values + token_id / PANEL * (head.padded_in / width) * PANEL;
-  for (int64_t i = 0; i < size / width; i++) std::memcpy(to + 4 * i, words + i * PANEL + token_id % PANEL, 4);
-}
-
 int64_t likeliest(int64_t kind, const char* logits, int64_t count) {
   V16 most = all16(-INFINITY);
   int64_t i = 0;
@@ -53,12 +46,7 @@ void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const voi
   const Model& model = *draft.model;
   const int64_t size = model.hidden_size, bytes = size * (model.kind == FP32 ? 4 : 2);
   char* embedded = draft.project ? memory : (char*)x;
-  for (int64_t t = 0; t < rows; t++) {
-    if (draft.table)
-      std::memcpy(embedded + t * bytes, (const char*)draft.table + token_ids[t] * bytes, bytes);
-    else
-      unpack_row(*draft.head, token_ids[t], size, embedded + t * bytes);
-  }
+  embed(draft.table, *draft.head, size, bytes, rows, token_ids, embedded);
   if (!draft.project) return;
   char *joined = memory + rows * bytes, *normed = (char*)x;
   baton_norm(&model, embedded, draft.embedding_norm, embedded, rows, threads);

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from baton.engine import native
 from baton.engine.kv.native import NativePool
-from baton.engine.layers.embedding import Embedding, PackedEmbedding
 from baton.engine.layers.linear.packed import PackedLinear
-from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
+from baton.engine.models.native_ends import has_native_ends, table_address
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -62,11 +61,10 @@ class Passes:
         """`model` has the embedding and the head, `layers` are its own or, with an entry, those of a draft of it."""
         self._held = (model, layers, norm, entry)  # what the struct points at
         self._pool, self._layers = pool, layers
-        embedding = model.embedding
         parts = [None] * 4 if entry is None else [entry.project.address, *(part.data_ptr() for part in entry[1:])]
         self._draft = _Draft(
             layers.address, layers.num_layers, norm.data_ptr(), model.head.address,
-            embedding.weight.data_ptr() if isinstance(embedding, Embedding) else None, *parts,
+            table_address(model), *parts,
         )  # fmt: skip
         arguments = (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT)
         self._run = native.library().function("baton_draft", *arguments)
@@ -74,15 +72,7 @@ class Passes:
     @staticmethod
     def fit(model: Model, layers: object) -> bool:
         """Return whether everything that a pass is made of is native."""
-        table = model.embedding
-        in_dtype = isinstance(table, Embedding) and table.weight.dtype == model.dtype and table.weight.is_contiguous()
-        return (
-            isinstance(layers, FusedLayers)
-            and model.spec.embedding_scale == 1
-            and isinstance(model.norm, RMSNorm)
-            and isinstance(model.head, PackedLinear)
-            and (in_dtype or isinstance(table, PackedEmbedding))
-        )
+        return isinstance(layers, FusedLayers) and model.spec.embedding_scale == 1 and has_native_ends(model)
 
     def __call__(self, lacks: Sequence[Lack], token_ids: list[int], hidden: Tensor | None = None) -> list[list[int]]:
         """Guesses for each sequence. `token_ids`: what they lack, one after the other; `hidden`: the target's rows

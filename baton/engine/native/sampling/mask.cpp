@@ -1,6 +1,5 @@
 // Tokens that a constraint leaves out: a bit for each logit.
-#include <cmath>
-#include <cstdint>
+#include "draw.h"
 
 // mask has a word for each 32 of the `count` logits; those whose bit is not set become -inf.
 extern "C" void baton_mask_logits(float* logits, const uint32_t* mask, int64_t count) {

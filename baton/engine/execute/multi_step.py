@@ -1,0 +1,159 @@
+"""Decode several steps of the same sequences in one native call (native/layers/decode.cpp) while nothing else waits.
+
+A step of a small model takes less time than the Python around it: of the demo's, that was half of a lone stream's time,
+and the tokens of several steps cross to the client in one message. The tokens are those of steps by themselves, bit for
+bit. The call ends behind the step in which something is posted to the engine, in which a sequence ends, or behind which
+another would make it longer than BUDGET_NS.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from baton import failpoints
+from baton.engine import native
+from baton.engine.execute.launcher import Launcher
+from baton.engine.execute.runner import Runner
+from baton.engine.kv.native import native_pool
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.fused import FusedLayers
+from baton.engine.models.native_ends import has_native_ends, head_address, norm_address, table_address
+from baton.engine.sampling.native_sampler import NativeRow, NativeSampler, changes_of, native_row
+from baton.engine.sampling.sampler import Sampled, SampleRow, sample_row
+from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.sequence import Sequence
+from baton.engine.schedule.step_draws import Drawn
+
+MOST_STEPS = 8
+BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
+HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of native/layers/decode.cpp."""
+
+    _fields_ = [
+        ("model", _POINTER),
+        ("num_layers", _INT),
+        *((name, _POINTER) for name in ("norm", "head", "table")),
+        *((name, _DOUBLE) for name in ("embedding_scale", "logit_scale")),
+    ]
+
+
+class _Decoding(ctypes.Structure):
+    """`Decoding` of native/layers/decode.cpp."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("token_id", "num_tokens")),
+        *((name, _POINTER) for name in ("block_ids", "stop_ids")),
+        *((name, _INT) for name in ("num_stop_ids", "has_penalties")),
+        ("row", NativeRow),
+    ]
+
+
+class MultiStep:
+    """One per engine whose model is native throughout. Belongs to the loop's thread."""
+
+    def __init__(self, model: Model, pool: KVPool, bell: int):
+        """`bell`: address of an int32 that is not 0 once something waits."""
+        library = native.library()
+        assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
+        self._held = (model, pool)  # what the structs point at
+        self._bell, self._pool = bell, native_pool(pool)
+        self._decoder = _Decoder(
+            model.fused.address, model.fused.num_layers, norm_address(model), head_address(model),
+            table_address(model), model.spec.embedding_scale, model.spec.logit_scale,
+        )  # fmt: skip
+        arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
+        self._run = library.function("baton_decode", *arguments, restype=_INT)
+
+    @classmethod
+    def of(cls, runner: Runner, bell: int) -> "MultiStep | None":
+        """Return one where all of a step is native: layers, ends and sampler. Not asked where there are ranks."""
+        model = runner.model
+        is_native = (
+            isinstance(runner.sampler, NativeSampler)
+            and type(runner.launcher) is Launcher
+            and isinstance(model.fused, FusedLayers)
+            and has_native_ends(model)
+            and model.spec.logit_softcap is None
+        )
+        return cls(model, runner.pool, bell) if is_native else None
+
+    def num_steps(self, slices: Seq[Slice], scheduler: Scheduler) -> int:
+        """Return how many steps of these slices may be done in one call: 1 where more than decoding is to be done, or where the
+        host has a say in what is drawn. Their sequences have the blocks for as many."""
+        if scheduler.waiting or len(scheduler.running) > len(slices) or failpoints.is_armed(*HURT):
+            return 1
+        most = MOST_STEPS
+        for seq, begin, end in slices:
+            most = min(most, _most_steps(seq, end - begin))
+            if most > 1:
+                most = min(most, 1 + scheduler.room_for_draft(seq, most - 1))
+            if most <= 1:
+                return 1
+        return most
+
+    def __call__(self, slices: Seq[Slice], num_steps: int) -> list[Drawn]:
+        """Compute up to `num_steps` steps; the tokens of each sequence, as many of one as of another."""
+        num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
+        for place, (seq, _, _) in zip(table, slices, strict=True):
+            request = seq.group.request
+            row = sample_row(request, request.sampling, seq.choice, seq.token_ids)
+            changed, num_changed = _with_room(row, num_steps)
+            stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
+            blocks = array("q", seq.block_ids)
+            held += changed, stops, blocks
+            place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
+            place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
+            place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties
+            place.row = native_row(row, changed, num_changed)
+            if row.params.has_penalties:
+                place.row.changes = changed.ctypes.data
+        drawn = (_INT * (num_seqs * num_steps))()
+        num_done = self._run(
+            ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, num_steps, self._bell,
+            BUDGET_NS, drawn, torch.get_num_threads(),
+        )  # fmt: skip
+        firsts = range(0, num_seqs * num_steps, num_steps)
+        return [
+            (piece.seq, [Sampled(token_id, None) for token_id in drawn[first : first + num_done]])
+            for piece, first in zip(slices, firsts, strict=True)
+        ]
+
+
+def compute(
+    runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
+    on_layer: Callable[[int], None] | None,
+) -> tuple[list[Drawn], int]:  # fmt: skip
+    """Compute a step, or `several` in one call while nothing but these slices waits; the tokens, and how many steps."""
+    if several is not None and (num_steps := several.num_steps(slices, scheduler)) > 1:
+        drawn = several(slices, num_steps)
+        return drawn, len(drawn[0][1])
+    return runner.run(slices, on_layer), 1
+
+
+def _most_steps(seq: Sequence, num_tokens: int) -> int:
+    """Return how many steps a sequence may take before the host has to look at it; `num_tokens`: of its slice."""
+    group, request = seq.group, seq.group.request
+    if num_tokens != 1 or not group.prefilled or group.adapter is not None:
+        return 1
+    if request.constraint is not None or request.sampling.logprobs is not None:
+        return 1
+    num_left = request.max_tokens - seq.num_output
+    num_early = request.min_tokens - seq.num_output  # while stop tokens are banned
+    return min(num_left, num_early) if num_early > 0 else num_left
+
+
+def _with_room(row: SampleRow, num_steps: int) -> tuple[np.ndarray, int]:
+    """Return the tokens whose logits change and how many they are, with room for those that are to be drawn."""
+    changed = changes_of(row)
+    if not row.params.has_penalties:
+        return changed, len(changed) // 3
+    return np.concatenate([changed, np.zeros(3 * num_steps, np.int32)]), len(changed) // 3

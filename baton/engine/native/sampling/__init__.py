@@ -1,0 +1,1 @@
+"""C++ kernels that draw tokens from logits."""

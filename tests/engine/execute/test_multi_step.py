@@ -1,0 +1,199 @@
+"""Several decode steps in one native call give what single steps give, and let nobody wait longer than a step."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton import failpoints
+from baton.engine import native
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import PrefillDone, Refusal, TokenRun
+from baton.engine.engine import Engine
+from baton.engine.execute import multi_step
+from baton.engine.schedule.inbox import Stop
+from tests.engine.sampling.sample_rows import any_params
+from tests.support.engine.folders import make_folder, save_tiny
+from tests.support.engine.toys import Collector, make_request, run
+
+VOCAB = 256
+
+pytestmark = pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), VOCAB)
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch):
+    """A slow machine does as many steps as a fast one."""
+    monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
+
+
+def load(folder, is_single: bool = False, **options) -> Engine:
+    defaults = dict(block_size=16, num_blocks=128, max_num_seqs=6, max_num_batched_tokens=200, threads=1)
+    engine = Engine.load(EngineConfig(model=folder, **(defaults | options)))
+    assert engine._multi_step is not None
+    if is_single:
+        engine._multi_step = None
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """Return an engine that takes several steps in a call, and one that never does, for each dtype."""
+    return {dtype: (load(folder, dtype=dtype), load(folder, True, dtype=dtype)) for dtype in ("fp32", "bf16")}
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    return [random.Random(seed * 1000 + index).randrange(VOCAB) for index in range(num_tokens)]
+
+
+def check_alike(several: Engine, single: Engine, requests) -> None:
+    calls = single.step_number, several.step_number
+    found, expected = run(several, requests), run(single, requests)
+    for request in requests:
+        assert found[request.key].answer() == expected[request.key].answer()
+        mine, theirs = (each[request.key].ended.report.num_steps for each in (found, expected))
+        assert mine == theirs, "a step is a step, however many a call does"
+    assert single.step_number - calls[0] == several.step_number - calls[1]
+    assert several.ledger.num_available == several.num_blocks
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_sampling_as_single_steps(engines, data):
+    """Alone and together, with stops that come and ends that are banned until some tokens are there."""
+    dtype, seed = data.draw(st.sampled_from(("fp32", "bf16"))), data.draw(st.integers(0, 2**31))
+    requests = []
+    for index in range(data.draw(st.integers(1, 3))):
+        stops = frozenset(random.Random(seed + index).sample(range(VOCAB), data.draw(st.sampled_from((0, 3, 30)))))
+        requests.append(
+            make_request(
+                f"{seed}-{index}",
+                prompt(data.draw(st.integers(1, 40)), seed + index),
+                data.draw(st.integers(1, 40)),
+                named=False,
+                stop_token_ids=stops,
+                min_tokens=data.draw(st.sampled_from((0, 0, 5, 11))),
+                **data.draw(any_params),
+            )
+        )
+    check_alike(*engines[dtype], requests)
+
+
+@pytest.mark.parametrize("family", ["llama3.2-tied", "granite", "command-r", "qwen3-moe", "gemma2", "starcoder2"])
+def test_families_as_single_steps(tmp_path, family):
+    """Scales of embedding and logits; those with an end that is not native never take several."""
+    path, options = tmp_path / family, dict(num_blocks=32, max_num_seqs=4, dtype="fp32")
+    make_folder(path, family, hidden_size=64)
+    several = Engine.load(EngineConfig(model=path, threads=1, **options))
+    single = Engine.load(EngineConfig(model=path, threads=1, **options))
+    assert (several._multi_step is None) == (family in ("command-r", "gemma2", "starcoder2"))
+    single._multi_step = None
+    requests = [make_request(str(n), [n + 3, 7, 9], 30, temperature=n / 2, seed=n, named=False) for n in range(3)]
+    check_alike(several, single, requests)
+
+
+def test_a_call_takes_several_steps_and_ends_with_the_first_sequence(folder):
+    engine, sizes = load(folder), []
+    engine.submit(make_request("long", prompt(5, 1), 30, named=False))
+    engine.submit(make_request("short", prompt(5, 2), 12, named=False))
+    while engine.has_work():
+        outputs = [output for output in engine.step() if isinstance(output, TokenRun)]
+        sizes += [len(output.token_ids) for output in outputs if output.key.request_id == "long"]
+    assert sizes == [8, 3, 8, 8, 2], "the first token is the prompt's"
+
+
+def test_a_request_that_comes_meanwhile_waits_for_a_step(folder, monkeypatch):
+    """Whatever is posted while a call computes ends it behind the step that runs."""
+    engine = load(folder)
+    engine.submit(make_request("a", prompt(5, 1), 200, named=False))
+    engine.step()
+    assert len(engine.step()[0].token_ids) == 8
+    late = engine._multi_step._run
+
+    def call(*arguments):
+        engine.submit(make_request("b", prompt(5, 2), 4, named=False))  # once the commands of this step are obeyed
+        return late(*arguments)
+
+    monkeypatch.setattr(engine._multi_step, "_run", call)
+    assert len(engine.step()[0].token_ids) == 1
+    monkeypatch.setattr(engine._multi_step, "_run", late)
+    outputs = engine.step()
+    assert any(isinstance(output, PrefillDone) and output.key.request_id == "b" for output in outputs)
+
+
+def test_a_budget_bounds_a_call(folder, monkeypatch):
+    monkeypatch.setattr(multi_step, "BUDGET_NS", 0)
+    engine = load(folder)
+    engine.submit(make_request("a", prompt(5, 1), 20, named=False))
+    engine.step()
+    assert [len(engine.step()[0].token_ids) for _ in range(3)] == [1, 1, 1]
+
+
+def test_cancelled_between_calls_it_ends_at_once(folder):
+    engine, request = load(folder), make_request("a", prompt(5, 1), 200, named=False)
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(request.key)
+    records = run(engine, collector=Collector())
+    assert records[request.key].ended.error == "cancelled" and engine.ledger.num_available == engine.num_blocks
+
+
+@pytest.mark.parametrize("options", [dict(sampling=dict(logprobs=1)), dict(armed="engine.step=sleep:0")])
+def test_what_needs_the_host_takes_single_steps(folder, monkeypatch, options):
+    if "armed" in options:
+        monkeypatch.setattr(failpoints, "hit", failpoints._make(options["armed"]))
+    engine = load(folder)
+    engine.submit(make_request("a", prompt(5, 1), 20, named=False, **options.get("sampling", {})))
+    engine.step()
+    assert [len(engine.step()[0].token_ids) for _ in range(4)] == [1] * 4
+
+
+def test_a_small_pool_parks_as_with_single_steps(folder):
+    """Blocks are taken ahead only where nobody else lacks them."""
+    requests = [make_request(str(n), prompt(30, n), 100, named=False) for n in range(6)]
+    options, answers = dict(num_blocks=28, max_num_batched_tokens=100), []
+    for is_single in (False, True):
+        engine, records = load(folder, is_single, **options), Collector()
+        for request in requests:
+            while True:
+                try:
+                    engine.submit(request)
+                    break
+                except Refusal:
+                    records.take(engine.step())
+        run(engine, collector=records)
+        assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 0
+        answers.append([records[request.key].answer() for request in requests])
+    assert answers[0] == answers[1]
+
+
+def test_what_was_decoded_feeds_the_next_turn(folder):
+    """Units of a call's KV are named as those of single steps are."""
+    engine, request = load(folder), make_request("a", prompt(100, 1), 120)
+    answer = run(engine, [request])[request.key].answer()[0][0]
+    again = make_request("b", [*request.token_ids, *answer, 1, 2], 4)
+    assert run(engine, [again])[again.key].first.num_cached_tokens == 192
+
+
+def test_the_work_of_several_steps_is_that_of_single_ones(folder, monkeypatch):
+    sums: list[list[int]] = []
+    for is_single in (False, True):
+        engine = load(folder, is_single)
+        run(engine, [make_request("a", prompt(20, 1), 40, named=False)])
+        sums.append([sum(column) for column in zip(*(row for _, row in engine.work._seconds), strict=True)])
+    assert sums[0] == sums[1] and min(sums[0]) > 0
+
+
+def test_the_bell_rings_until_commands_are_taken(folder):
+    engine = load(folder)
+    assert not engine.inbox._rung.value
+    engine.inbox.post(Stop("nobody", 0))
+    assert engine.inbox._rung.value
+    assert len(list(engine.inbox.drain())) == 1 and not engine.inbox._rung.value

@@ -1,0 +1,88 @@
+"""The sampler of C++ draws what that of torch draws."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from baton.engine import native
+from baton.engine.sampling.native_sampler import NativeSampler, host_sampler
+from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.sampling_params import SamplingParams
+from tests.engine.sampling.sample_rows import FILTERS, MIXED, SHAPES, any_row, every_row, make_rows
+
+pytestmark = pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+
+
+def drawn(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return [each.token_id for each in host_sampler().sample(logits, rows)]
+
+
+def wanted(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return [each.token_id for each in Sampler().sample(logits, rows)]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 16, 500, 5000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_as_the_other(vocab_size, shape):
+    """Equal scores at a cut too: of those the higher ids stay."""
+    rows = every_row()
+    logits = SHAPES[shape](torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(vocab_size)))
+    assert drawn(logits, rows) == wanted(logits, rows)
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_row())
+def test_any_row_as_the_other(given):
+    """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""
+    logits, row = given
+    kept = logits.clone()
+    assert drawn(logits, [row]) == wanted(logits, [row]) and torch.equal(logits, kept)
+
+
+def test_noise_is_that_of_torch():
+    """Flat scores leave the choice to it alone: small and large uniforms, high ids, any seed and position."""
+    rows = [
+        SampleRow(SamplingParams(temperature=1.0, seed=seed * 0x1234567890ABCDE), seed % 4, 10 * seed)
+        for seed in range(64)
+    ]
+    logits = torch.zeros(len(rows), 40_000)
+    assert drawn(logits, rows) == wanted(logits, rows)
+
+
+def test_a_row_is_alone():
+    rows = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS[5:8]))
+    logits = torch.randn(len(rows), 300)
+    together = drawn(logits, rows)
+    assert together == [drawn(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+
+
+def test_many_rows_on_several_threads():
+    rows = [SampleRow(SamplingParams(temperature=0.9, top_p=0.9, seed=seed), 0, 5) for seed in range(20)]
+    logits = torch.randn(len(rows), 5000)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = drawn(logits, rows)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert together == wanted(logits, rows)
+
+
+def test_log_probabilities_are_those_of_the_other():
+    rows = make_rows(dict(temperature=1.0, top_p=0.9, seed=1), dict(temperature=0.0, logprobs=2), dict(temperature=0.0))
+    logits = torch.randn(3, 60)
+    assert host_sampler().sample(logits, rows) == Sampler().sample(logits, rows)
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(2, dtype=torch.int32)])
+def test_rows_without_numbers_or_tokens_draw_one_that_there_is(mask):
+    """What a broken model says must end no process."""
+    rows = [SampleRow(each.params, 0, 9, mask=mask) for each in every_row()]
+    for value in (float("nan"), float("-inf"), float("inf"), 0.0):
+        logits = torch.randn(len(rows), 40)
+        logits[:, ::2] = value
+        assert all(0 <= token_id < 40 for token_id in drawn(logits, rows))
+
+
+def test_it_is_the_sampler_of_a_host_with_kernels():
+    assert isinstance(host_sampler(), NativeSampler) and host_sampler().sample(torch.empty(0, 9), []) == []
