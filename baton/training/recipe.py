@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from tokenizers import Tokenizer
 
 from baton.engine.speculation.proposers.heads_folder import KINDS
 from baton.training.data.batches import Batches
-from baton.training.data.corpus import HELD_OUT, Corpus, gather
+from baton.training.data.corpus import HELD_OUT, Corpus, Document, gather
 from baton.training.data.files import save_atomically, save_text
 from baton.training.data.tokenizer import load_tokenizer, train_tokenizer
 from baton.training.heads.heads import FIGURES, train_heads
-from baton.training.model.evaluate import evaluate
+from baton.training.model.adapter import export_adapter, tabbed_corpus, train_adapter
+from baton.training.model.evaluate import evaluate, token_ids, total_bits
 from baton.training.model.export import export, load
 from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.mixture import Mixture, MixtureConfig, mixture_loss
 from baton.training.model.rounded import train_rounded
 from baton.training.model.trainer import Loss, Trainer, TrainingPlan, distillation_loss, next_token_loss
 
@@ -27,6 +30,12 @@ TARGET = ModelConfig(4096, 256, 704, num_layers=7, num_heads=4, num_kv_heads=2, 
 
 DRAFT = ModelConfig(4096, 128, 192, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
 """0.77 M parameters, 0.52 M of them the embedding; two layers, the least that can copy from the context."""
+
+
+_SHORT_BYTES = 8_000  # of the held-out modules, those on which an adapter is measured: twice in a minute
+
+MIXTURE = MixtureConfig(4096, 128, 80, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
+"""1.7 M parameters, 0.52 M of them the embedding; a token takes 2 of 8 experts a layer, 0.96 M in all."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,9 @@ class Recipe:
     draft_plan: TrainingPlan
     distill_plan: TrainingPlan
     heads_minutes: float
+    mixture: MixtureConfig
+    mixture_plan: TrainingPlan
+    adapter_plan: TrainingPlan
     int4_plan: TrainingPlan
     num_function_heads: int = 50
     max_corpus_bytes: int | None = None
@@ -71,6 +83,18 @@ def full(minutes: float) -> Recipe:
             lengths=((0.0, 512), (0.75, 2048)),
         ),
         heads_minutes=0.09 * minutes,
+        mixture=MIXTURE,
+        mixture_plan=TrainingPlan(
+            minutes=0.12 * minutes, max_tokens=10_000_000, batch_tokens=4096, lengths=((0.0, 256), (0.9, 1024))
+        ),
+        adapter_plan=TrainingPlan(
+            minutes=0.06 * minutes,
+            max_tokens=2_000_000,
+            batch_tokens=2048,
+            matrix_lr=0.004,
+            weight_decay=0.0,
+            lengths=((0.0, 256),),
+        ),
         int4_plan=TrainingPlan(
             minutes=0.3 * minutes,
             max_tokens=3_000_000,
@@ -98,6 +122,9 @@ def quick(minutes: float = 0.6) -> Recipe:
         draft_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         distill_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         heads_minutes=0.05 * minutes,
+        mixture=MixtureConfig(hidden_size=32, intermediate_size=32, num_layers=1, **shape),
+        mixture_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
+        adapter_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         int4_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         num_function_heads=5,
         max_corpus_bytes=200_000,
@@ -148,6 +175,64 @@ def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
     figures = train_rounded(target, tokenizer, batches, recipe.int4_plan, work, out / "target-int4")
     shutil.rmtree(work)
     return figures
+
+
+def make_mixture(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
+    """Train a mixture of experts with the tokenizer of the target that `out` holds: mixture/; returns its figures.
+
+    State for resuming is kept in `out/.training-mixture` and removed at the end. Raises OSError if `out` cannot be
+    written."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    work, corpus, tokenizer = (
+        out / ".training-mixture",
+        gather(max_bytes=recipe.max_corpus_bytes),
+        load_tokenizer(out / "target"),
+    )
+    model = Mixture(recipe.mixture)
+    work.mkdir(exist_ok=True)
+    batches = Batches(tokenizer, corpus, seed)
+    figures = Trainer(model, mixture_loss(model), batches, recipe.mixture_plan, work / "mixture.safetensors").run(
+        "mixture"
+    )
+    export(model, tokenizer, work / "made")
+    bits = bits_per_byte(load(work / "made"), tokenizer, corpus.held_out)
+    figures = {"num_parameters": model.num_parameters(), **figures, "bits_per_byte": bits}
+    _finish(work, out / "mixture", figures)
+    return figures
+
+
+def make_adapter(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
+    """Train an adapter of the target that `out` holds for source indented by tabs: adapter/; returns its figures.
+
+    State for resuming is kept in `out/.training-adapter` and removed at the end. Raises OSError if `out` cannot be
+    written."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    work, corpus = out / ".training-adapter", tabbed_corpus(gather(max_bytes=recipe.max_corpus_bytes))
+    tokenizer, model = load_tokenizer(out / "target"), load(out / "target")
+    work.mkdir(exist_ok=True)
+    held_out = [document for document in corpus.held_out if document.num_bytes <= _SHORT_BYTES]
+    before = bits_per_byte(model, tokenizer, held_out)
+    figures = train_adapter(model, Batches(tokenizer, corpus, seed), recipe.adapter_plan, work / "adapter.safetensors")
+    export_adapter(model, work / "made", base="target")
+    after = bits_per_byte(model.eval(), tokenizer, held_out)
+    _finish(work, out / "adapter", {**figures, "bits_per_byte": after, "bits_per_byte_without": before})
+    return figures
+
+
+def bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
+    """Return the bits that the model needs for a byte of the documents."""
+    texts = [token_ids(tokenizer, document) for document in documents]
+    return round(total_bits(model, texts) / sum(document.num_bytes for document in documents), 4)
+
+
+def _finish(work: Path, folder: Path, figures: dict) -> None:
+    """Move what was made to its folder, which does not exist, with its figures."""
+    save_text(work / "made" / FIGURES, json.dumps(figures, indent=2) + "\n")
+    (work / "made").replace(folder)
+    shutil.rmtree(work)
 
 
 class Run:

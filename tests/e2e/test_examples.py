@@ -30,7 +30,8 @@ def gateway(stack) -> str:
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py", "two_workers_in_process.py")
+        *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py", "two_workers_in_process.py"),
+        "many_models.py",
     }
 
 
@@ -82,3 +83,17 @@ def test_two_workers_in_process(model):
     out = run("two_workers_in_process.py", str(model))
     assert f"{len(ids)} tokens of KV" in out and "by inproc" in out
     assert out.rstrip("\n").endswith(f"{whole.token_ids}")
+
+
+def test_many_models(run_stack):
+    """The two that are shipped, the mixture of experts among them."""
+    demo = EXAMPLES.parent / "demo"
+    both = {"code": demo / "target", "experts": demo / "mixture"}
+    of = {name: ("--model", str(path), "--served-model-name", name) for name, path in both.items()}
+    gateway = ("--model", ",".join(f"{name}={path}" for name, path in both.items()))
+    plain = ("--num-blocks", "160", "--threads", "1")
+    with run_stack(
+        "two", num_prefill=0, options=(*plain, *of["code"]), unlike_decode=[of["experts"]], gateway_options=gateway
+    ) as stack:
+        out = run("many_models.py", stack.address["gateway0"])
+    assert "code (llama): def read_lines(path):" in out and "experts (qwen3_moe): def read_lines(path):" in out

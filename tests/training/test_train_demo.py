@@ -7,6 +7,7 @@ import pytest
 
 from baton.cli.models import train_demo
 from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
 from baton.training import recipe
 
@@ -47,7 +48,24 @@ def test_one_command_makes_the_demo(tmp_path, capsys, seconds_only):
     assert load_model(EngineConfig(out / "target-int4")).weights.form.startswith("int4-g32")
     assert not (out / ".training-int4").exists()
     assert call("--quick", "--out", out, "--qat") == 2
-    assert "already holds an int4 model" in capsys.readouterr().err
+    assert "already holds target-int4" in capsys.readouterr().err
+
+
+def test_a_mixture_and_an_adapter_beside_the_target(tmp_path, capsys, seconds_only):
+    """Both are folders that the engine reads, and say what they reached."""
+    out = tmp_path / "demo"
+    assert call("--quick", "--threads", 1, "--out", out, "--mixture", "--adapter") == 0
+    engine = Engine.load(EngineConfig(out / "mixture", num_blocks=16))
+    assert (
+        engine.spec.family == "qwen3_moe"
+        and json.loads((out / "mixture" / "training.json").read_text())["bits_per_byte"] < 8
+    )
+    engine = Engine.load(EngineConfig(out / "target", adapter=(f"tabs={out / 'adapter'}",), num_blocks=16))
+    figures = json.loads((out / "adapter" / "training.json").read_text())
+    assert list(engine.adapters.listed()) == ["tabs"] and figures["num_steps"] > 0
+    assert not list(out.glob(".training*"))
+    assert call("--quick", "--out", out, "--mixture") == 2
+    assert "already holds mixture" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys, seconds_only):

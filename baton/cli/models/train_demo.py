@@ -39,6 +39,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train int4 weights of the target too (quantization-aware, groups of 32): OUT/target-int4; these alone where OUT "
         "holds a finished target",
     )
+    parser.add_argument(
+        "--mixture",
+        action="store_true",
+        help="train a small mixture of experts too: OUT/mixture; as --qat alone where it can",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="train a LoRA adapter of the target, for source indented by tabs: OUT/adapter",
+    )
     parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.set_defaults(run=run)
@@ -57,8 +67,13 @@ def run(args: argparse.Namespace) -> int:
         figures = None
         if not _is_finished(args.out):
             figures = recipe.make_demo(chosen, args.out, seed=args.seed, threads=args.threads)
-        if args.qat:
-            recipe.make_int4(chosen, args.out, seed=args.seed, threads=args.threads)
+        for name, make in (
+            ("qat", recipe.make_int4),
+            ("mixture", recipe.make_mixture),
+            ("adapter", recipe.make_adapter),
+        ):
+            if getattr(args, name):
+                make(chosen, args.out, seed=args.seed, threads=args.threads)
     except KeyboardInterrupt:
         return _fail(f"interrupted; continue with: baton train-demo --out {args.out} --resume", 1)
     except (OSError, ValueError, RuntimeError) as error:
@@ -70,15 +85,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
     """Return why these arguments are refused, or None; a finished model is never overwritten."""
-    unfinished = (args.out / ".training").exists() or (args.out / ".training-int4").exists()
+    unfinished = any(args.out.glob(".training*"))
+    beside = {"target-int4": args.qat, "mixture": args.mixture, "adapter": args.adapter}
     if args.quick and args.minutes:
         return "--quick has its own length; give it or --minutes"
     if unfinished and not args.resume:
         return f"{args.out} holds an unfinished run; add --resume, or choose another --out"
-    if _is_finished(args.out) and not args.qat:
+    if _is_finished(args.out) and not any(beside.values()):
         return f"{args.out} already holds a model; choose another --out"
-    if args.qat and (args.out / "target-int4").exists():
-        return f"{args.out} already holds an int4 model; choose another --out"
+    for folder, is_asked in beside.items():
+        if is_asked and (args.out / folder).exists():
+            return f"{args.out} already holds {folder}; choose another --out"
     return None
 
 

@@ -50,7 +50,7 @@ def evaluate(
     target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: Sequence[Document], num_heads: int = 50
 ) -> dict:
     """All figures, measured on the held-out documents, as plain values."""
-    texts = [_token_ids(tokenizer, document) for document in held_out]
+    texts = [token_ids(tokenizer, document) for document in held_out]
     num_bytes = sum(document.num_bytes for document in held_out)
     heads = select_heads(held_out, num_heads)
     completions = [complete(target, tokenizer, head) for head in heads]
@@ -192,7 +192,7 @@ def _head_end(lines: list[str], node: ast.FunctionDef) -> int:
     return line
 
 
-def _token_ids(tokenizer: Tokenizer, document: Document) -> Tensor:
+def token_ids(tokenizer: Tokenizer, document: Document) -> Tensor:
     return torch.tensor([tokenizer.token_to_id(END_OF_TEXT), *tokenizer.encode(document.text).ids])
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from baton.training.data.files import save_atomically, save_text
 from baton.training.data.tokenizer import END, END_OF_TEXT, save_tokenizer
 from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.mixture import Mixture, MixtureConfig
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -44,19 +45,34 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 def load(folder: Path) -> Llama:
     """Read an exported model back, in fp32.  Raises FileNotFoundError if the folder holds none."""
     values = json.loads((folder / "config.json").read_text())
-    model = Llama(ModelConfig(**{field: values[name] for name, field in _FIELDS.items()}))
+    shape = {field: values[name] for name, field in _FIELDS.items()}
+    if "num_experts" in values:
+        chosen = {"num_experts": values["num_experts"], "num_chosen": values["num_experts_per_tok"]}
+        model = Mixture(MixtureConfig(**shape, **chosen))
+    else:
+        model = Llama(ModelConfig(**shape))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval()
 
 
 def _config(config: ModelConfig, tokenizer: Tokenizer) -> dict:
+    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    if isinstance(config, MixtureConfig):
+        family = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": config.intermediate_size,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_chosen,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **family,
         **{name: getattr(config, field) for name, field in _FIELDS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
         "rope_scaling": None,
         "tie_word_embeddings": True,
         "initializer_range": 0.02,

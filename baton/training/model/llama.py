@@ -63,11 +63,13 @@ class CausalAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()  # a Llama has none
+        self.k_norm: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
         """Attend: x [batch, length, hidden_size], cos and sin [length, head_dim] -> [batch, length, hidden_size]."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if past is not None:
             k, v = past.append(k, v)
         groups = q.shape[1] // k.shape[1]
@@ -102,7 +104,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = Fp32RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = CausalAttention(config)
         self.post_attention_layernorm = Fp32RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
         """Return the residual stream after the layer: x [batch, length, hidden_size], cos and sin [length, head_dim] ->
@@ -160,7 +162,8 @@ class Llama(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, DecoderLayer):  # each layer starts as the identity
             nn.init.zeros_(module.self_attn.o_proj.weight)
-            nn.init.zeros_(module.mlp.down_proj.weight)
+            if isinstance(module.mlp, MLP):
+                nn.init.zeros_(module.mlp.down_proj.weight)
 
 
 def rotary_table(config: ModelConfig, first: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -178,12 +178,13 @@ def distillation_loss(model: Llama, teacher: Llama) -> Loss:
 def _optimizers(model: nn.Module, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in name]
-    muon = torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=plan.weight_decay)
-    adamw = torch.optim.AdamW(vectors, lr=plan.vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer in (muon, adamw):
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=plan.weight_decay)]
+    if vectors:  # an adapter has none
+        made.append(torch.optim.AdamW(vectors, lr=plan.vector_lr, betas=(0.9, 0.95), weight_decay=0.0))
+    for optimizer in made:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
-    return [muon, adamw]
+    return made
 
 
 def _smooth(average: float, value: float, num_values: int) -> float:

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from baton.training.data.tokenizer import train_tokenizer
 from baton.training.model.export import export, load
 from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.mixture import Mixture, MixtureConfig
 
 CONFIG = ModelConfig(300, 48, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_length=64)
 
@@ -64,3 +65,17 @@ def test_export_leaves_only_finished_files(folder):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+@torch.inference_mode()
+def test_a_mixture_is_transformers_mixture(tmp_path, token_ids):
+    torch.manual_seed(0)
+    model = Mixture(MixtureConfig(300, 48, 32, 2, 4, 2, 16, max_length=64, num_experts=4))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+        parameter.data = parameter.data.bfloat16().float()
+    export(model.eval(), train_tokenizer(["x = 1\n" * 50], 300), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(theirs(token_ids).logits, model(token_ids), rtol=1e-4, atol=1e-4)
+    loaded = load(tmp_path)
+    assert torch.equal(loaded(token_ids), model(token_ids)) and 1 <= float(model.balance) <= 4
