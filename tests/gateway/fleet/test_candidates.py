@@ -67,8 +67,8 @@ def test_a_prefix_counts_in_whole_steps_between_checkpoints():
         hello.CopyFrom(link.hello)
         hello.checkpoint_tokens = step
         link.note_hello(hello)
-        registry.candidates._facts.clear()
-        (seen,) = registry.candidates.seen([link], held({link.worker_id: 9}))
+        registry.fleets[0].candidates._facts.clear()
+        (seen,) = registry.fleets[0].candidates.seen([link], held({link.worker_id: 9}))
         assert seen.num_matched_tokens == expected
 
 
