@@ -26,7 +26,7 @@ NODE_CLIENT := tests/clients/node
 NODE_CHECKS := .ci/node
 BUF := $(NODE_CHECKS)/node_modules/.bin/buf
 
-.PHONY: setup demo check docs chart test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos contract clean
+.PHONY: setup demo check docs chart test test-compose test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos contract clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -72,6 +72,11 @@ marathon: setup system-packages
 # Totals of all runs that left a line there: marathons, and `python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT`.
 fault-report: setup
 	@$(PY) -m tests.faults.record
+
+# The images by deploy/Dockerfile on a base of Debian's packages, and compose.yaml's CPU profile in containers. As root on
+# Debian; about 12 GB in BATON_CONTAINERS (/var/tmp/baton-containers), which later runs find again.
+test-compose: setup
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m containers tests/containers $(PYTEST_ARGS)
 
 # The transport suite over NIXL, on host memory; UCX keeps to this machine.
 test-nixl: setup $(STAMPS)/nixl
