@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,13 @@ from baton.engine.engine import Engine
 from baton.engine.kv.pool import CPU
 from baton.engine.parallel.collectives import RankLost
 from baton.service.net.client import open_channel
+from baton.service.net.server import ListenError
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.worker.ranks.listener import RankListener
 from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
 from baton.worker.ranks.stream import PATH
+from baton.worker.settings import WorkerSettings
 from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
 from tests.support.pace import patience
@@ -183,3 +186,37 @@ async def test_a_rank_without_a_worker(model, monkeypatch):
     monkeypatch.setattr("baton.worker.ranks.rank.CONNECT_S", 0.2)
     with pytest.raises(NotJoined, match="^nothing listens at 127.0.0.1:9: "):
         await serve_rank(RankSettings("127.0.0.1:9", model), asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            {"remote_stages": 1},
+            "remote_stages 1: with pipeline_parallel 1 0 to 0: the first stage is the worker itself",
+        ),
+        (
+            {"pipeline_parallel": 2, "remote_stages": 2},
+            "remote_stages 2: with pipeline_parallel 2 0 to 1: the first stage",
+        ),
+        ({"pipeline_parallel": 2, "remote_stages": 1}, "--remote-stages 1: say by --rank-listen where they join"),
+        ({"rank_listen": "127.0.0.1:0"}, "--rank-listen has no effect without --remote-stages; leave it out"),
+        (
+            {"pipeline_parallel": 2, "remote_stages": 1, "rank_listen": "0.0.0.0:0"},
+            "--rank-listen 0.0.0.0:0: beyond loopback this needs --tls-cert, --tls-key and --tls-ca",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_have_no_effect_are_refused(model, given, why):
+    engine = {name: value for name, value in given.items() if name != "rank_listen"}
+    with pytest.raises(ValueError, match=why):
+        WorkerSettings(EngineConfig(model, **engine), rank_listen=given.get("rank_listen"))
+
+
+async def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ListenError, match=f"127.0.0.1:{taken.getsockname()[1]} is in use"):
+            RankListener(f"127.0.0.1:{taken.getsockname()[1]}", None, 1)
