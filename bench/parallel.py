@@ -1,7 +1,8 @@
 """Compare two ranks, or two stages, of one thread with one process of two threads on this CPU: python bench/parallel.py
 [--quick] [--json FILE].
 
-The same bare engine, model and prompts, in turn; then a sum of both ranks alone, beside a turn in which nothing is said.
+The same bare engine, model and prompts, in turn; then a sum of both ranks alone, beside a turn in which nothing is said and
+beside gloo.
 """
 
 if not __package__:  # started by its path
@@ -16,9 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import Collectives, num_bytes_for
@@ -80,28 +83,48 @@ def compare_engines(report: Report, num_rounds: int) -> None:
 
 
 def compare_sums(report: Report, num_rounds: int) -> None:
-    """Of two threads: they meet as two processes do."""
+    """Of two threads: they meet as two processes do. A turn is a message of 4 bytes both ways through the same memory."""
     torch.set_num_threads(1)
     memory = memoryview(mmap.mmap(-1, num_bytes_for(2)))
     ends = [Collectives(memory, Shard(rank, 2)) for rank in range(2)]
-    word = torch.zeros(1)
+    groups, word = _gloo(), torch.zeros(1)
     for num_tokens in (1, 16, 512):
         part = torch.randn(num_tokens, HIDDEN)
-
-        def us(act: Callable[[Collectives], object]) -> Callable[[], float]:
-            return lambda: 1e6 * _seconds(ends, act) / NUM_SUMS
-
+        rounded = part.bfloat16()
         arms = {
-            "sum": us(lambda end: end.sum(part, torch.bfloat16)),
-            "turn": us(lambda end: end.gather(word, wanted=False)),
+            "exact": lambda: _us(ends, lambda end: end.sum(part, torch.bfloat16)),
+            "fast": lambda: _us(ends, lambda end: end.sum(rounded, torch.bfloat16)),
+            "turn": lambda: _us(ends, lambda end: end.gather(word, wanted=False)),
+            "gloo": lambda: _us(groups, lambda group: group.allreduce([rounded.clone()]).wait()),
         }
         interleave(arms, 1)
         found = medians(interleave(arms, num_rounds))
-        report.add(f"sum of {num_tokens} x {HIDDEN} over a bare turn", found["sum"], "us", against=found["turn"])
+        name, goal = f"sum of {num_tokens} x {HIDDEN}", "ratio < 2" if num_tokens == 1 else ""
+        report.add(f"{name} over a bare turn", found["exact"], "us", against=found["turn"], goal=goal)
+        report.add(f"{name}, parts in bf16, over one in fp32", found["fast"], "us", against=found["exact"])
+        report.add(f"{name} over gloo in bf16", found["exact"], "us", against=found["gloo"])
 
 
-def _seconds(ends: list[Collectives], act: Callable[[Collectives], object]) -> float:
-    def repeat(end: Collectives) -> None:
+def _gloo() -> list:
+    store, groups = distributed.HashStore(), [None, None]
+
+    def join(rank: int) -> None:
+        groups[rank] = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return groups
+
+
+def _us(ends: list, act: Callable) -> float:
+    return 1e6 * _seconds(ends, act) / NUM_SUMS
+
+
+def _seconds(ends: list, act: Callable) -> float:
+    def repeat(end) -> None:
         for _ in range(NUM_SUMS):
             act(end)
 
