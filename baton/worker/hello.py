@@ -41,8 +41,8 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_takes=transfer.takes,
         features=[POOLING, PROMPT_LOGPROBS, ADAPTERS, *([CONSTRAINTS] if engine.grammars is not None else [])],
     )
-    for name, identity in engine.adapters.listed().items():
-        hello.adapters.add(name=name, identity=identity)
+    for name, adapter_identity in engine.adapters.listed().items():
+        hello.adapters.add(name=name, identity=adapter_identity)
     _add_limits(hello.limits, engine)
     _add_model(hello.model, engine)
     hello.model.transports.extend(endpoint.transport for endpoint in endpoints)

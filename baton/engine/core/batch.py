@@ -32,6 +32,12 @@ class SeqSlice:
     block_ids: Tensor  # int64 [>= ceil(kv_len / block_size)], in order of positions
     state: StateRows | None = None  # of models whose layers keep one
 
+    @property
+    def held_state(self) -> StateRows:
+        """Return what the sequence has of states, in a model whose layers keep one."""
+        assert self.state is not None
+        return self.state
+
 
 class AdapterRows(NamedTuple):
     """Rows [begin, end) of a batch to which an adapter adds."""

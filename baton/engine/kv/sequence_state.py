@@ -27,6 +27,12 @@ class SequenceState:
         self.is_ready = False
         self.num_pending = 0  # accepted proposals that the block has not taken in yet
 
+    @property
+    def own_id(self) -> int:
+        """Return its own block, which it has."""
+        assert self.block_id is not None
+        return self.block_id
+
     def held(self, holder: Holder) -> list[tuple[Holder, list[int]]]:
         """Return the blocks that it holds, by holder; `holder`: its group's."""
         held = [(self.holder, self.block_id), (holder, self.checkpoint_id)]
@@ -88,7 +94,7 @@ class SequenceState:
         if states is None or not self.take(states, holder):
             return states is None
         if self.checkpoint_id is not None:
-            copy(self.checkpoint_id, self.block_id)
+            copy(self.checkpoint_id, self.own_id)
             self._unpin(states, holder)
         self.is_ready = True
         return True
@@ -100,7 +106,7 @@ class SequenceState:
         other.reserve, self.reserve = min(1, self.reserve), self.reserve - min(1, self.reserve)
         if not other.take(states, Holder.RUNNING):
             return False
-        copy(self.block_id, other.block_id)
+        copy(self.own_id, other.own_id)
         other.is_ready = True
         return True
 
@@ -111,7 +117,7 @@ class SequenceState:
             return
         block_ids = states.allocate(1, Holder.RUNNING)
         if block_ids is not None:
-            copy(self.block_id, block_ids[0])
+            copy(self.own_id, block_ids[0])
             states.seal((name,), tuple(block_ids))
             states.release(block_ids, Holder.RUNNING)
 

@@ -67,7 +67,9 @@ class Mamba2Mixer:
         if not unfit(spec):
             self._native = _native_layer(spec, parameters, KINDS[dtype])
             arguments = (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
-            self._call = native.library().function("baton_mamba2", *arguments)
+            library = native.library()
+            assert library is not None
+            self._call = library.function("baton_mamba2", *arguments)
 
     @property
     def name(self) -> str:
@@ -93,7 +95,8 @@ class Mamba2Mixer:
 
     def _fold(self, rows: Tensor, mixed: Tensor, seq: SeqSlice, plan: StatePlan, layer: int) -> None:
         """Do the rows of one sequence, token by token."""
-        spec, state, num_pending = self.spec, plan.state(seq, layer), seq.state.num_pending
+        held = seq.held_state
+        spec, state, num_pending = self.spec, plan.state(seq, layer), held.num_pending
         own = slice(seq.query_start, seq.query_start + seq.query_len)
         gates, channels, steps = rows[own].float().split((spec.inner_size, spec.conv_size, spec.num_heads), dim=1)
         if seq.kv_len == seq.query_len:
@@ -102,7 +105,7 @@ class Mamba2Mixer:
             kept = plan.drafts(seq, layer)[:num_pending]
             channels = torch.cat((kept[:, : spec.conv_size], channels))
             steps = torch.cat((kept[:, spec.conv_size :], steps))
-        num_kept = len(channels) - seq.state.num_drafts
+        num_kept = len(channels) - held.num_drafts
         tail = state[: spec.tail_elements].view(spec.taps - 1, spec.conv_size)
         recurrence = state[spec.tail_elements : spec.num_elements].view(spec.num_heads, spec.head_dim, spec.state_size)
         inputs = torch.cat((tail, channels))
@@ -113,8 +116,8 @@ class Mamba2Mixer:
             if row + 1 == num_kept:
                 recurrence.copy_(current)
         tail.copy_(inputs[num_kept : num_kept + spec.taps - 1])
-        if seq.state.num_drafts:
-            plan.drafts(seq, layer)[: seq.state.num_drafts] = torch.cat((channels, steps), dim=1)[num_kept:]
+        if held.num_drafts:
+            plan.drafts(seq, layer)[: held.num_drafts] = torch.cat((channels, steps), dim=1)[num_kept:]
         y = torch.stack(outputs[num_pending:])
         mixed[own] = torch.stack([self._finish(*row) for row in zip(y, gates, strict=True)]).to(mixed.dtype)
 

@@ -30,11 +30,11 @@ class StatePlan:
 
     def state(self, seq: SeqSlice, layer: int) -> Tensor:
         """Return what a layer keeps of a sequence, fp32 [elements]."""
-        return self._states.of(seq.state.state_id)[layer]
+        return self._states.of(seq.held_state.state_id)[layer]
 
     def drafts(self, seq: SeqSlice, layer: int) -> Tensor:
         """Return the inputs of a sequence's proposals in a layer, fp32 [MAX_DRAFT_TOKENS, channels and scalars]."""
-        return self._states.drafts_of(seq.state.state_id, self._draft_elements)[layer]
+        return self._states.drafts_of(seq.held_state.state_id, self._draft_elements)[layer]
 
     @property
     def _draft_elements(self) -> int:
@@ -45,13 +45,12 @@ class StatePlan:
         return 0 if proposing is None else self.drafts(proposing, 0).shape[0]
 
     def _row(self, seq: SeqSlice) -> tuple[int, ...]:
-        assert seq.state is not None
         drafts = self.drafts(seq, 0).data_ptr() if _proposes(seq) else 0
         begins = seq.kv_len == seq.query_len
-        certain = seq.query_len - seq.state.num_drafts
+        certain = seq.query_len - seq.held_state.num_drafts
         state = self.state(seq, 0).data_ptr()
-        return seq.query_start, seq.query_len, certain, seq.state.num_pending, begins, state, drafts
+        return seq.query_start, seq.query_len, certain, seq.held_state.num_pending, begins, state, drafts
 
 
 def _proposes(seq: SeqSlice) -> bool:
-    return seq.state.num_pending + seq.state.num_drafts > 0
+    return seq.held_state.num_pending + seq.held_state.num_drafts > 0
