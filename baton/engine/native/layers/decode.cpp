@@ -89,6 +89,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
   char* scores = logits + (num_seqs * num_out * width + 63) / 64 * 64;
   token_ids.resize(num_seqs), positions.resize(num_seqs), slots.resize(num_seqs), ended.resize(num_seqs);
   slices.resize(num_seqs);
+  int64_t* const ends = ended.data();  // of this thread: those that draw beside it have vectors of their own
   const int64_t begun_ns = now_ns();
   for (int64_t step = 0;; step++) {
     for (int64_t s = 0; s < num_seqs; s++) {
@@ -109,7 +110,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
       float* own = (float*)scores + s * num_scores;
       widen(kind, float(decoder->logit_scale), logits, s * num_out, num_out, own);
       const int64_t token_id = drawn[s * num_steps + step] = draw(seqs[s].row, own, num_out);
-      ended[s] = append(seqs[s], token_id);
+      ends[s] = append(seqs[s], token_id);
     }
     const int64_t done = step + 1;
     if (done == num_steps || *bell || std::count(ended.begin(), ended.end(), 1)) return done;
