@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,3 +198,16 @@ def test_the_bell_rings_until_commands_are_taken(folder):
     engine.inbox.post(Stop("nobody", 0))
     assert engine.inbox._rung.value
     assert len(list(engine.inbox.drain())) == 1 and not engine.inbox._rung.value
+
+
+def test_threads_that_draw_side_by_side(tmp_path):
+    """Rows of a large vocabulary are shared out among threads: a vector of one thread is empty in another."""
+    path, options = save_tiny(tmp_path / "wide", 20_000), dict(threads=3)
+    several, single = load(path, **options), load(path, True, **options)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        sampling = dict(temperature=1.0, named=False, stop_token_ids=frozenset(range(0, 20_000, 40)))
+        check_alike(several, single, [make_request(str(n), prompt(9, n), 40, seed=n, **sampling) for n in range(5)])
+    finally:
+        torch.set_num_threads(num_threads)
