@@ -22,7 +22,7 @@ class MixtureConfig(ModelConfig):
     num_chosen: int = 2  # of a token
 
 
-class Experts(nn.Module):
+class ExpertLayers(nn.Module):
     """A router that chooses experts for each row, which are added weighted by what it says of them."""
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -58,7 +58,7 @@ class Mixture(Llama):
             assert isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, CausalAttention)
             layer.self_attn.q_norm = Fp32RMSNorm(config.head_dim, config.norm_eps)
             layer.self_attn.k_norm = Fp32RMSNorm(config.head_dim, config.norm_eps)
-            layer.mlp = experts = Experts(config)
+            layer.mlp = experts = ExpertLayers(config)
             experts.apply(self._initialize)
             for expert in experts.experts:
                 assert isinstance(expert, MLP)
@@ -67,7 +67,7 @@ class Mixture(Llama):
     @property
     def balance(self) -> Tensor:
         """The mean over layers of what the last pass left there."""
-        return torch.stack([module.balance for module in self.modules() if isinstance(module, Experts)]).mean()
+        return torch.stack([module.balance for module in self.modules() if isinstance(module, ExpertLayers)]).mean()
 
 
 def mixture_loss(model: Mixture) -> Loss:

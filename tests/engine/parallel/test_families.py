@@ -8,7 +8,7 @@ import torch
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
+from tests.support.engine.folders import DIVISIBLE, FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
 from tests.support.engine.published import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
@@ -18,7 +18,6 @@ ROOM = {"hidden_size": 64, "head_dim": 16}  # of which every rank of 4 gets whol
 MOE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 WIDE = {"hidden_size": 64}  # heads follow from it
 LONG_HEAD = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0]
-STATES = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Bamba")
 # What differs from ROOM, or stands in its place, so that 4 ranks divide heads and inputs.
 CHANGES = {
     "llama-head-dim": {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -31,9 +30,6 @@ CHANGES = {
 # Of each way in which something is cut one: KV heads that several ranks have and biases behind sums, a head that is the
 # embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent attention.
 ORDINARY = ("llama-mqa-bias", "llama3.2-tied", "phi3", "olmo2", "command-r", "qwen2-moe", "deepseek-v3")
-
-# Layers with a state are refused.
-CUT = [name for name, (prefix, _) in FAMILIES.items() if not prefix.startswith(STATES)]
 
 
 def changes_of(name: str) -> dict:
@@ -57,7 +53,7 @@ def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in CUT]
+    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in DIVISIBLE]
 )
 def test_ranks_have_the_bits_of_one(tmp_path, name):
     reference = make_folder(tmp_path, name, **changes_of(name))

@@ -138,6 +138,10 @@ FAMILIES = {
 # One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.
 SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAMILIES).index("ministral") :])
 
+# Layers with a state are not divided among ranks.
+_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Bamba")
+DIVISIBLE = [name for name, (prefix, _) in FAMILIES.items() if not prefix.startswith(_WITH_STATE)]
+
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
     """Two layers of 64, random, with clearly likeliest tokens."""
