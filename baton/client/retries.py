@@ -74,7 +74,15 @@ class Attempts:
             return self.num > 1 and error.reason == "REQUEST_ID_IN_USE"
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return error.retry_after_s is not None
-        return code is grpc.StatusCode.UNAVAILABLE
+        return is_gone(error)
+
+
+def is_gone(error: CallError) -> bool:
+    """Return whether nobody is there. CANCELLED without a reason is gRPC's own word: a server that shuts down says it of
+    calls that it has not begun."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE or (
+        error.code() is grpc.StatusCode.CANCELLED and not error.reason
+    )
 
 
 OpenT = TypeVar("OpenT")
@@ -101,7 +109,7 @@ class Addresses(Generic[OpenT]):
 
     def leave(self, index: int, error: CallError) -> None:
         """Ask the next address from now on, if nobody answers at this one and no other call has left it already."""
-        if error.code() is grpc.StatusCode.UNAVAILABLE and index == self._current:
+        if is_gone(error) and index == self._current:
             self._current = (index + 1) % len(self.targets)
 
     def opened(self) -> list[OpenT]:

@@ -14,7 +14,10 @@ from baton.v1 import inference_pb2_grpc
 NUM_TOKENS = 6
 
 
-def fail(context: grpc.ServicerContext, error: BatonError) -> None:
+def fail(context: grpc.ServicerContext, error: BatonError | None) -> None:
+    """None: as gRPC itself ends calls while a server shuts down."""
+    if error is None:
+        context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
     status = to_status(error)
     context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
     context.abort(error.code, status.message)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, CallError, Client, RetryPolicy
-from baton.service.errors import AlreadyExists, Internal, InvalidRequest, Overloaded, Unavailable
+from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from tests.client.conftest import NUM_TOKENS, answer_of
 from tests.support.client import gather
 
@@ -87,6 +87,23 @@ def test_attempts_without_a_token_are_counted(gateways):
             for message in stream:
                 received += message.token_ids
     assert received == [0, 1] and len(gateway.requests) == 3
+
+
+@pytest.mark.parametrize("broken_after", [0, 3])
+def test_a_call_that_a_server_cancels_as_it_shuts_down_goes_on(gateways, ask, broken_after):
+    first, second = gateways(2)
+    first.script = [(broken_after, None)]
+    messages, stream = ask(f"{first.target},{second.target}", "a", request_id="r", seed=3)
+    assert gather(messages).token_ids == list(range(NUM_TOKENS)) and stream.num_resumed == 1
+    assert len(second.requests) == 1
+
+
+def test_a_call_that_the_gateway_says_is_cancelled_is_over(gateways, ask):
+    (gateway,) = gateways(1)
+    gateway.script = [(1, Cancelled("another stream resumes it"))]
+    with pytest.raises(CallError, match="CANCELLED"):
+        ask(gateway.target, "a")
+    assert len(gateway.requests) == 1
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("sampling.top_p", "is 7"), Internal("a bug")])
