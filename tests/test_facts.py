@@ -55,7 +55,7 @@ OF_WEIGHTS = ("baton/engine/weights/", "baton/engine/layers/linear/", "baton/eng
         (("kv_digest",), 2),
         (("strict_numerics",), 2),
         (("draft_model",), 2),
-        (("lease_ttl_s",), 3),
+        (("lease_ttl_s",), 4),
         (("resume_window_s",), 4),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),

@@ -12,7 +12,7 @@ from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
-from baton.engine.core.request import RequestEnded
+from baton.engine.core.request import RequestEnded, TokenRun
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
@@ -123,8 +123,9 @@ class Arm:
         while open_requests:
             begun = time.perf_counter()
             outputs = engine.step()
-            if len(outputs) == batch_size and not any(isinstance(each, RequestEnded) for each in outputs):
-                seconds.append(time.perf_counter() - begun)
+            if len(outputs) == batch_size and all(isinstance(each, TokenRun) for each in outputs):
+                num_done = len(outputs[0].token_ids)  # several steps may be one call
+                seconds += [(time.perf_counter() - begun) / num_done] * num_done
             open_requests -= sum(isinstance(each, RequestEnded) for each in outputs)
         return statistics.median(seconds[2:num_steps])
 

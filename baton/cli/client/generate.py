@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,10 @@ def _print_json(stream: Iterable[pb.GenerateResponse], request: pb.GenerateReque
         for name in ("usage", "timing"):
             if message.HasField(name):
                 part = getattr(message, name)
-                answer[name] = {entry.name: getattr(part, entry.name) for entry in part.DESCRIPTOR.fields}
+                values = {entry.name: getattr(part, entry.name) for entry in part.DESCRIPTOR.fields}
+                answer[name] = {
+                    key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
+                }
     json.dump((choices[0] if len(choices) == 1 else {"choices": choices}) | answer, sys.stdout)
     sys.stdout.write("\n")
 

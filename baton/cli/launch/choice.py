@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
-from baton.cli.launch.control import DEFAULT_ADDRESS, RemoteLauncher
+from baton.cli.launch.control import RemoteLauncher
 from baton.cli.launch.placing.launcher import WorkerLauncher
 from baton.service.security.access import Access
 
@@ -19,14 +19,11 @@ def add_launcher_flags(parser: argparse.ArgumentParser, default: str | None) -> 
         "--launcher",
         default=default,
         metavar=f"HOST:PORT|{KUBERNETES}",
-        help=f"the address that `baton up` calls control=, {DEFAULT_ADDRESS} if that was free; or {KUBERNETES}, whose Deployments "
-        f"have the workers (default: {default or 'none'})",
+        help=f"control= of `baton up`, or {KUBERNETES} (default: {default or 'none'})",
     )
     group.add_argument("--namespace", metavar="NAME", help="of Kubernetes (default: this pod's own)")
     group.add_argument("--release", metavar="NAME", help="of Helm, where a namespace has several")
-    group.add_argument(
-        "--api", metavar="URL", help="of Kubernetes, as `kubectl proxy` prints it (default: as a pod has it)"
-    )
+    group.add_argument("--api", metavar="URL", help="of Kubernetes (default: as a pod has it)")
 
 
 def make_launcher(args: argparse.Namespace, access: Access) -> WorkerLauncher:

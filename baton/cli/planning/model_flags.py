@@ -33,7 +33,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each worker on a CPU (default: 1)")
     parser.add_argument(
-        "--efficiencies", type=Path, metavar="FILE", help="what bench/kernels.py measured (default: the shipped file)"
+        "--efficiencies", type=Path, metavar="FILE", help="of bench/kernels.py (default: the shipped file)"
     )
 
 

@@ -45,15 +45,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         "scaler",
         summary="say each minute how many workers a running fleet should have",
-        description="Read the gateways' counters as an operator, and decide once a minute by the model of `baton plan`, held against "
-        "what the fleet showed. Changes are told; with --apply workers are drained and change roles, with --launcher also started.",
+        description="Decide once a minute, by the model of `baton plan` held against the gateways' counters. Changes are told; "
+        "--apply carries them out, with --launcher starts too.",
         examples=_EXAMPLES,
         usage="baton scaler --target HOST:PORT [--target ...] [OPTIONS], or baton scaler --dry-run [OPTIONS]",
     )
     add_model_flags(parser)
     parser.add_argument("--quantization", choices=FORMS, default="none", help="form of the weights (default: none)")
     parser.add_argument("--max-num-seqs", type=whole, default=64, metavar="N", help="of a decode worker (default: 64)")
-    parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective of a request (default: %(default)s)")
+    parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective (default: %(default)s)")
     parser.add_argument(
         "--target", action="append", metavar="HOST:PORT", help="a gateway's fleet port; give that of each"
     )
@@ -62,12 +62,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--start-s", type=positive, default=90.0, metavar="S", help="until a new worker serves (default: 90)"
     )
-    parser.add_argument(
-        "--apply", action="store_true", help="drain workers and change roles; with --launcher also start workers"
-    )
-    parser.add_argument("--redis", metavar="URL", help="of several scalers the one with the lease there decides")
+    parser.add_argument("--apply", action="store_true", help="carry changes out; with --launcher starts too")
+    parser.add_argument("--redis", metavar="URL", help="of several scalers one leads, by a lease there")
     dry = parser.add_argument_group("a dry run")
-    dry.add_argument("--dry-run", action="store_true", help="decide over a day of load, and compare with an oracle")
+    dry.add_argument("--dry-run", action="store_true", help="decide over a day of load, beside an oracle")
     dry.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests in place of a generated day")
     dry.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated day (default: 0)")
     dry.add_argument(

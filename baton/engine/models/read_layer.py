@@ -125,10 +125,9 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
 def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: range) -> torch.Tensor:
     """Return the sinks of all layers, fp32 [layers, heads of this rank]; zeros of those that are not in `layers`."""
     own = shard.share(spec.num_heads)
-    found = torch.zeros(spec.num_layers, len(own))
-    for index in layers:
-        found[index] = source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads)[own.start : own.stop]
-    return found
+    found = {index: source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads) for index in layers}
+    nothing = torch.zeros(spec.num_heads)
+    return torch.stack([found.get(index, nothing)[own.start : own.stop] for index in range(spec.num_layers)]).float()
 
 
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:

@@ -65,7 +65,7 @@ def test_reflection_lists_the_services(client):
     files = map(descriptor_pb2.FileDescriptorProto.FromString, file.file_descriptor_response.file_descriptor_proto)
     services = {service.name: service for described in files for service in described.service}
     methods = {method.name for method in services["Inference"].method}
-    assert methods == {"Generate", "Complete", "Tokenize", "Detokenize", "Embed", "Score", "GetModelInfo"}
+    assert methods == {"Generate", "Complete", "Tokenize", "Detokenize", "Embed", "Score", "GetModelInfo", "ListModels"}
 
 
 @pytest.mark.parametrize("service", ["", "baton.v1.Inference"])

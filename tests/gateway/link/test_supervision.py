@@ -15,7 +15,7 @@ from tests.support.killing import Killed, kill, our_tasks, waits_for_children
 from tests.support.redis_server import RedisServer
 
 SUPERVISED = {
-    "readiness", "registered workers", "silence", "link", "name", "redis heartbeat", "redis writer", "usage",
+    "readiness", "registered workers", "silence", "event loop watch", "link", "name", "redis heartbeat", "redis writer", "usage",
     "http accept", "http date",
 }  # fmt: skip
 GROUPS = {"registry", "redis"}  # wait for supervised tasks, and do nothing else

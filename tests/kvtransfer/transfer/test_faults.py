@@ -345,7 +345,7 @@ def bad_wants():
         "wrong layout": (group(head_dim=32), "layout_mismatch"),
         "finer form": (group(form="fp32"), "layout_mismatch"),
         "unknown form": (group(form="fp12"), "layout_mismatch"),
-        "no layers": (group(num_layers=0), "protocol_error"),
+        "no layers": (group(num_layers=0), "layout_mismatch"),
         "whole blocks of other size": (lambda want: (group(block_size=32)(want), spoil(in_blocks=True)(want)), "protocol_error"),
     }  # fmt: skip
 

@@ -161,6 +161,8 @@ OPENAI = (
     Method("/health"),
     Method("/openapi.json"),
 )
+LAUNCHER = tuple(Method(f"/baton.v1.Launcher/{name}") for name in ("StartWorkers", "DrainWorker", "WatchWorkers"))
+RANKS = (Method("/baton.rank.Raw/Join"),)
 KV_GRPC = (Method("/baton.kv.Raw/Pull", _WANT),)
 KV_FRAMES = (Method("", _WANT),)
 GATEWAY_PAGES = tuple(Method(path) for path in ("/healthz", "/readyz", "/metrics", "/", "/fleet.json"))
@@ -196,6 +198,8 @@ PORTS = {
         Port("KV tcp", "prefill0", "tcp", FRAMES, (NOBODY,), KV_FRAMES, kv="tcp"),
         Port("KV grpc", "prefill0", "grpc", GRPC, (NO_CERTIFICATE, wrong("operator")), KV_GRPC, kv="grpc"),
         Port("KV nixl", "prefill0", "nixl", "", (), (), kv="nixl"),  # needs UCX: make test-nixl
+        Port("control", "baton up", "control", "", (), LAUNCHER),  # the stack of these tests is started without it
+        Port("ranks", "decode0", "ranks", "", (), RANKS),  # likewise
     )
 }  # fmt: skip
 
