@@ -229,7 +229,7 @@ def refusals(report: Report, is_quick: bool) -> None:
 
 def streams(report: Report, is_quick: bool) -> None:
     """Streams that stay open and get a token a second."""
-    number, held_s = (300, 2) if is_quick else (2000, 600)
+    number, held_s = (300, 2) if is_quick else (2000, 240)
     with bare(HELD_OUTPUT, 1000.0) as (address, process):
         alone, _, _ = held([address], process, number, 1)
     with fleet(step_ms=1000.0, gateway=("--max-timeout-s", "1800")) as made:

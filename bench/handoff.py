@@ -1,4 +1,4 @@
-"""The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE].
+"""The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE] [--only PART].
 
 First every transport against a bare copy by the same means, in the same two processes, in turn. Then two workers
 against one: what a client waits between its first token and its second, for the same prompts split and whole.
@@ -53,6 +53,7 @@ RATED_BYTES = 32 * MIB  # below it a transfer is mostly its dialogue, and the ro
 MODEL = ModelConfig(98_304, 768, 2_048, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, max_length=4_096)
 PROMPT = 2_048
 NUM_PAIRS = 300
+PARTS = ("payload", "hidden")
 WORKER = ("--threads", "1", "--max-num-seqs", "4", "--num-blocks", "512", "--transports", "auto")
 
 
@@ -226,12 +227,16 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def main() -> int:
-    arguments, report = start("handoff", "KV between two workers: payload rates, and what of it a client waits for.")
+    arguments, report = start(
+        "handoff", "KV between two workers: payload rates, and what of it a client waits for.", PARTS
+    )
     quick = arguments.quick
-    with asyncio.Runner() as runner:
-        payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
-    with tempfile.TemporaryDirectory() as name:
-        hidden(report, Path(name), 2 if quick else NUM_PAIRS)
+    if "payload" in arguments.only:
+        with asyncio.Runner() as runner:
+            payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
+    if "hidden" in arguments.only:
+        with tempfile.TemporaryDirectory() as name:
+            hidden(report, Path(name), 2 if quick else NUM_PAIRS)
     why = ", no such arm yet" if find_runtime() else ", no GPU here"
     print(f"hidden, two processes on one GPU, CUDA IPC, 8B shape: not measured{why}")
     return finish(arguments, report)

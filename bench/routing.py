@@ -1,4 +1,4 @@
-"""Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE].
+"""Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE] [--only PART].
 
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
 as many copies as would keep half of the prefill workers busy if nothing were cached; see routing_fleet.py for what is
@@ -45,6 +45,7 @@ LARGE_CACHE = 4_000_000
 LOAD = 0.5
 LATER_S = 30.0
 WORKERS_A_TRACE = 8  # that one copy of the trace keeps busy
+PARTS = ("costs", "splits", "regrets", "hits")
 
 
 def run(num_workers: int, entries: Sequence[TraceEntry], split: str = "auto", machine: Machine = Machine()):
@@ -240,31 +241,37 @@ def _registry(num_workers: int) -> Registry:
     return registry
 
 
+def fleet_of(report: Report, trace: Sequence[TraceEntry], num_workers: int, most: int | None) -> None:
+    """Hits and balance of a fleet of this size, on `most` entries. One copy: all of the trace. Many: as much of its
+    beginning as is simulated in a minute or two."""
+    entries = trace if num_workers == WORKERS_A_TRACE else trace[: max(700, 80_000 // num_workers)]
+    entries = copies(entries[:most], num_workers // WORKERS_A_TRACE)
+    hits(report, f"{num_workers} workers", entries, num_workers, Machine(), True)
+    if num_workers <= 64:
+        large = Machine(cached_tokens=LARGE_CACHE)
+        hits(report, f"{num_workers} workers, caches of {LARGE_CACHE // 10**6} M", entries, num_workers, large, False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--trace", type=Path, default=TRACE)
     chosen, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    arguments, report = start("routing", "Routing in a simulated fleet; --trace FILE replays another trace.")
+    arguments, report = start("routing", "Routing in a simulated fleet; --trace FILE replays another trace.", PARTS)
+    quick, parts = arguments.quick, arguments.only
     trace = busy(read_trace(chosen.trace))
     if chosen.trace != TRACE:
         report.command += f" --trace FILE ({len(trace):,} requests)"
-    costs(report, 300 if arguments.quick else 3000)
-    rates, sizes = (RATES[2::2], SIZES[:2]) if arguments.quick else (RATES, SIZES)
-    part = trace[: 1500 if arguments.quick else 3000]
-    for rate in rates:
-        splits(report, part, WORKERS_A_TRACE, rate)
-        regrets(report, part, WORKERS_A_TRACE, rate, 20 if arguments.quick else 200)
-    for num_workers in sizes:
-        # One copy: all of the trace. Many: as much of its beginning as is simulated in a minute or two.
-        entries = trace if num_workers == WORKERS_A_TRACE else trace[: max(700, 80_000 // num_workers)]
-        entries = copies(entries[: 2000 if arguments.quick else None], num_workers // WORKERS_A_TRACE)
-        hits(report, f"{num_workers} workers", entries, num_workers, Machine(), True)
-        if num_workers <= 64:
-            large = Machine(cached_tokens=LARGE_CACHE)
-            hits(
-                report, f"{num_workers} workers, caches of {LARGE_CACHE // 10**6} M", entries, num_workers, large, False
-            )
+    if "costs" in parts:
+        costs(report, 300 if quick else 3000)
+    part = trace[: 1500 if quick else 3000]
+    for rate in RATES[2::2] if quick else RATES:
+        if "splits" in parts:
+            splits(report, part, WORKERS_A_TRACE, rate)
+        if "regrets" in parts:
+            regrets(report, part, WORKERS_A_TRACE, rate, 20 if quick else 200)
+    for num_workers in (SIZES[:2] if quick else SIZES) if "hits" in parts else ():
+        fleet_of(report, trace, num_workers, 2000 if quick else None)
     return finish(arguments, report)
 
 
