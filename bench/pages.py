@@ -8,12 +8,13 @@ if not __package__:  # started by its path
 import json
 from pathlib import Path
 
-from bench.lib.ladder_table import table as ladder_table
+from bench.lib.tables import ladder, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
 MAX_ROWS = 40  # of a run that is printed whole; of a longer one only the rows with a goal and the A/A rows
+TABLES = {"ladder": ladder.table, "plan": plan.table}  # of benches whose rows alone would not be read
 HEAD = "| row | measured | against | limit | ratio | goal | met |\n|---|---|---|---|---|---|---|"
 ABOUT = """# Benchmarks
 
@@ -54,8 +55,9 @@ def _section(path: Path) -> str:
         f"[{path.name}](../bench/results/{path.name})" + (f" has {len(rows)} rows." if shown is not rows else ""),
         "",
     ]
-    if path.name.startswith("ladder-"):
-        lines += [ladder_table(path), ""]
+    for name, table in TABLES.items():
+        if path.name.startswith(f"{name}-"):
+            lines += [table(path), ""]
     return "\n".join([*lines, HEAD, *map(_line, shown), ""])
 
 

@@ -2,7 +2,7 @@
 
 Every scheme on the demo model, and every form of KV: bits per byte on the held-out modules and top-1 agreement with
 the bf16 model through the engine, and the bytes of the weights. Deterministic, so instead of A/A rows each figure comes
-with the standard error of its difference to bf16, token by token. bench/lib/quality_table.py makes the docs' table of
+with the standard error of its difference to bf16, token by token. bench/lib/tables/quality.py makes the docs' table of
 it.
 """
 

@@ -35,12 +35,13 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows of one run, and on what they were measured."""
+    """Rows of one run, and on what they were measured. `kept` are those that earlier runs wrote to the same file."""
 
     command: str
     quick: bool
     rows: list[Row] = field(default_factory=list)
     failed: str = ""  # why there are no more
+    kept: list[Row] = field(default_factory=list)
 
     def add(
         self,
@@ -59,6 +60,22 @@ class Report:
         print(_line(made), flush=True)
         return made
 
+    @property
+    def all_rows(self) -> list[Row]:
+        """Return what is kept, less what was measured again, and this run's own."""
+        names = {row.row for row in self.rows}
+        return [*(row for row in self.kept if row.row not in names), *self.rows]
+
+    def go_on(self, path: Path) -> None:
+        """Keep the rows of a file to which earlier runs wrote other parts. Raises SystemExit if it is of another machine."""
+        earlier = json.loads(path.read_text())
+        for what, here in (("quick", self.quick), ("machine", machine()), ("versions", versions())):
+            if earlier[what] != here:
+                sys.exit(f"{path} was measured with another {what} ({earlier[what]}): give --json another file")
+        self.kept = [Row(**row) for row in earlier["rows"]]
+        commands = [each for each in earlier["command"].split("; ") if each != self.command]
+        self.command = "; ".join([*commands, self.command])
+
     def write(self, path: Path) -> None:
         """Everything as JSON, and nothing that names this host."""
         report = {
@@ -67,7 +84,7 @@ class Report:
             "quick": self.quick,
             "machine": machine(),
             "versions": versions(),
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [asdict(row) for row in self.all_rows],
         }
         if self.failed:
             report["failed"] = self.failed
@@ -76,7 +93,7 @@ class Report:
 
 def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
     """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART ...] where a
-    bench has parts that can be run alone (arguments.only: those to run)."""
+    bench has parts that can be run alone (arguments.only: those to run; FILE then keeps the rows of other parts)."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
@@ -94,6 +111,8 @@ def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argpa
     if parts and arguments.only != list(parts):
         command += f" --only {' '.join(arguments.only)}"
     report = Report(command, arguments.quick)
+    if "--only" in command and arguments.json and arguments.json.exists():
+        report.go_on(arguments.json)
     sys.excepthook = functools.partial(_end_early, arguments, report)
     return arguments, report
 

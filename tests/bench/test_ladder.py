@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.arms.rung import Rung, Technique
-from bench.lib import ladder_table
 from bench.lib.sending import job_of
+from bench.lib.tables import ladder
 from tests.support.models import make_model
 
 CONTEXT, BLOCK, PLACES, RESERVED = 512, 16, 8, 3
@@ -87,13 +87,13 @@ def test_rows_become_lines(tmp_path):
             row(f"{name}: {what} {point}", 500 / factor) for what in ("TTFT", "TPOT") for point in ("p50", "p95", "p99")
         ]
         rows += [row(f"{name}: throughput", 2.0 * factor, 2.0, met=True if factor == 4 else None)]
-        rows += [row(f"{name}: goodput within ttft=1ms", 1.5), row(f"{name}: {ladder_table.SAME}", 1.0)]
+        rows += [row(f"{name}: goodput within ttft=1ms", 1.5), row(f"{name}: {ladder.SAME}", 1.0)]
         rows += [row(f"{name}: bits per byte, recorded", 1.31)]
     rows += [row("naive: KV used over held", 0.07), row("all on: KV used over held", 0.95, met=True)]
     path = tmp_path / "ladder-x.json"
     machine = {"cpu": "some CPU", "cores": 2}
     path.write_text(json.dumps({"command": "c", "date": "d", "machine": machine, "rows": rows}))
-    lines = ladder_table.table(path).splitlines()
+    lines = ladder.table(path).splitlines()
     first, alone = lines[:5], lines[-1]
     assert first[-1].startswith("| all on | 8 (4x), met | 125 / 125 / 125 | 125 / 125 / 125 | 1.5 | 0.95, met | 100% |")
     assert alone.startswith("| int8 KV alone | 4 (2x) | 250")

@@ -40,6 +40,12 @@ def test_the_newest_full_run_is_shown(results):
     assert "| more | 0.123 ms |  |  |  |  |  |" in page and "| quick |" not in page
 
 
+def test_points_of_a_plan_are_a_table(results):
+    rows = [row(f"small, 1:1: {what}, planned over measured", 9.0, 10.0) for what in ("TTFT", "TPOT")]
+    results("plan-cpu", "2026-01-03", *rows)
+    assert "| small, 1:1 | 9 | 10 | -10 % | 9 | 10 | -10 % |" in pages.page()
+
+
 def test_of_a_long_run_the_rows_with_a_goal_are_shown(results):
     rows = [row(f"plain {i}", i) for i in range(50)]
     results("x-cpu", "2026-01-03", *rows, row("judged", 1, goal="value < 2", met=True), row("all: A/A", 1, 1.0))

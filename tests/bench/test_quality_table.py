@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from bench.lib.quality_table import table
+from bench.lib.tables.quality import table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quantization.md"

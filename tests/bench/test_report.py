@@ -69,6 +69,32 @@ def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
     assert written["failed"] == "RuntimeError: the machine is busy" and written["rows"][0]["row"] == "measured"
 
 
+def test_parts_of_a_bench_meet_in_one_file(tmp_path):
+    """What a later run measures again takes the place of the earlier rows; another machine's file is not mixed in."""
+    program = (
+        "from bench.lib.report import finish, start\n"
+        "arguments, report = start('x', '', ('one', 'two'))\n"
+        "for part in arguments.only:\n"
+        "    report.add(part, 1.0, 's')\n"
+        "report.add('rows', len(report.all_rows), 'rows')\n"
+        "finish(arguments, report)\n"
+    )
+    path = tmp_path / "report.json"
+
+    def run(*only: str) -> subprocess.CompletedProcess:
+        argv = [sys.executable, "-c", program, "--json", str(path), "--only", *only]
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+
+    for part in ("one", "two", "two"):
+        assert run(part).returncode == 0
+    written = json.loads(path.read_text())
+    assert written["command"] == "python bench/x.py --only one; python bench/x.py --only two"
+    assert [(row["row"], row["value"]) for row in written["rows"]] == [("one", 1.0), ("two", 1.0), ("rows", 3)]
+    path.write_text(json.dumps(written | {"machine": written["machine"] | {"cores": 1000}}))
+    other = run("one")
+    assert other.returncode == 1 and other.stderr.splitlines()[-1].endswith("give --json another file")
+
+
 def test_the_processor_is_recorded():
     found = report.machine()
     assert found["cpu"] == cpu.name() and found["tier"] in ("none", *(tier.name for tier in TIERS))

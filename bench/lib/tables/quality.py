@@ -1,11 +1,11 @@
-"""The table of docs/quantization.md from a recorded run: python -m bench.lib.quality_table FILE writes it to the page."""
+"""The table of docs/quantization.md from a recorded run: python -m bench.lib.tables.quality FILE writes it to the page."""
 
 import json
 import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "quantization.md"
 MARKS = re.compile(r"(<!-- quality -->\n).*?(\n<!-- end -->)", re.DOTALL)
 HEAD = (
@@ -55,7 +55,7 @@ def _link(path: Path) -> str:
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python -m bench.lib.quality_table FILE", file=sys.stderr)
+        print("usage: python -m bench.lib.tables.quality FILE", file=sys.stderr)
         return 2
     made = table(Path(sys.argv[1]))
     PAGE.write_text(MARKS.sub(lambda match: match[1] + made + match[2], PAGE.read_text()))

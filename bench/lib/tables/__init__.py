@@ -1,0 +1,1 @@
+"""Tables of the docs from recorded runs, where rows alone would not be read."""
