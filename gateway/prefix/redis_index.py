@@ -94,6 +94,7 @@ class RedisIndex:
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
+        self._is_lost = False  # as the last heartbeat found: lookups fail alike, if there are any
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -160,10 +161,10 @@ class RedisIndex:
 
     @property
     def down(self) -> str:
-        """The reason why lookups find nothing at present; empty while they are sent."""
+        """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        return "" if self._breaker.closed else "it does not answer"
+        return "" if self._breaker.closed and not self._is_lost else "it does not answer"
 
     # ---- beside the requests ----
 
@@ -192,21 +193,20 @@ class RedisIndex:
             await self._control.aclose()
 
     async def _beat(self) -> None:
-        was_up = True
         while not is_cancelled():
             try:
                 if not self.is_disabled:
                     await self._heartbeat(now())
-                if not was_up:
+                if self._is_lost:
                     log.info("redis: back")
-                was_up = True
+                self._is_lost = False
             except SecretDiffers as error:
                 self.is_disabled = True
                 log.error("redis: not used any more %s", fields(error=error))
             except FAILURES as error:
-                if was_up:
+                if not self._is_lost:
                     log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
-                was_up = False
+                self._is_lost = True
                 for entry in self._workers.values():
                     entry.refreshed_at = _NEVER
             if not is_cancelled():

@@ -165,6 +165,17 @@ async def test_a_dead_redis_is_a_miss(server):
         await finds(a, WORKER, 5)
 
 
+async def test_a_dead_redis_is_known_though_nobody_asks(server):
+    """Short prompts look nothing up: the heartbeat finds it, and that it is back."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        assert not a.down
+        server.kill()
+        await until(lambda: a.down == "it does not answer")
+        server.start()
+        await until(lambda: not a.down)
+
+
 async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
     async with index(server, b"a") as a:
         await until(lambda: a.snapshots)
