@@ -1,8 +1,9 @@
 """Compare two ranks, or two stages, of one thread with one process of two threads on this CPU: python bench/parallel.py
-[--quick] [--json FILE].
+[--quick] [--only PART ...] [--json FILE].
 
-The same bare engine, model and prompts, in turn; then a sum of both ranks alone, beside a turn in which nothing is said and
-beside gloo.
+sums      a sum of both ranks alone, beside a turn in which nothing is said and beside gloo
+engines   the same bare engine, model and prompts, in turn: the shipped model, and a larger one of random weights
+handoff   KV of one prompt, from a prefill worker of two ranks or of one to a decode worker of one
 """
 
 if not __package__:  # started by its path
@@ -10,76 +11,170 @@ if not __package__:  # started by its path
 
     run()
 
+import asyncio
 import itertools
 import mmap
 import random
+import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import torch
 from torch import distributed
 
+from baton.cli.cluster.handover import Session, hand_over
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import Collectives, num_bytes_for
 from baton.engine.parallel.shard import Shard
+from baton.service.net.client import open_channel
+from baton.service.security.access import Access
+from bench.lib.large_model import write_large
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare
+from tests.support.stack import Stack
+
+PARTS = ("sums", "engines", "handoff")
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
 LONG_PROMPT = 512
 HIDDEN = 4096  # of the rows that are summed: a model of 8B
-NUM_SUMS = 200
+HANDED = 1536  # tokens whose KV is handed over: 3.5 KiB each
+HANDOFF_S = 30.0
+
+
+class Speed(NamedTuple):
+    """Of prompt and output tokens, from submit to the last ending."""
+
+    tokens_per_s: float
+    cpu_us: float  # of a token: all ranks, what they spin away too
 
 
 class Arm:
     """One engine, and prompts that were never sent before."""
 
-    def __init__(self, num_threads: int, **degree: int):
-        self.engine: Engine = bare.load_engine(MODEL, threads=num_threads, num_blocks=512, **degree)
+    def __init__(self, model: Path, num_threads: int, **options):
+        self.engine: Engine = bare.load_engine(model, threads=num_threads, num_blocks=512, **options)
+        pids = self.engine.ranks.pids if self.engine.ranks is not None else []
+        self._processes = [psutil.Process(), *map(psutil.Process, pids)]
         self._num_threads = num_threads
         self._rng = random.Random(0)
         self._request_ids = map(str, itertools.count())
 
-    def tokens_per_s(self, batch_size: int, num_prompt: int, num_output: int) -> float:
-        """Prompt and output tokens over the time from submit to the last ending."""
+    def speed(self, batch_size: int, num_prompt: int, num_output: int) -> Speed:
         torch.set_num_threads(self._num_threads)
         vocab_size = self.engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(num_prompt)] for _ in range(batch_size)]
         requests = [bare.make_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), self._cpu_s()
         bare.run(self.engine, requests)
-        return batch_size * (num_prompt + num_output) / (time.perf_counter() - begun)
+        num_tokens = batch_size * (num_prompt + num_output)
+        return Speed(num_tokens / (time.perf_counter() - begun), 1e6 * (self._cpu_s() - used) / num_tokens)
+
+    def close(self) -> None:
+        if self.engine.ranks is not None:
+            self.engine.ranks.close()
+
+    def _cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
 
-def compare_engines(report: Report, num_rounds: int) -> None:
-    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8. Of stages one waits for the other
-    in decode."""
-    ranks, stages, alone = Arm(1, tensor_parallel=2), Arm(1, pipeline_parallel=2), Arm(2)
+def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> None:
+    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8, and the tree of sums 0.95 of plain
+    ones. Of stages one waits for the other in decode."""
+    alone = Arm(model, 2)
+    arms = {
+        "two ranks": Arm(model, 1, tensor_parallel=2),
+        "two ranks, fast sums": Arm(model, 1, tensor_parallel=2, all_reduce="fast"),
+        "two stages": Arm(model, 1, pipeline_parallel=2),
+        "alone": alone,
+        "A/A, one": alone,
+    }
     try:
-        for name, batch_size, num_prompt, num_output, goal in (
-            (f"prompt of {LONG_PROMPT}", 1, LONG_PROMPT, 1, "ratio >= 0.85"),
-            ("batch 1", 1, PROMPT, OUTPUT, "ratio >= 0.8"),
-            ("batch 16", 16, PROMPT, OUTPUT, "ratio >= 0.8"),
+        for what, goal, *shape in (
+            (f"prompt of {LONG_PROMPT}", "ratio >= 0.85", 1, LONG_PROMPT, 1),
+            ("batch 1", "ratio >= 0.8", 1, PROMPT, OUTPUT),
+            ("batch 16", "ratio >= 0.8", 16, PROMPT, OUTPUT),
         ):
-
-            def arm(engine: Arm) -> Callable[[], float]:
-                return lambda: engine.tokens_per_s(batch_size, num_prompt, num_output)
-
-            arms = {"ranks": arm(ranks), "stages": arm(stages), "alone": arm(alone), "alone again": arm(alone)}
-            interleave(arms, 1)  # warm
-            found = medians(interleave(arms, num_rounds))
-            report.add(f"{name}: two ranks over one", found["ranks"], "tokens/s", against=found["alone"], goal=goal)
-            report.add(f"{name}: two stages over one", found["stages"], "tokens/s", against=found["alone"])
-            report.add(f"{name}: A/A, one over one", found["alone again"], "tokens/s", against=found["alone"])
+            _compare_speeds(report, f"{name}, {what}", arms, shape, goal, num_rounds)
     finally:
-        for engine in (ranks, stages):
-            engine.engine.ranks.close()
+        for arm in arms.values():
+            arm.close()
+
+
+def _compare_speeds(
+    report: Report, name: str, arms: dict[str, Arm], shape: list[int], goal: str, num_rounds: int
+) -> None:
+    speeds: dict[str, list[Speed]] = {each: [] for each in arms}
+
+    def measure(each: str) -> Callable[[], float]:
+        def once() -> float:
+            speeds[each].append(arms[each].speed(*shape))
+            return speeds[each][-1].tokens_per_s
+
+        return once
+
+    measured = {each: measure(each) for each in arms}
+    interleave(measured, 1)  # warm
+    for each in speeds.values():
+        each.clear()
+    found = medians(interleave(measured, num_rounds))
+    # The system counts in steps of 10 ms: of all rounds, not the median one.
+    cpu_us = {each: statistics.mean(speed.cpu_us for speed in column) for each, column in speeds.items()}
+    for each in arms:
+        if each == "alone":
+            continue
+        added = goal if each == "two ranks" else ""
+        report.add(f"{name}: {each} over one", found[each], "tokens/s", against=found["alone"], goal=added)
+        report.add(f"{name}: {each} over one, CPU", cpu_us[each], "us/token", against=cpu_us["alone"])
+    tree, plain = found["two ranks"], found["two ranks, fast sums"]
+    report.add(f"{name}: exact sums over fast ones", tree, "tokens/s", against=plain, goal="ratio >= 0.95")
+
+
+def compare_handoffs(report: Report, folder: Path, num_rounds: int) -> None:
+    """As many bytes from two ranks as from one: at most 1.1 of the time, from the first request for KV to the last
+    confirmation. It is all there before it is asked for."""
+    options = ("--threads", "1", "--num-blocks", "256")
+    with (
+        Stack(MODEL, folder / "one", num_gateways=0, options=options) as one,
+        Stack(
+            MODEL, folder / "two", num_gateways=0, options=options, prefill_options=("--tensor-parallel", "2")
+        ) as two,
+        asyncio.Runner() as runner,
+    ):
+        runner.run(_compare_handoffs(report, one, two, num_rounds))
+
+
+async def _compare_handoffs(report: Report, one: Stack, two: Stack, num_rounds: int) -> None:
+    async with AsyncExitStack() as exits:
+
+        async def session(stack: Stack, name: str) -> Session:
+            channel = await exits.enter_async_context(open_channel(stack.address[name], Access()))
+            return await exits.enter_async_context(Session(channel, stack.address[name]))
+
+        pairs = {
+            name: (await session(stack, "prefill0"), await session(stack, "decode0"))
+            for name, stack in (("two ranks", two), ("one", one), ("one again", one))
+        }
+        found: dict[str, list[float]] = {name: [] for name in pairs}
+        for index in range(-1, num_rounds):
+            for name in pairs if index % 2 else reversed(pairs):
+                handed = await hand_over(*pairs[name], HANDED, None, False, HANDOFF_S)
+                if index >= 0:  # what came before warmed up
+                    found[name].append(1e3 * handed.transfer_s)
+        taken, name = medians(found), f"handoff of {handed.num_bytes / 1e6:.1f} MB by {handed.transport}"
+        against = taken["one"]
+        report.add(f"{name}: two ranks to one over one to one", taken["two ranks"], "ms", against=against, goal="ratio <= 1.1")  # fmt: skip
+        report.add(f"{name}: A/A, one to one over the same", taken["one again"], "ms", against=against)
 
 
 def compare_sums(report: Report, num_rounds: int) -> None:
@@ -88,14 +183,14 @@ def compare_sums(report: Report, num_rounds: int) -> None:
     memory = memoryview(mmap.mmap(-1, num_bytes_for(2)))
     ends = [Collectives(memory, Shard(rank, 2)) for rank in range(2)]
     groups, word = _gloo(), torch.zeros(1)
-    for num_tokens in (1, 16, 512):
+    for num_tokens, num_sums in ((1, 200), (16, 200), (512, 50)):
         part = torch.randn(num_tokens, HIDDEN)
         rounded = part.bfloat16()
         arms = {
-            "exact": lambda: _us(ends, lambda end: end.sum(part, torch.bfloat16)),
-            "fast": lambda: _us(ends, lambda end: end.sum(rounded, torch.bfloat16)),
-            "turn": lambda: _us(ends, lambda end: end.gather(word, wanted=False)),
-            "gloo": lambda: _us(groups, lambda group: group.allreduce([rounded.clone()]).wait()),
+            "exact": lambda: _us(ends, num_sums, lambda end: end.sum(part, torch.bfloat16)),
+            "fast": lambda: _us(ends, num_sums, lambda end: end.sum(rounded, torch.bfloat16)),
+            "turn": lambda: _us(ends, num_sums, lambda end: end.gather(word, wanted=False)),
+            "gloo": lambda: _us(groups, num_sums, lambda group: group.allreduce([rounded.clone()]).wait()),
         }
         interleave(arms, 1)
         found = medians(interleave(arms, num_rounds))
@@ -119,13 +214,11 @@ def _gloo() -> list:
     return groups
 
 
-def _us(ends: list, act: Callable) -> float:
-    return 1e6 * _seconds(ends, act) / NUM_SUMS
+def _us(ends: list, count: int, act: Callable) -> float:
+    """Return the time of one of `count` acts of both ends, which meet in each."""
 
-
-def _seconds(ends: list, act: Callable) -> float:
     def repeat(end) -> None:
-        for _ in range(NUM_SUMS):
+        for _ in range(count):
             act(end)
 
     other = threading.Thread(target=repeat, args=(ends[1],))
@@ -133,14 +226,21 @@ def _seconds(ends: list, act: Callable) -> float:
     other.start()
     repeat(ends[0])
     other.join()
-    return time.perf_counter() - begun
+    return 1e6 * (time.perf_counter() - begun) / count
 
 
 def main() -> int:
-    arguments, report = start("parallel", "Two ranks of a model against one process with as many threads.")
-    num_rounds = 3 if arguments.quick else 15
-    compare_sums(report, num_rounds)
-    compare_engines(report, num_rounds)
+    arguments, report = start("parallel", "Two ranks of a model against one process with as many threads.", PARTS)
+    num_rounds = 3 if arguments.quick else 11
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "sums" in arguments.only:
+            compare_sums(report, num_rounds)
+        if "engines" in arguments.only:
+            compare_engines(report, "shipped model", MODEL, num_rounds)
+            compare_engines(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
+        if "handoff" in arguments.only:
+            compare_handoffs(report, folder, num_rounds)
     return finish(arguments, report)
 
 

@@ -86,7 +86,7 @@ async def prove(prefill: Session, decode: Session, timeout_s: float) -> Handover
     """Two blocks and a token of a third, fetched while they are computed, as a gateway does it.
     Raises HandoverFailed, TimeoutError, AioRpcError."""
     num_tokens = 2 * max(prefill.hello.limits.block_size, decode.hello.limits.block_size) + 1
-    return await _hand_over(prefill, decode, num_tokens, None, True, timeout_s)
+    return await hand_over(prefill, decode, num_tokens, None, True, timeout_s)
 
 
 async def measure(
@@ -95,12 +95,14 @@ async def measure(
     """As many tokens as the prefill worker reads in half a second, by what `proof` took; all KV is written before it is
     fetched, so that the rate is the transport's. `transport` None: the decode worker chooses. Raises as `prove`."""
     num_tokens = max(proof.num_tokens, round(_MEASURED_S * proof.num_tokens / proof.ttft_s))
-    return await _hand_over(prefill, decode, min(num_tokens, _MOST_TOKENS), transport, False, timeout_s)
+    return await hand_over(prefill, decode, min(num_tokens, _MOST_TOKENS), transport, False, timeout_s)
 
 
-async def _hand_over(
+async def hand_over(
     prefill: Session, decode: Session, num_tokens: int, transport: str | None, is_early: bool, timeout_s: float
 ) -> Handover:
+    """A new prompt of at most so many tokens, fetched while it is computed where `is_early`, else once all of it is. Raises
+    as `prove`."""
     key = pb.Key(request_id=f"doctor-{secrets.token_hex(8)}", attempt=1)
     spec = _spec(prefill.hello, decode.hello, num_tokens, time.monotonic() + timeout_s)
     begun = time.monotonic()
