@@ -18,7 +18,7 @@ from baton.engine.kv.pool import KVPool
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Heads of one model as attention sees them, and where. `windows`: per layer, positions a token sees, itself
-    included."""
+    included; `chunked`: those from the last multiple of the window on."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,6 +31,7 @@ class AttentionShape:
     given_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
     sinks: bool = False  # each head has a score without a value in every softmax: Attention.set_sinks
+    chunked: bool = False
 
     @property
     def group_size(self) -> int:
@@ -80,11 +81,14 @@ class Attention(ABC):
         """
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """bool [queries, keys]: a token sees itself and what came before, at most `window` positions in all."""
-    distance = query_positions.unsqueeze(1) - key_positions
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, chunked: bool = False) -> Tensor:
+    """bool [queries, keys]: a token sees itself and what came before, at most `window` positions in all; `chunked`: from
+    the last multiple of it on."""
+    queries = query_positions.unsqueeze(1)
+    seen = queries >= key_positions
+    if window is None:
+        return seen
+    return seen & (key_positions >= queries // window * window if chunked else queries - key_positions < window)
 
 
 def unfit_cuda(device: torch.device, least: tuple[int, int], below: tuple[int, int] | None = None) -> str:

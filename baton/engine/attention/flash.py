@@ -185,6 +185,8 @@ def unfit_rows(shape: AttentionShape) -> str:
     """Return which dtype, head dimension, stored form or sinks of the model none of them takes; "": they take it."""
     if shape.sinks:
         return "has no sinks"
+    if shape.chunked:
+        return "has no chunks"
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return "computes in bf16 or fp16"
     if shape.head_dim % HEAD_DIM_MULTIPLE or shape.head_dim > MAX_HEAD_DIM:

@@ -45,7 +45,8 @@ class NativeAttention(Attention):
         arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
         self._attend = library.function("baton_attention", *arguments)
         scales = struct.unpack("2q", struct.pack("2d", shape.given_scale or 0, shape.softcap or 0))
-        windows = (window or 0 for window in shape.windows)
+        sign = -1 if shape.chunked else 1
+        windows = (sign * (window or 0) for window in shape.windows)
         self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *scales, 0, *windows))
         self._shape_address = self.native_shape.buffer_info()[0]
         self._pool: KVPool | None = None

@@ -51,7 +51,8 @@ class ReferenceAttention(Attention):
         result = torch.zeros_like(rows)
         for begin in range(0, seq.kv_len, SPAN):
             keys, values = k[:, begin : begin + SPAN], v[:, begin : begin + SPAN]
-            seen = visible(positions, torch.arange(begin, begin + SPAN, device=q.device), self.shape.windows[layer])
+            span = torch.arange(begin, begin + SPAN, device=q.device)
+            seen = visible(positions, span, self.shape.windows[layer], self.shape.chunked)
             scores = torch.matmul(rows, keys.transpose(1, 2)) * self.shape.scale
             if self.shape.softcap is not None:
                 scores = torch.tanh(scores / self.shape.softcap) * self.shape.softcap

@@ -13,6 +13,7 @@ read once for all of them.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,7 @@ class SdpaAttention(Attention):
         self.batch_invariant = shape.device.type == "cpu" and has_flash(shape)
         self.decode_rows, self.tails = safe_shapes(shape) if self.batch_invariant else (self.tile, ())
         self._windows = set(shape.windows)
+        self._visible = partial(visible, chunked=shape.chunked)
         self._scratch = torch.empty(0)
         self._before: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # by block table: tails in the last step
         self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # and in this one
@@ -135,7 +137,7 @@ class SdpaAttention(Attention):
         kv_lens = torch.tensor([seq.kv_len for seq in seqs], device=device)
         positions = torch.arange(kv_len, device=device)
         masks = {
-            window: self._additive(visible(kv_lens - 1, positions, window)).view(len(seqs), 1, 1, kv_len)
+            window: self._additive(self._visible(kv_lens - 1, positions, window)).view(len(seqs), 1, 1, kv_len)
             for window in self._windows
         }
         start = seqs[0].query_start
@@ -158,7 +160,7 @@ class SdpaAttention(Attention):
             kv_len = self._padded(int(tiles[-1, 0, -1]) + 1)
             keys = torch.arange(kv_len, device=self.shape.device)
             masks = {
-                window: self._additive(visible(tiles.reshape(-1), keys, window)).view(len(tiles), 1, self.tile, kv_len)
+                window: self._additive(self._visible(tiles.reshape(-1), keys, window)).view(-1, 1, self.tile, kv_len)
                 for window in self._windows
             }
             calls.append(Call(begin, begin + len(tiles), kv_len, masks))

@@ -102,6 +102,8 @@ class TritonAttention(Attention):
     def unfit(cls, shape: AttentionShape) -> str:
         if reason := kernels.unavailable(shape.device.type):
             return reason
+        if shape.chunked:
+            return "has no chunks"
         least = (8, 9) if shape.kv_form == "fp8_e4m3" else (8, 0)
         if shape.device.type == "cuda" and (reason := unfit_cuda(shape.device, least)):
             return reason

@@ -58,8 +58,8 @@ class NormSpec:
 class ExpertsSpec:
     """A mixture of experts in place of a layer's MLP.
 
-    `names`: the router, then gate, up and down of an expert with {} for its index; or router, gate over up and down of
-    all experts in one tensor each, by the tensors' whole names.
+    `names`: the router, then gate, up and down of an expert with {} for its index (no gate where MLPs have none); or
+    router, gate over up and down of all experts in one tensor each, by the tensors' whole names.
     """
 
     num_experts: int
@@ -78,6 +78,9 @@ class ExpertsSpec:
     num_chosen_groups: int = 1  # among whose experts is chosen
     group_best: int = 1  # of a group's highest scores as many are added to rank it
     scale: float = 1.0  # of the weights, at last
+    scales_inputs: bool = False  # weights are of what an expert reads, not of what it says
+    latent_size: int = 0  # of the rows that experts read and write; 0: the hidden size
+    latent_names: tuple[str, ...] = ()  # what makes such rows of hidden states, and back
 
     def __post_init__(self) -> None:
         """Raise ValueError where more are chosen than there are."""
@@ -94,7 +97,7 @@ class ExpertsSpec:
     @property
     def stacked(self) -> bool:
         """Return whether one tensor holds all experts."""
-        return len(self.names) == 3
+        return "{}" not in self.names[-1]
 
     @property
     def is_plain(self) -> bool:
@@ -119,6 +122,14 @@ class LatentSpec:
     def row_dim(self) -> int:
         """Elements that are kept of a token, and that a query has once the products are absorbed."""
         return self.rope_dim + self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Of attention in layers without rope: the query at position p is multiplied by 1 + scale * log(1 + (p + 1) // every)."""
+
+    scale: float
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +196,10 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""  # head: one weight for all heads | heads: each has its own | all: over the heads of a token
+    # head: one weight for all heads | heads: each has its own | all: over the heads of a token | unit: where there is
+    # rope each head is, without a weight
+    qk_norm: str = ""
+    attention_gate: bool = False  # q's module makes of each head a query, and gates of what it attends to
     parallel: bool = False  # attention and MLP read the same normed rows, and are added together
     activation: str = "silu"  # silu | gelu_tanh | relu2 (squared) | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
     swiglu_alpha: float = 1.0
@@ -193,6 +207,8 @@ class ModelSpec:
     gated: bool = True
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
+    chunked: bool = False  # a token of a layer with a window sees what stands from the window's last multiple on
+    temperature: TemperatureSpec | None = None
     latent: LatentSpec | None = None  # then head_dim is its row_dim, and there is one KV head
     num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: not read
     sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
@@ -251,13 +267,16 @@ class ModelSpec:
         found = {
             "layers with a state": self.state is not None,
             "attention sinks": self.sinks,
+            "gated attention": self.attention_gate,
             "latent attention": self.latent is not None,
             "mixture of experts": any(layer.experts for layer in self.layers),
             "layers without rope": any(layer.rope is None for layer in self.layers),
             "norms elsewhere": any(bool(getattr(self.names, at)) != bool(getattr(default, at)) for at in places),
             "layer norm": self.norm.kind != "rms",
             "norm weights with an offset": self.norm.offset != 0,
-            "q and k normed over more than a head": self.qk_norm in ("heads", "all"),
+            "q and k normed otherwise than by one weight": self.qk_norm in ("heads", "all", "unit"),
+            "attention in chunks": self.chunked,
+            "attention with a temperature": self.temperature is not None,
             "attention beside the MLP": self.parallel,
             f"activation {self.activation}": self.activation != "silu",
             "an MLP without gate": not self.gated,
@@ -270,17 +289,19 @@ class ModelSpec:
         total = 0
         for layer in self.layers:
             width = (2 + self.gated) * self.intermediate_size if layer.has_mlp else 0
-            if (experts := layer.experts) is not None:
-                width = experts.num_experts + 3 * experts.shared_size  # router, and the expert of every token
+            if (experts := layer.experts) is not None:  # router, the expert of every token, to latent rows and back
+                width = experts.num_experts + (2 + self.gated) * experts.shared_size + 2 * experts.latent_size
             total += self.hidden_size * width + layer.has_attention * self._num_attention_weights
             if layer.state is not None:
                 total += self.hidden_size * (layer.state.projected_size + layer.state.inner_size)
+                total += layer.state.num_selection_weights
         return total + self.num_expert_weights(chosen_only)
 
     @property
     def _num_attention_weights(self) -> int:
         if (latent := self.latent) is None:
-            return self.hidden_size * 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # q and output; k and v
+            per_head = 2 + self.attention_gate  # q, output; k and v of the others
+            return self.hidden_size * (per_head * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         queries, query_size = self.hidden_size, self.num_heads * (latent.nope_dim + latent.rope_dim)
         if latent.query_rank is not None:
             queries = latent.query_rank
@@ -292,8 +313,8 @@ class ModelSpec:
         """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token meets."""
         found = [layer.experts for layer in self.layers if layer.experts is not None]
         counts = (experts.num_chosen if chosen_only else experts.num_experts for experts in found)
-        sizes = (experts.intermediate_size for experts in found)
-        return sum(3 * self.hidden_size * count * size for count, size in zip(counts, sizes, strict=True))
+        sizes = ((e.latent_size or self.hidden_size) * e.intermediate_size for e in found)
+        return (2 + self.gated) * sum(count * size for count, size in zip(counts, sizes, strict=True))
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""

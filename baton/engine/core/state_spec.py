@@ -1,17 +1,106 @@
 """What a layer keeps of a sequence in place of KV: a state of one size, into which every token is folded."""
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 
+class StateSpec(ABC):
+    """Sizes of a layer with a state, in elements. A projected row is gates, channels of a short convolution, scalars."""
+
+    __slots__ = ()
+    taps: int  # tokens that the convolution sees
+
+    @property
+    @abstractmethod
+    def inner_size(self) -> int:
+        """Elements of a row between the two products."""
+
+    @property
+    @abstractmethod
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def num_scalars(self) -> int:
+        """Elements of a row beside the channels that the recurrence needs."""
+
+    @property
+    @abstractmethod
+    def recurrence_shape(self) -> tuple[int, ...]:
+        """What the recurrence keeps."""
+
+    @property
+    def projected_size(self) -> int:
+        """Elements of a row before the convolution."""
+        return self.inner_size + self.conv_size + self.num_scalars
+
+    @property
+    def num_selection_weights(self) -> int:
+        """Weights of products between the two."""
+        return 0
+
+    @property
+    def tail_elements(self) -> int:
+        """Of the inputs that the convolution still needs."""
+        return (self.taps - 1) * self.conv_size
+
+    @property
+    def num_elements(self) -> int:
+        """Of what one layer keeps, in fp32."""
+        return self.tail_elements + math.prod(self.recurrence_shape)
+
+
 @dataclass(frozen=True, slots=True)
-class Mamba2Spec:
-    """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it."""
+class MambaSpec(StateSpec):
+    """Mamba (arXiv 2312.00752) as Jamba has it: each element of a row has a state of its own. Channels are rows; steps,
+    what is written and what is read are products of them behind the convolution, normed."""
+
+    num_channels: int
+    state_size: int
+    step_rank: int  # of the row that steps are made of
+    taps: int
+    conv_bias: bool = True
+    projection_bias: bool = False  # of the products before and behind
+    eps: float = 1e-6
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_channels
+
+    @property
+    def conv_size(self) -> int:
+        return self.num_channels
+
+    @property
+    def num_scalars(self) -> int:
+        return 0
+
+    @property
+    def recurrence_shape(self) -> tuple[int, ...]:
+        return self.num_channels, self.state_size
+
+    @property
+    def selected_sizes(self) -> tuple[int, int, int]:
+        """Elements that steps are made of, that are written, that are read."""
+        return self.step_rank, self.state_size, self.state_size
+
+    @property
+    def num_selection_weights(self) -> int:
+        return self.num_channels * (sum(self.selected_sizes) + self.step_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(StateSpec):
+    """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it. Channels
+    are rows, what they write, what they read; scalars are the steps of heads."""
 
     num_heads: int
     head_dim: int
     num_groups: int  # of heads, that share what is written and what is read
     state_size: int
-    taps: int  # tokens that the convolution sees
+    taps: int
     conv_bias: bool = True
     projection_bias: bool = False  # of the products before and behind
     step_limit: tuple[float, float] = (0.0, float("inf"))
@@ -28,33 +117,50 @@ class Mamba2Spec:
 
     @property
     def inner_size(self) -> int:
-        """Elements of a row between the two products."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: rows, what they write, what they read."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
     def num_scalars(self) -> int:
-        """Elements of a row beside the channels that the recurrence needs: a step for each head."""
         return self.num_heads
 
     @property
-    def projected_size(self) -> int:
-        """Elements of a row before the convolution: gates, channels, steps."""
-        return self.inner_size + self.conv_size + self.num_heads
+    def recurrence_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.head_dim, self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec(StateSpec):
+    """Gated delta net (arXiv 2412.06464): of each head a table from keys to values. Channels are queries, keys, values;
+    scalars are of each head how much is written and how much is forgotten."""
+
+    num_heads: int  # of values
+    num_key_heads: int  # each serves as many neighbouring heads
+    key_dim: int  # of a head
+    value_dim: int
+    taps: int
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that contradict each other."""
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(f"{self.num_heads} heads of values do not divide among {self.num_key_heads} of keys")
 
     @property
-    def tail_elements(self) -> int:
-        """Of the inputs that the convolution still needs."""
-        return (self.taps - 1) * self.conv_size
+    def inner_size(self) -> int:
+        return self.num_heads * self.value_dim
 
     @property
-    def num_elements(self) -> int:
-        """Of what one layer keeps, in fp32."""
-        return self.tail_elements + self.num_heads * self.head_dim * self.state_size
+    def conv_size(self) -> int:
+        return self.inner_size + 2 * self.num_key_heads * self.key_dim
 
+    @property
+    def num_scalars(self) -> int:
+        return 2 * self.num_heads
 
-StateSpec = Mamba2Spec
+    @property
+    def recurrence_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.key_dim, self.value_dim

@@ -42,8 +42,10 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     return by_rows(torch.sigmoid, gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit) + 1)
 
 
-def make_gated(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return what stands between the products of a model's gated MLPs."""
+def make_between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the products of a model's MLPs and experts, gated or not."""
+    if not spec.gated:
+        return partial(by_rows, FUNCTIONS[spec.activation])
     if spec.activation == "clamped_swiglu":
         return partial(clamped_swiglu, alpha=spec.swiglu_alpha, limit=spec.swiglu_limit)
     return partial(gated, name=spec.activation)

@@ -19,10 +19,11 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kernels.sums import order_of_sums
 from baton.engine.kv.pool import KVPool
-from baton.engine.layers.activation import FUNCTIONS, by_rows, make_gated, soft_capped
+from baton.engine.layers.activation import by_rows, make_between, soft_capped
 from baton.engine.layers.embedding import tied
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.layers.temperature import Temperature
 from baton.engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import fuse
@@ -54,7 +55,7 @@ class Model:
         `stage`: whose layers alone are here."""
         self.spec, self.dtype, self.attention, self.ropes, self._make = spec, dtype, attention, ropes, make
         self.device = attention.shape.device
-        self._gated = make_gated(spec)
+        self._between = make_between(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
         vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
         shard = WHOLE if collectives is None else collectives.shard
@@ -90,6 +91,10 @@ class Model:
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
         self._adapted = adapted
         self._kv_index = {layer: index for index, layer in enumerate(spec.kv_layers)}
+        self._temperature = None
+        if spec.temperature is not None:
+            self._temperature = Temperature(spec.temperature, spec.longest_context, self.device)
+        self._num_gates = attention.shape.num_heads if spec.attention_gate else 0
         self._state_index = {layer: index for index, layer in enumerate(spec.state_layers)}
         if collectives is not None and attention.name != NativeAttention.name:
             raise ModelError(
@@ -198,6 +203,7 @@ class Model:
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
         plan = self.attention.plan(batch, pool) if self._kv_index else None
         states = None if self.spec.state is None else StatePlan(self.spec.state, batch, pool.states)
+        factors = None if self._temperature is None else self._temperature(batch.positions)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
         for index in self.own_layers:
             layer = self.layers[index]
@@ -208,9 +214,13 @@ class Model:
                 said = layer.state(normed, states, self._state_index[index])
             if layer.qkv is not None:
                 heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
+                heads, gates = heads.split((heads.shape[1] - self._num_gates, self._num_gates), dim=1)
                 q = self._write_kv(layer, index, heads, tables, batch.slots, pool)
+                if factors is not None and self.spec.layers[index].rope is None:
+                    q = (q * factors).to(q.dtype)
                 self.attention(plan, self._kv_index[index], q, mixed[:num_tokens])
-                attended = apply("output", mixed.flatten(1))
+                rows = mixed.flatten(1)
+                attended = apply("output", rows * by_rows(torch.sigmoid, gates.flatten(1)) if self._num_gates else rows)
                 said = attended if said is None else said + attended
                 if on_layer is not None:  # not before: behind this sum every rank has written its heads
                     on_layer(self._kv_index[index])
@@ -250,9 +260,7 @@ class Model:
     def _mlp(self, layer: Layer, apply: Apply, x: Tensor) -> Tensor:
         if layer.experts is not None:
             return layer.experts(x)
-        if self.spec.gated:
-            return apply("down", self._gated(apply("gate_up", x)))
-        return apply("down", by_rows(FUNCTIONS[self.spec.activation], apply("gate_up", x)))
+        return apply("down", self._between(apply("gate_up", x)))
 
     def _write_kv(
         self, layer: Layer, index: int, heads: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
-from baton.engine.layers.activation import VECTOR_STRIDE, by_rows, make_gated
+from baton.engine.layers.activation import VECTOR_STRIDE, by_rows, make_between
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.models.linears import Linears
 from baton.engine.weights.formats.base import WeightSource
@@ -29,7 +29,7 @@ class Experts:
         make_router: MakeRouter,
     ):  # fmt: skip
         """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
-        self.spec, self._gated = experts, make_gated(spec)
+        self.spec, self._between = experts, make_between(spec)
         hidden = spec.hidden_size
         modules = [prefix + name for name in experts.names]
         scores = source.tensor(f"{modules[0]}.weight", experts.num_experts, hidden).float()
@@ -38,13 +38,18 @@ class Experts:
             shared = [prefix + name for name in experts.shared_names]
             if experts.shared_names[0]:  # how much of the shared expert is one more score
                 scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
-            width = experts.shared_size
-            pads, parts = -width % VECTOR_STRIDE, 5 - len(shared)  # gate and up in two tensors, or in one
-            sizes = [parts * width] * (2 // parts)
+            width, modules_up = experts.shared_size, shared[1:-1]
+            pads, parts = -width % VECTOR_STRIDE, (1 + spec.gated) // len(modules_up)  # in one tensor, or each its own
+            sizes = [parts * width] * len(modules_up)
             self.shared_gate_up = linears.read(
-                shared[1:-1], sizes, hidden, False, rows=pads, parts=parts, column_parallel=True
+                modules_up, sizes, hidden, False, rows=pads, parts=parts, column_parallel=True
             )
             self.shared_down = linears.read(shared[-1:], [hidden], width, False, columns=pads, row_parallel=True)
+        self.to_latent = self.from_latent = None
+        if inner := experts.latent_size:
+            into, back = (prefix + name for name in experts.latent_names)
+            self.to_latent = linears.read([into], [inner], hidden, False)
+            self.from_latent = linears.read([back], [hidden], inner, False)
         bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
         self.correction: Tensor | None = None
@@ -60,7 +65,9 @@ class Experts:
             linears.left_out += [name.format(index) for index in others for name in modules[1:]]
         read = self._read_stacked if experts.stacked else self._read_apart
         for index in self.own:
-            self.gate_up[index], self.down[index] = read(linears, modules[1:], index, hidden, not shard.whole_experts)
+            self.gate_up[index], self.down[index] = read(
+                linears, modules[1:], index, inner or hidden, not shard.whole_experts
+            )
 
     def _read_stacked(
         self, linears: Linears, modules: list[str], index: int, hidden: int, cut: bool
@@ -78,9 +85,9 @@ class Experts:
     ) -> tuple[LinearKernel, LinearKernel]:
         size = self.spec.intermediate_size
         padding = -size % VECTOR_STRIDE
-        gate, up, down = (name.format(index) for name in modules)
+        *wide, down = (name.format(index) for name in modules)
         return (
-            linears.read([gate, up], [size, size], hidden, False, rows=padding, column_parallel=cut),
+            linears.read(wide, [size] * len(wide), hidden, False, rows=padding, column_parallel=cut),
             linears.read([down], [hidden], size, False, columns=padding, row_parallel=True, cut=cut),
         )
 
@@ -88,12 +95,18 @@ class Experts:
         """x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""
         scores = self.router(x.float())
         chosen, weights = self.choose(scores[:, : self.spec.num_experts])
-        spoken = self._spoken(x, chosen).unflatten(0, (-1, self.spec.num_chosen)).float()
-        total = spoken[:, 0] * weights[:, :1]
+        read = x if self.to_latent is None else self.to_latent(x)
+        of_inputs = weights.flatten() if self.spec.scales_inputs else None
+        spoken = self._spoken(read, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
+        if of_inputs is None:
+            spoken = spoken * weights.unsqueeze(2)
+        total = spoken[:, 0]
         for slot in range(1, self.spec.num_chosen):
-            total = total + spoken[:, slot] * weights[:, slot : slot + 1]
+            total = total + spoken[:, slot]
+        if self.from_latent is not None:
+            total = self.from_latent(total.to(x.dtype)).float()
         if self.shared_gate_up is not None:
-            shared = self.shared_down(self._gated(self.shared_gate_up(x))).float()
+            shared = self.shared_down(self._between(self.shared_gate_up(x))).float()
             total = total + (shared * by_rows(torch.sigmoid, scores[:, -1:]) if self.spec.shared_names[0] else shared)
         return total.to(x.dtype)
 
@@ -102,10 +115,8 @@ class Experts:
         the lower index."""
         spec = self.spec
         shares = F.softmax(scores, dim=1) if spec.scoring == "softmax" else by_rows(torch.sigmoid, scores)
-        # A softmax is ranked before it: shares of scores that differ may be equal.
-        ranked = scores if spec.scoring == "softmax" else shares
-        if self.correction is not None:
-            ranked = shares + self.correction
+        # Ranked before either: shares of scores that differ may be equal.
+        ranked = scores if self.correction is None else shares + self.correction
         if spec.num_groups > 1:
             ranked = self._within_groups(ranked)
         chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, : spec.num_chosen]
@@ -124,8 +135,9 @@ class Experts:
             1, order[:, spec.num_chosen_groups :].unsqueeze(2).expand(-1, -1, groups.shape[2]), float("-inf")
         ).flatten(1)
 
-    def _spoken(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What each row's chosen experts say of it, [T * num_chosen, hidden_size]."""
+    def _spoken(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
+        """What each row's chosen experts say of it, [T * num_chosen, elements of a row]; of rows times `weights`, where
+        those are given for each."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()
@@ -133,7 +145,10 @@ class Experts:
         for expert, places in enumerate(order.split(counts)):
             gate_up, down = self.gate_up[expert], self.down[expert]
             if len(places) and gate_up is not None and down is not None:
-                said.append(down(self._gated(gate_up(x[places // self.spec.num_chosen]))))
+                rows = x[places // self.spec.num_chosen]
+                if weights is not None:
+                    rows = (rows * weights[places].unsqueeze(1)).to(x.dtype)
+                said.append(down(self._between(gate_up(rows))))
         spoken = x.new_empty(flat.shape[0], x.shape[1])
         spoken[order] = self._of_all(torch.cat(said), counts)
         return spoken

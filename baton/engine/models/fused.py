@@ -33,7 +33,7 @@ _LINEARS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
 # As fused.h numbers them.
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
-_NORMS_OF_HEADS = {"": 0, "head": 0, "heads": 1, "all": 2}
+_NORMS_OF_HEADS = {"": 0, "head": 0, "unit": 0, "heads": 1, "all": 2}
 
 
 class _Norm(ctypes.Structure):
@@ -170,6 +170,10 @@ class FusedLayers:
             return "attention is latent"
         if spec.state is not None:
             return "layers keep a state"
+        if spec.attention_gate:
+            return "attention is gated"
+        if spec.temperature is not None:
+            return "attention has a temperature"
         if any(layer.experts is not None and not layer.experts.is_plain for layer in spec.layers):
             return "experts are chosen by more than the softmax of their scores"
         for layer in filter(None, layers):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.norm import Norm
 from baton.engine.models.experts import Experts
-from baton.engine.recurrent.mamba2 import Mamba2Mixer
+from baton.engine.recurrent.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Layer:
     attention_out_norm: Norm | None = None  # of what attention adds to the rows
     mlp_out_norm: Norm | None = None
     experts: Experts | None = None
-    state: Mamba2Mixer | None = None  # what mixes tokens in place of attention; where there are both, beside it
+    state: Mixer | None = None  # what mixes tokens in place of attention; where there are both, beside it
 
     @property
     def has_mlp(self) -> bool:

@@ -60,7 +60,7 @@ def load_model(
     )  # fmt: skip
     shape = AttentionShape(
         *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,
-        spec.sinks,
+        spec.sinks, spec.chunked,
     )  # fmt: skip
     backend, attention_reasons = choose_attention(config.attention, shape, config.batch_invariant)
     try:

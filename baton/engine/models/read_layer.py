@@ -7,18 +7,21 @@ import torch
 
 from baton.engine.adapters.low_rank import LowRank, LowRanks
 from baton.engine.core.model_spec import ModelSpec, Multipliers, NormSpec
-from baton.engine.core.state_spec import Mamba2Spec
+from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
 from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear.joined import ScaledLinear
-from baton.engine.layers.norm import Norm, make_norm
+from baton.engine.layers.norm import Norm, WideNorm, make_norm
 from baton.engine.layers.rope import order_of_head
 from baton.engine.models.experts import Experts, MakeRouter
 from baton.engine.models.latent import read_latent
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
 from baton.engine.parallel.shard import Shard
+from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
+from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
+from baton.engine.recurrent.mixer import Mixer
 from baton.engine.weights.formats.base import WeightSource
 
 
@@ -33,6 +36,14 @@ def read_layer(
 
     order, of = _order(spec, index), spec.layers[index]
     heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
+
+    def head_norm(name: str, num_heads: int, own: range) -> Norm | None:
+        if not of.has_attention or not spec.qk_norm:
+            return None
+        if spec.qk_norm == "unit":  # a rope changes no length: it may be behind the norm
+            return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim))
+        return _read_head_norm(spec, source, f"{prefix}self_attn.{name}", num_heads, order, own)
+
     qkv = output = None
     if not of.has_attention:
         pass
@@ -47,7 +58,7 @@ def read_layer(
         experts = Experts(spec, experts, prefix, source, linears, make_router)
     elif of.has_mlp:
         gate_up, down = _read_mlp(spec, prefix, linears)
-    state = None if of.state is None else read_mamba2(spec, of.state, prefix + names.state, source, linears)
+    state = None if of.state is None else read_mixer(spec, of.state, prefix + names.state, source, linears)
     if (by := spec.multipliers) is not None:
         sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
         qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [hidden])
@@ -56,12 +67,8 @@ def read_layer(
     return Layer(
         input_norm=norm(names.before_attention) if of.has_attention or of.state else None,
         qkv=qkv,
-        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order, heads)
-        if qkv
-        else None,
-        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order, kv_heads)
-        if qkv
-        else None,
+        q_norm=head_norm("q_norm", spec.num_heads, heads),
+        k_norm=head_norm("k_norm", spec.num_kv_heads, kv_heads),
         output=output,
         mlp_norm=norm(names.before_mlp) if of.has_mlp else None,
         gate_up=gate_up,
@@ -80,10 +87,19 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
     return ScaledLinear(kernel, torch.cat([torch.full((size,), by) for by, size in zip(factors, sizes, strict=True)]))
 
 
-def read_mamba2(
+def read_mixer(model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears) -> Mixer:
+    """Return what mixes tokens by a state. Raises ModelError for a tensor that is missing or differs."""
+    if isinstance(spec, DeltaNetSpec):
+        return _read_delta_net(model, spec, module, source, linears)
+    if isinstance(spec, MambaSpec):
+        return _read_mamba(model, spec, module, source, linears)
+    assert isinstance(spec, Mamba2Spec)
+    return _read_mamba2(model, spec, module, source, linears)
+
+
+def _read_mamba2(
     model: ModelSpec, spec: Mamba2Spec, module: str, source: WeightSource, linears: Linears
 ) -> Mamba2Mixer:  # fmt: skip
-    """Return what mixes tokens in a layer of Mamba-2. Raises ModelError for a tensor that is missing or differs."""
     hidden, by = model.hidden_size, model.multipliers or Multipliers()
     heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
@@ -100,6 +116,50 @@ def read_mamba2(
     parts = [inner, inner, *[spec.num_groups * spec.state_size] * 2, heads]
     projection, output = scaled(projection, by.state, parts), scaled(output, by.state_output, [hidden])
     return Mamba2Mixer(spec, parameters, projection, output, weight.dtype)
+
+
+def _read_mamba(
+    model: ModelSpec, spec: MambaSpec, module: str, source: WeightSource, linears: Linears
+) -> MambaMixer:  # fmt: skip
+    hidden, inner, bias = model.hidden_size, spec.inner_size, spec.projection_bias
+    weight = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps)
+    norms = zip(("dt", "b", "c"), spec.selected_sizes, strict=True)
+    parameters = MambaParameters(
+        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        conv_bias=source.tensor(f"{module}.conv1d.bias", inner).float() if spec.conv_bias else None,
+        selection=linears.read([f"{module}.x_proj"], [sum(spec.selected_sizes)], inner, False),
+        norms=tuple(source.tensor(f"{module}.{name}_layernorm.weight", size).float() for name, size in norms),
+        steps=linears.read([f"{module}.dt_proj"], [inner], spec.step_rank, True),
+        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size).float().exp(),
+        skip=source.tensor(f"{module}.D", inner).float(),
+    )
+    order = torch.arange(2 * inner).roll(inner)  # gates first
+    projection = linears.read([f"{module}.in_proj"], [2 * inner], hidden, bias, orders=[order])
+    output = linears.read([f"{module}.out_proj"], [hidden], inner, bias)
+    return MambaMixer(spec, parameters, projection, output, weight.dtype)
+
+
+def _read_delta_net(
+    model: ModelSpec, spec: DeltaNetSpec, module: str, source: WeightSource, linears: Linears
+) -> DeltaNetMixer:  # fmt: skip
+    heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
+    weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
+    parameters = DeltaNetParameters(
+        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
+        decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
+        norm_weight=source.tensor(f"{module}.norm.weight", spec.value_dim).float(),
+    )
+    # As stored: of each head of keys q, k, and v and z of the heads that it serves; then how much they write and forget.
+    served = spec.num_heads // spec.num_key_heads
+    rows = torch.arange(channels + inner).view(spec.num_key_heads, -1)
+    query, key, value, gates = rows.split((*[spec.key_dim] * 2, *[served * spec.value_dim] * 2), dim=1)
+    scalars = torch.arange(2 * heads).view(spec.num_key_heads, 2, served).transpose(0, 1)
+    orders = [torch.cat([part.flatten() for part in (gates, query, key, value)]), scalars.flatten()]
+    modules, sizes = [f"{module}.in_proj_qkvz", f"{module}.in_proj_ba"], [channels + inner, 2 * heads]
+    projection = linears.read(modules, sizes, model.hidden_size, False, orders=orders)
+    output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False)
+    return DeltaNetMixer(spec, parameters, projection, output, weight.dtype)
 
 
 def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks) -> dict[str, LowRank]:
@@ -157,6 +217,12 @@ def _read_qkv(
             orders = [torch.cat([part + start for part, start in zip(orders, starts, strict=True)])]
         sizes = [sum(sizes)]
     modules = [prefix + name for name in spec.names.qkv]
+    if spec.attention_gate:  # gates behind all: q's module once more
+        of_query = torch.arange(2 * sizes[0]).view(-1, 2, spec.head_dim)
+        queries, gates = of_query[:, 0].flatten(), of_query[heads.start : heads.stop, 1].flatten()
+        orders = orders or [torch.arange(size) for size in sizes]
+        modules, sizes = [*modules, modules[0]], [2 * sizes[0], *sizes[1:], 2 * sizes[0]]
+        orders = [queries[orders[0]], *orders[1:], gates]
     return linears.read(modules, sizes, spec.hidden_size, spec.qkv_bias, orders=orders or ())
 
 
@@ -174,10 +240,8 @@ def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears | LowRanks):
 
 def _read_head_norm(
     spec: ModelSpec, source: WeightSource, name: str, num_heads: int, order: torch.Tensor | None, own: range
-) -> Norm | None:
+) -> Norm:
     """Return the norm of q or k, for the heads of this rank."""
-    if not spec.qk_norm:
-        return None
     shape = {"head": (spec.head_dim,), "heads": (num_heads, spec.head_dim), "all": (num_heads * spec.head_dim,)}
     weight = source.tensor(f"{name}.weight", *shape[spec.qk_norm])
     if order is not None:

@@ -7,8 +7,8 @@ from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
 from baton.engine.families.config import Config
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
-from baton.engine.families.hybrid import bamba, falcon_h1, granite_hybrid, mamba2, nemotron_h
-from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, mixtral, olmoe, qwen_moe
+from baton.engine.families.hybrid import bamba, falcon_h1, granite_hybrid, jamba, mamba2, nemotron_h, qwen3_next
+from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, llama4, mixtral, olmoe, qwen_moe
 from baton.engine.families.unserved import refusal
 from baton.gguf import GGUFError, is_gguf
 
@@ -36,6 +36,7 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "OlmoeForCausalLM": olmoe.olmoe,
     "GraniteMoeForCausalLM": granite_moe.granite_moe,
     "GptOssForCausalLM": gpt_oss.gpt_oss,
+    "Llama4ForCausalLM": llama4.llama4,
     "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
     "Mamba2ForCausalLM": mamba2.mamba2,
@@ -43,6 +44,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "BambaForCausalLM": bamba.bamba,
     "FalconH1ForCausalLM": falcon_h1.falcon_h1,
     "NemotronHForCausalLM": nemotron_h.nemotron_h,
+    "JambaForCausalLM": jamba.jamba,
+    "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
 }
 
 

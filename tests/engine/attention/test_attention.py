@@ -90,6 +90,23 @@ def test_sinks(name, compute, form):
         assert torch.equal(alone[0], attended(backend, pool, batch, layer, q)[row])
 
 
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")])
+def test_chunks(name, compute, form):
+    """Tokens see their own chunk alone, across spans and behind them; a row's bits stay its own."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    backend = made(name, AttentionShape(6, 2, 32, (WINDOW, 130), dtype, chunked=True))
+    lengths = [(1, 1), (1, WINDOW), (1, WINDOW + 1), (70, 200), (1, 300), (1, 261)]
+    pool, batch, q = one_step(backend.shape, lengths, form=form)
+    assert_close_to_exact(backend, pool, batch, q, atol=1e-5 if compute == "fp32" else 2e-2)
+    chunk = batch.seqs[3]
+    last = SeqSlice(0, 1, chunk.kv_len, chunk.block_ids)
+    row = chunk.query_start + chunk.query_len - 1
+    alone = attended(backend, pool, batch_of([last]), 1, q[row : row + 1].contiguous())
+    assert torch.equal(alone[0], attended(backend, pool, batch, 1, q)[row])
+    assert unfit_rows(backend.shape) == "has no chunks"
+
+
 def test_who_has_no_sinks():
     _, reasons = choose("auto", AttentionShape(4, 2, 24, (None,), torch.float32, sinks=True))
     assert reasons["sdpa"] == "torch's kernel has no sinks"

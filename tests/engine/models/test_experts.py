@@ -170,7 +170,7 @@ def test_a_tensor_that_the_config_does_not_describe(tmp_path):
         ("DeepseekV4ForCausalLM", dict(n_routed_experts=256, compress_ratios=[4]), "DeepseekV", "compressed keys"),
         ("GptOss2ForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "GptOssFor", "clamped SwiGLU"),
         ("Gemma3nForCausalLM", dict(vision_config={"a": 1}), "Gemma3ForCausalLM", "a vision encoder"),
-        ("Qwen3NextForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),
+        ("Qwen3_5MoeForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),
         ("Phi4ForCausalLM", {}, "Phi3ForCausalLM", "its layers are not described here"),
     ],
 )

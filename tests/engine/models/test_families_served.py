@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.folders import SERVED, make_folder, random_ids
+from tests.support.engine.folders import SERVED, VARIANTS, make_folder, random_ids
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95, logprobs=1)
@@ -16,7 +16,9 @@ SHARED = random_ids(140, 1)
 WIDE = dict(hidden_size=64)  # whose heads the native kernels take
 
 
-@pytest.fixture(params=SERVED, scope="module")
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long) if name in VARIANTS else name for name in SERVED], scope="module"
+)
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     make_folder(folder, request.param, **WIDE)

@@ -8,10 +8,15 @@ import torch
 
 from baton.engine import native
 from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
-from baton.engine.core.state_spec import Mamba2Spec
+from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
 from baton.engine.kv.states import StatePool
+from baton.engine.layers.linear import choose
+from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
+from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
+from baton.engine.recurrent.mixer import Mixer
 from baton.engine.recurrent.plan import StatePlan
+from baton.engine.weights.forms import DenseWeight
 from kvtransfer.layout import STATE, KVGroup
 
 NUM_LAYERS, NUM_STATES = 2, 4
@@ -20,11 +25,32 @@ SPECS = {
     "groups": Mamba2Spec(4, 16, 2, 48, 3, conv_bias=False, norm_groups=2, step_limit=(0.1, 0.9)),
     "norm-first": Mamba2Spec(2, 16, 1, 176, 4, norm_first=True),
     "no-norm": Mamba2Spec(2, 32, 1, 32, 2, norm_groups=0),
+    "delta-net": DeltaNetSpec(4, 2, 48, 32, 4),
+    "delta-net-narrow": DeltaNetSpec(2, 2, 16, 16, 3),
+    "mamba": MambaSpec(48, 16, 8, 4),
 }
 
 
-def make_mixer(spec: Mamba2Spec, dtype: torch.dtype) -> Mamba2Mixer:
+def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
     torch.manual_seed(0)
+    if isinstance(spec, MambaSpec):
+        make, _ = choose("auto", True, dtype, torch.device("cpu"))
+        selection, steps = (
+            make(DenseWeight(torch.randn(size).to(dtype) / size[1] ** 0.5), None, 1, False)
+            for size in ((sum(spec.selected_sizes), spec.inner_size), (spec.inner_size, spec.step_rank))
+        )
+        norms = tuple(torch.rand(size) for size in spec.selected_sizes)
+        own = MambaParameters(
+            torch.randn(spec.taps, spec.inner_size), torch.randn(spec.inner_size), selection, norms, steps,
+            -torch.rand(spec.recurrence_shape), torch.randn(spec.inner_size),
+        )  # fmt: skip
+        return MambaMixer(spec, own, lambda x: x, lambda x: x, dtype)
+    if isinstance(spec, DeltaNetSpec):
+        decay, norm_weight = -torch.rand(spec.num_heads), torch.rand(spec.value_dim)
+        own = DeltaNetParameters(
+            torch.randn(spec.taps, spec.conv_size), torch.randn(spec.num_heads), decay, norm_weight
+        )
+        return DeltaNetMixer(spec, own, lambda x: x, lambda x: x, dtype)
     parameters = Mamba2Parameters(
         conv_weight=torch.randn(spec.taps, spec.conv_size),
         conv_bias=torch.randn(spec.conv_size) if spec.conv_bias else None,
@@ -42,7 +68,7 @@ def without_kernels(monkeypatch) -> None:
 
 
 @pytest.fixture(params=SPECS)
-def spec(request) -> Mamba2Spec:
+def spec(request) -> StateSpec:
     return SPECS[request.param]
 
 
@@ -52,6 +78,8 @@ def mixer(request, spec, monkeypatch):
         without_kernels(monkeypatch)
     elif native.library() is None:
         pytest.skip(native.reason())
+    elif isinstance(spec, MambaSpec):
+        pytest.skip("torch alone computes it")
     made = make_mixer(spec, torch.float32)
     assert made.name == request.param
     return made
@@ -60,7 +88,7 @@ def mixer(request, spec, monkeypatch):
 class Steps:
     """Sequences of random rows in one pool, each with its own block, whose memory held something else before."""
 
-    def __init__(self, mixer: Mamba2Mixer, lengths: list[int], dtype: torch.dtype = torch.float32):
+    def __init__(self, mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32):
         self.mixer, size = mixer, -(-mixer.spec.num_elements // 64)
         group = KVGroup(STATE, NUM_LAYERS, size, 64, "fp32", 1)
         self.states = StatePool(group, torch.full((NUM_STATES * group.block_bytes,), 255, dtype=torch.uint8))
@@ -96,7 +124,7 @@ class Steps:
             self.pending[index] = accepted[index]
 
 
-def whole(mixer: Mamba2Mixer, lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def whole(mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Every sequence alone, in one step."""
     found = []
     for index, length in enumerate(lengths):
@@ -109,6 +137,8 @@ def whole(mixer: Mamba2Mixer, lengths: list[int], dtype: torch.dtype = torch.flo
 def test_native_is_near_torch(spec, monkeypatch):
     if native.library() is None:
         pytest.skip(native.reason())
+    if isinstance(spec, MambaSpec):
+        pytest.skip("torch alone computes it")
     ours = whole(make_mixer(spec, torch.float32), [70])
     without_kernels(monkeypatch)
     torch.testing.assert_close(ours, whole(make_mixer(spec, torch.float32), [70]), atol=1e-4, rtol=1e-4)
@@ -136,11 +166,12 @@ def test_proposals_change_no_bit(mixer):
     assert all(map(torch.equal, steps.out, expected))
 
 
+@pytest.mark.parametrize("name", ["groups", "delta-net"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_two_bytes(dtype):
+def test_rows_of_two_bytes(dtype, name):
     if native.library() is None:
         pytest.skip(native.reason())
-    mixer = make_mixer(SPECS["groups"], dtype)
+    mixer = make_mixer(SPECS[name], dtype)
     expected, steps = whole(mixer, [50], dtype), Steps(mixer, [50], dtype)
     steps.step([17])
     steps.step([33])

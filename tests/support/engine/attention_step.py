@@ -10,7 +10,7 @@ from kvtransfer.layout import KVGroup, KVLayout
 CAPPED = dict(given_scale=0.35, softcap=3.0)  # of AttentionShape, as Gemma 2 has them
 
 
-def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None):
+def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None, chunked=False):
     """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]; sinks [Hq]."""
     group = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
@@ -18,8 +18,11 @@ def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None):
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     positions = torch.arange(kv_len, device=q.device)
-    distance = positions[kv_len - len(q) :].unsqueeze(1) - positions
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    queries = positions[kv_len - len(q) :].unsqueeze(1)
+    first = 0
+    if window is not None:
+        first = queries - queries % window if chunked else queries - window + 1
+    hidden = (positions > queries) | (positions < first)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is None:
         return (scores.softmax(-1) @ v).transpose(0, 1)
@@ -89,5 +92,5 @@ def assert_close_to_exact(backend: Attention, pool: KVPool, batch: ForwardBatch,
             k, v = pool.gather(layer, seq.block_ids.to(q.device), seq.kv_len)
             given = (backend.shape.given_scale, backend.shape.softcap)
             sinks = backend.sinks[layer] if backend.shape.sinks else None
-            truth = exact(q[rows], k, v, seq.kv_len, window, *given, sinks)
+            truth = exact(q[rows], k, v, seq.kv_len, window, *given, sinks, backend.shape.chunked)
             torch.testing.assert_close(out[rows].double(), truth, atol=atol, rtol=0)

@@ -73,9 +73,31 @@ NEMOTRON = dict(
     hidden_size=64, head_dim=16, layers_block_type=["mamba", "mlp", "attention", "mlp", "mamba"], num_hidden_layers=5,
     ssm_state_size=48, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, chunk_size=32, pad_token_id=0,
 )  # fmt: skip
+NEMOTRON_MOE = NEMOTRON | dict(
+    layers_block_type=["mamba", "moe", "attention", "mlp"], num_hidden_layers=4, n_routed_experts=8, n_group=2,
+    topk_group=1, num_experts_per_tok=3, moe_intermediate_size=28, moe_shared_expert_intermediate_size=36,
+    routed_scaling_factor=1.5,
+)  # fmt: skip
 MAMBA2 = dict(hidden_size=64, num_heads=8, head_dim=16, state_size=48, n_groups=2, expand=2, chunk_size=32)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=48, mamba_expand=2, mamba_chunk_size=32, hidden_size=64)
+QWEN3_NEXT = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=16,
+    partial_rotary_factor=0.5, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=28, mlp_only_layers=[2],
+    shared_expert_intermediate_size=36, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
+    linear_value_head_dim=32, pad_token_id=0,
+)  # fmt: skip
+JAMBA = dict(
+    num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, num_experts=5, mamba_d_state=8, pad_token_id=0,
+)  # fmt: skip
+LLAMA4 = dict(
+    num_hidden_layers=3, head_dim=16, no_rope_layers=[1, 0, 1], moe_layers=[0, 1], attention_chunk_size=24,
+    intermediate_size_mlp=100, num_local_experts=5, num_experts_per_tok=1, floor_scale=16, attn_scale=0.4,
+)  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
+
+# Of Qwen3-Next: norms to which it adds one; and decays, as of states that forget at once little but rounding is left, which
+# its norms make large (3e-4 of a logit, here as in transformers).
+LESS = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight", "A_log")
 
 # name -> (transformers' prefix, what differs from SMALL)
 FAMILIES = {
@@ -122,6 +144,8 @@ FAMILIES = {
     "deepseek-v2-groups": ("DeepseekV2", LATENT | GROUPS | dict(topk_method="group_limited_greedy")),
     "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | dict(rope_parameters=THETA | YARN | ALL_DIM)),
     "kimi-k2": ("DeepseekV3", LATENT | dict(n_group=1, topk_group=1, n_shared_experts=1, attention_bias=True)),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-two": ("Llama4", LLAMA4 | dict(num_experts_per_tok=2, use_qk_norm=False, attn_temperature_tuning=False)),
     "gpt-oss": ("GptOss", GPT_OSS | dict(num_local_experts=6, num_experts_per_tok=3)),
     "mamba2": ("Mamba2", MAMBA2),
     "granite-4": (
@@ -132,14 +156,21 @@ FAMILIES = {
     "falcon-h1": ("FalconH1", MAMBA | MULTIPLIERS),
     "falcon-h1-norm": ("FalconH1", MAMBA | MULTIPLIERS | dict(mamba_rms_norm=True, mamba_n_groups=2)),
     "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-3": ("NemotronH", NEMOTRON_MOE),
+    "nemotron-3-latent": ("NemotronH", NEMOTRON_MOE | dict(n_group=1, moe_latent_size=24)),
+    "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
+    "jamba": ("Jamba", JAMBA),
     "bamba": ("Bamba", MAMBA | dict(mamba_n_groups=2, attn_layer_indices=[1], mamba_conv_bias=False)),
 }
 
 # One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.
 SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAMILIES).index("ministral") :])
 
+# Those of them that differ from another line by a setting alone: left to the long tests.
+VARIANTS = ("llama4-two", "nemotron-3-latent")
+
 # Layers with a state are not divided among ranks.
-_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Bamba")
+_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Qwen3Next", "Jamba", "Bamba")
 DIVISIBLE = [name for name, (prefix, _) in FAMILIES.items() if not prefix.startswith(_WITH_STATE)]
 
 
@@ -179,6 +210,8 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
             # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
             std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
             parameter.normal_(std=std) if parameter.dim() > 1 or "bias" in key else parameter.uniform_(0.5, 1.5)
+            if prefix == "Qwen3Next" and key.endswith(LESS):
+                parameter -= 3 if key.endswith("A_log") else 1
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.uniform_(-0.2, 0.2)

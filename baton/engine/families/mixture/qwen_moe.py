@@ -21,7 +21,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
     if config.flag("use_sliding_window") and config.window(4096) is not None:
         layers = config.alternating(lambda layer: layer % 2 == 0 and layer < first)
     return config.spec(
-        "qwen2_moe", [config.rope(32768)], _sparse(config, layers, experts), num_kv_heads=16,
+        "qwen2_moe", [config.rope(32768)], sparse(config, layers, experts), num_kv_heads=16,
         qkv_bias=config.flag("qkv_bias", True),
     )  # fmt: skip
 
@@ -36,12 +36,12 @@ def qwen3_moe(config: Config) -> ModelSpec:
     layers = config.same_layers(config.window(4096) if config.flag("use_sliding_window") else None)
     bias = config.flag("attention_bias")
     return config.spec(
-        "qwen3_moe", [config.rope(32768)], _sparse(config, layers, experts), num_kv_heads=4, qk_norm="head",
+        "qwen3_moe", [config.rope(32768)], sparse(config, layers, experts), num_kv_heads=4, qk_norm="head",
         qkv_bias=bias, output_bias=bias,
     )  # fmt: skip
 
 
-def _sparse(config: Config, layers: tuple[LayerSpec, ...], experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
+def sparse(config: Config, layers: tuple[LayerSpec, ...], experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
     """Every `decoder_sparse_step`-th layer has experts, those of `mlp_only_layers` have none."""
     step, dense = config.count("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or ()
     return tuple(

@@ -133,7 +133,7 @@ inline void put(uint16_t* to, V16 x) { write16(BF16, to, 0, x); }
 template <int64_t F, class T>
 [[gnu::noinline]] float weigh(const float* scores, const Span<T>& span, int64_t begin, int64_t window, Scale to,
                               Row& row, T* weights) {
-  const int64_t first = window ? row.position - window + 1 - begin : 0, last = row.position - begin;
+  const int64_t first = first_seen(window, row.position) - begin, last = row.position - begin;
   const int32_t from = int32_t(std::max<int64_t>(first, 0)), upto = int32_t(std::min<int64_t>(last, SPAN));
   V16 x[4], most = all16(UNSEEN);
   for (int i = 0; i < 4; i++) {
@@ -215,8 +215,7 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
   Scale scale{1.44269504f / std::sqrt(float(size)), 0};
   if (shape.scale > 0) scale.scale = 1.44269504f * float(shape.scale);
   if (shape.softcap > 0) scale = {scale.scale * 2 / float(shape.softcap), 1.44269504f * float(shape.softcap)};
-  const int64_t least = window ? std::max<int64_t>(0, rows[0].position - window + 1) : 0;
-  for (int64_t begin = least / SPAN * SPAN; begin <= rows[count - 1].position; begin += SPAN) {
+  for (int64_t begin = first_seen(window, rows[0].position) / SPAN * SPAN; begin <= rows[count - 1].position; begin += SPAN) {
     unpack<F>(pool, seq, call.layer, head, begin, unpacked, span);
     prefetch(pool, seq, call.layer, head, begin + SPAN);
     int r = 0;

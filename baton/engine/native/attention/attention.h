@@ -9,8 +9,14 @@ struct Shape {
   int64_t num_heads, kind;
   double scale, softcap;  // of scores; 0: 1 / sqrt(head_dim), no cap
   const float* sinks;     // [layers][num_heads], a score of each head that has no value; null: none
-  int64_t windows[];      // of each layer: positions a token sees, itself included; 0: all
+  int64_t windows[];      // of each layer: positions a token sees, itself included; 0: all; below 0: its chunk of so many
 };
+
+// The first position that a token sees.
+inline int64_t first_seen(int64_t window, int64_t position) {
+  if (window < 0) return position / -window * -window;
+  return window ? std::max<int64_t>(0, position - window + 1) : 0;
+}
 
 // Queries are rows [query_start, query_start + query_len) at positions [kv_len - query_len, kv_len).
 struct Sequence {

@@ -1,0 +1,99 @@
+"""What layers with a state have in common: a product before and one behind, and between them a fold over the tokens of each
+sequence, in C++ (native/layers) or here in torch: the text to read."""
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine import native
+from baton.engine.core.batch import SeqSlice
+from baton.engine.core.state_spec import StateSpec
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.recurrent.native import INT, POINTER
+from baton.engine.recurrent.plan import StatePlan
+
+
+class Mixer(ABC):
+    """One layer. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
+
+    spec: StateSpec
+
+    def __init__(self, projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None, function: str):
+        """`struct`: of the layer, as the native `function` takes it; None: torch computes it."""
+        self._projection, self._output, self._native = projection, output, struct
+        if struct is not None:
+            library = native.library()
+            assert library is not None
+            self._call = library.function(function, POINTER, POINTER, INT, POINTER, POINTER, INT)
+
+    def _rows(self, inputs: Tensor, scalars: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Inputs of the convolution [taps - 1 + T, channels], scalars [T, scalars] -> what `_token` takes of each row."""
+        return ((inputs[row : row + self.spec.taps], own) for row, own in enumerate(scalars))
+
+    @abstractmethod
+    def _token(self, state: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
+        """State [*recurrence_shape], and of a token what `_rows` gives -> the state behind it and its row [inner]."""
+
+    @abstractmethod
+    def _finish(self, y: Tensor, gates: Tensor) -> Tensor:
+        """Gate and norm a row [inner]."""
+
+    @property
+    def name(self) -> str:
+        """Return what computes the recurrence: native or torch."""
+        return "torch" if self._native is None else "native"
+
+    def __call__(self, x: Tensor, plan: StatePlan, layer: int) -> Tensor:
+        """Fold the rows x [>= T, hidden_size] into the states that layer `layer` of those with a state keeps -> what it
+        adds, of the same shape."""
+        rows = self._projection(x)
+        mixed = rows.new_zeros(len(rows), self.spec.inner_size)
+        if self._native is None:
+            for seq in plan.seqs:
+                self._fold(rows, mixed, seq, plan, layer)
+        else:
+            segments, threads = plan.segments(layer), torch.get_num_threads()
+            rows = rows.contiguous()
+            self._call(
+                ctypes.addressof(self._native), segments.ctypes.data, len(segments), rows.data_ptr(), mixed.data_ptr(),
+                threads,
+            )  # fmt: skip
+        return self._output(mixed)
+
+    def _fold(self, rows: Tensor, mixed: Tensor, seq: SeqSlice, plan: StatePlan, layer: int) -> None:
+        """Do the rows of one sequence, token by token."""
+        held = seq.held_state
+        spec, state, num_pending = self.spec, plan.state(seq, layer), held.num_pending
+        own = slice(seq.query_start, seq.query_start + seq.query_len)
+        gates, channels, scalars = rows[own].float().split((spec.inner_size, spec.conv_size, spec.num_scalars), dim=1)
+        if seq.kv_len == seq.query_len:
+            state.zero_()
+        if num_pending:
+            kept = plan.drafts(seq, layer)[:num_pending]
+            channels = torch.cat((kept[:, : spec.conv_size], channels))
+            scalars = torch.cat((kept[:, spec.conv_size :], scalars))
+        num_kept = len(channels) - held.num_drafts
+        tail = state[: spec.tail_elements].view(spec.taps - 1, spec.conv_size)
+        recurrence = state[spec.tail_elements : spec.num_elements].view(spec.recurrence_shape)
+        inputs = torch.cat((tail, channels))
+        current, outputs = recurrence.clone(), []
+        for row, own_row in enumerate(self._rows(inputs, scalars)):
+            current, y = self._token(current, *own_row)
+            outputs.append(y)
+            if row + 1 == num_kept:
+                recurrence.copy_(current)
+        tail.copy_(inputs[num_kept : num_kept + spec.taps - 1])
+        if held.num_drafts:
+            plan.drafts(seq, layer)[: held.num_drafts] = torch.cat((channels, scalars), dim=1)[num_kept:]
+        y = torch.stack(outputs[num_pending:])
+        mixed[own] = torch.stack([self._finish(*row) for row in zip(y, gates, strict=True)]).to(mixed.dtype)
+
+
+def convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Inputs and weight [taps, channels] -> a row behind convolution and activation, [channels]."""
+    row = (inputs * weight).sum(0)
+    return F.silu(row if bias is None else row + bias)
