@@ -42,6 +42,18 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if LINUX else list(range(os.cpu_count() or 1))
 
 
+def numa_nodes(pid: int) -> list[int]:
+    """Return the memory nodes whose cores a process may use, in order; empty elsewhere, and where the kernel has no nodes."""
+    allowed = os.sched_getaffinity(pid) if LINUX else set()
+    found = []
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
+        own = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+        if own & allowed:
+            found.append(int(path.parent.name.removeprefix("node")))
+    return sorted(found)
+
+
 def shared_memory(num_bytes: int) -> tuple[int, int]:
     """An anonymous file of zeros whose size can never change: a descriptor to write by, and one to hand out that only
     reads. Raises OSError."""

@@ -78,7 +78,7 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes", "checkpoint_tokens", "adapters")
+    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes", "checkpoint_tokens", "adapters", "group")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class Hello(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -119,7 +120,32 @@ class Hello(_message.Message):
     kv_token_bytes: int
     checkpoint_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., checkpoint_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    group: RankGroup
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., checkpoint_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., group: _Optional[_Union[RankGroup, _Mapping]] = ...) -> None: ...
+
+class RankGroup(_message.Message):
+    __slots__ = ("num_stages", "ranks", "sum_row_us", "sum_bytes_per_s", "copy_bytes_per_s")
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SUM_ROW_US_FIELD_NUMBER: _ClassVar[int]
+    SUM_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    num_stages: int
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    sum_row_us: float
+    sum_bytes_per_s: float
+    copy_bytes_per_s: float
+    def __init__(self, num_stages: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., sum_row_us: _Optional[float] = ..., sum_bytes_per_s: _Optional[float] = ..., copy_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class Rank(_message.Message):
+    __slots__ = ("where", "weight_bytes", "numa_nodes")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    weight_bytes: int
+    numa_nodes: str
+    def __init__(self, where: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., numa_nodes: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "identity")

@@ -7,6 +7,7 @@ from pathlib import Path
 from baton.engine.core.device import device_name
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
+from baton.engine.ranks.spawn import Ranks
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
 from baton.protocol import ADAPTERS, CONSTRAINTS, INSTANCE_BYTES, POOLING, PROMPT_LOGPROBS, PROTOCOL
 from baton.v1 import worker_pb2 as pb
@@ -41,6 +42,8 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_takes=transfer.takes,
         features=[POOLING, PROMPT_LOGPROBS, ADAPTERS, *([CONSTRAINTS] if engine.grammars is not None else [])],
     )
+    if engine.ranks is not None:
+        _add_group(hello.group, engine.ranks, engine.config.pipeline_parallel)
     for name, adapter_identity in engine.adapters.listed().items():
         hello.adapters.add(name=name, identity=adapter_identity)
     _add_limits(hello.limits, engine)
@@ -49,6 +52,14 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
     for endpoint in endpoints:
         hello.endpoints.add(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
     return hello
+
+
+def _add_group(group, ranks: Ranks, num_stages: int) -> None:
+    group.num_stages = num_stages
+    for where, report, nodes in zip(ranks.places, ranks.reports, ranks.numa_nodes, strict=True):
+        group.ranks.add(where=where, weight_bytes=report.num_bytes, numa_nodes=",".join(map(str, nodes)))
+    if (sums := ranks.sums) is not None:
+        group.sum_row_us, group.sum_bytes_per_s, group.copy_bytes_per_s = sums
 
 
 def tokenizer_digest(folder: Path) -> bytes:

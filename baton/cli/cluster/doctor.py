@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.cli.cluster.findings import Findings, advice_for
-from baton.cli.cluster.handover import Handover, HandoverFailed, Session, measure, prove
+from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
@@ -33,7 +33,6 @@ _MEASURING_S = 12.0  # from the start on; what would begin later is left out, so
 _LIMIT_S = 28.0  # of everything
 _NUM_PINGS = 5
 _NUM_RUNS = 3
-_COPY_BYTES = 64 << 20
 
 
 @dataclass
@@ -202,6 +201,8 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
         hellos[address] = hello
         clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
         report.say(role, address, f"{_described(hello)}; {clock}")
+        for line in _group(hello.group):
+            report.say("ranks", address, line)
     if not found.decode:
         report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
     return hellos
@@ -234,15 +235,15 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
                 where,
                 f"{proof.num_tokens} tokens came while they were computed, first token after {took_ms:.0f} ms",
             )
-            copy_rate, runs = await asyncio.to_thread(_copy_rate), []
+            bytes_per_s, runs = await asyncio.to_thread(copy_rate), []
             while len(runs) < _NUM_RUNS and (not runs or time.monotonic() < until):
                 runs.append(await measure(prefill, decode, None, proof, _HANDOFF_S))
             chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that is not in use yet
-            report.say("handoff", where, f"{_rate(chosen, copy_rate)}, chosen")
+            report.say("handoff", where, f"{chosen.rate_beside(bytes_per_s)}, chosen")
             offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
             for name in sorted(offered - {chosen.transport}):
                 if not CAPABILITIES[name].same_process and time.monotonic() < until:
-                    await _try(prefill, decode, name, proof, copy_rate, where, report)
+                    await _try(prefill, decode, name, proof, bytes_per_s, where, report)
     except HandoverFailed as error:
         report.warn("handoff", where, str(error), advice_for(str(error)))
     except TimeoutError:
@@ -253,10 +254,11 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
 
 
 async def _try(
-    prefill: Session, decode: Session, name: str, proof: Handover, copy_rate: float, where: str, report: Findings
+    prefill: Session, decode: Session, name: str, proof: Handover, bytes_per_s: float, where: str, report: Findings
 ) -> None:
     try:
-        report.say("handoff", where, _rate(await measure(prefill, decode, name, proof, _HANDOFF_S), copy_rate))
+        tried = await measure(prefill, decode, name, proof, _HANDOFF_S)
+        report.say("handoff", where, tried.rate_beside(bytes_per_s))
     except HandoverFailed as error:
         report.note("handoff", where, f"{name}: {error}")
 
@@ -326,6 +328,23 @@ def _described(hello: pb.Hello) -> str:
     )
 
 
+def _group(group: pb.RankGroup) -> list[str]:
+    """Draw the processes of a worker, a line for each stage, and say how fast they add."""
+    width, lines = len(group.ranks) // max(1, group.num_stages), []
+    for stage in range(group.num_stages):
+        ranks = [_rank(rank) for rank in group.ranks[stage * width : (stage + 1) * width]]
+        lines.append(f"{f'stage {stage}: ' if group.num_stages > 1 else ''}{' | '.join(ranks)}")
+    if group.sum_row_us:
+        speed = f"{group.sum_bytes_per_s / 1e9:.2f} GB/s, {group.sum_bytes_per_s / group.copy_bytes_per_s:.2f} of"
+        lines.append(f"a sum of one row takes {group.sum_row_us:.0f} us, of a step {speed} its host's copy")
+    return lines
+
+
+def _rank(rank: pb.Rank) -> str:
+    nodes = f", NUMA {rank.numa_nodes}" if rank.numa_nodes else ""
+    return f"{rank.where} {rank.weight_bytes / (1 << 20):.1f} MiB{nodes}"
+
+
 def _context(limits: pb.Limits) -> str:
     """Describe the longest sequence that a worker takes, and what limits it."""
     if limits.max_model_len >= limits.model_context:
@@ -341,27 +360,6 @@ def _layout(hello: pb.Hello) -> str:
         for group in hello.layout.groups
     )
     return f"{groups}, blocks of {hello.limits.block_size}"
-
-
-def _rate(handover: Handover, copy_rate: float) -> str:
-    rate = handover.num_bytes / max(handover.transfer_s, 1e-9)
-    return (
-        f"{handover.transport}: {handover.num_bytes / 1e6:.1f} MB at {rate / 1e9:.2f} GB/s, "
-        f"{rate / copy_rate:.2f} of this machine's copy ({copy_rate / 1e9:.1f} GB/s)"
-    )
-
-
-def _copy_rate() -> float:
-    """Bytes a second of a plain copy, best of a few."""
-    import numpy as np
-
-    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
-    times = []
-    for _ in range(4):
-        begun = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - begun)
-    return _COPY_BYTES / min(times)
 
 
 def _unreachable(error: grpc.aio.AioRpcError, what: str, flag: str) -> tuple[str, str]:

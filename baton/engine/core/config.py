@@ -78,7 +78,9 @@ class EngineConfig:
         "processes that share each layer of the model, 1, 2, 4 or 8, with --threads each; on a CPU", 1, metavar="N"
     )
     pipeline_parallel: int = _knob(
-        "processes that have some layers of the model each, with --threads each; on a CPU", 1, metavar="M"
+        "stages that have some layers of the model each, of as many processes as --tensor-parallel says; on a CPU",
+        1,
+        metavar="M",
     )
     remote_stages: int = _knob(
         "of --pipeline-parallel the last ones, whose processes join from other hosts", 0, metavar="K"
@@ -210,8 +212,8 @@ class EngineConfig:
             raise ValueError("all_reduce has no effect without tensor_parallel; leave it out")
         if self.tensor_parallel == 1 and self.expert_parallel:
             raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
-        if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
-            raise ValueError("pipeline_parallel: stages of several ranks are not served; leave tensor_parallel at 1")
+        if self.remote_stages and self.tensor_parallel > 1:
+            raise ValueError("remote_stages: a stage of another host has one rank; leave tensor_parallel at 1")
         if self.device == "cuda" and self.num_ranks > 1:
             raise ValueError(
                 f"{self.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give cpu"

@@ -16,14 +16,13 @@ from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import SpreadPool
+from baton.engine.models.leading import LeadingModel, SpreadPool
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from baton.engine.parallel.pipeline import PipelineLeader
 from baton.engine.parallel.shard import Shard, refusal
 from baton.engine.parallel.stage import cut_layers
 from baton.engine.ranks.process import Ready
-from baton.engine.ranks.spawn import Joining, OwnMemory, Ranks, SharedMemory, start_shards, start_stages
+from baton.engine.ranks.spawn import Joining, OwnMemory, Ranks, SharedMemory, Started, start_ranks
 from baton.engine.sampling.native_sampler import host_sampler
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
@@ -32,7 +31,7 @@ from baton.engine.speculation.proposers.selection import make_proposers
 
 MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
-StartStages = Callable[..., tuple[Ranks, PipelineLeader]]  # start_stages of ranks/spawn.py
+StartRanks = Callable[..., Started]  # start_ranks of ranks/spawn.py
 MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
 UNBOUNDED = 1 << 40  # blocks
 
@@ -75,7 +74,7 @@ def load_parts(
                 spec,
                 memory_for or OwnMemory,
                 make,
-                partial(start_stages, identity=identity.hex(), joining=joining),
+                partial(start_ranks, identity=identity.hex(), joining=joining),
             )
         model = load_model(config, device)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
@@ -96,7 +95,7 @@ def load_parts(
 
 
 def _of_ranks(
-    config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers, start: StartStages
+    config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers, start: StartRanks
 ) -> EngineParts:
     """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads or
     its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
@@ -108,22 +107,21 @@ def _of_ranks(
     torch.set_num_threads(config.threads)
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
     memory = memory_for(config.num_blocks * layout.block_bytes)
-    if len(stages) > 1:
-        ranks, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
-        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
-        load = partial(load_model, config, stage=stages[0], pipeline=pipeline)
-    else:
-        ranks, collectives = start_shards(config, memory)
-        pool = KVPool(layout, config.num_blocks, memory.memory)
+    ranks, collectives, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
+    pool = own = KVPool(layout, config.num_blocks, memory.memory)
+    if collectives is not None:
         own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
-        load = partial(load_model, config, CPU, collectives)
+    elif config.remote_stages:
+        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
     try:
-        model = load()
+        model = load_model(config, CPU, collectives, stages[0] if pipeline is not None else None, pipeline)
         ranks.wait(Ready.of(model))
+        if isinstance(model, LeadingModel):
+            ranks.sums = model.measure_sums(config.max_num_batched_tokens)
     except BaseException:
         ranks.close()
         raise
-    if len(stages) > 1:
+    if pipeline is not None:
         model.weights = model.weights.beside(ranks.reports[1:])
     return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, own), ranks)
 

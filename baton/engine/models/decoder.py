@@ -81,7 +81,7 @@ class Model:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
         self._row_multiple = (self.head if has_ends else self.layers[stage.layers.start].qkv).row_multiple
         self.weights = linears.report()
-        if collectives is not None:
+        if collectives is not None and has_ends:
             self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
             self.head = VocabularyHead(self.head, vocab_size, collectives)
         others = (index for index in range(spec.num_layers + spec.num_extra_layers) if index not in stage.layers)

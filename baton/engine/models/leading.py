@@ -3,7 +3,9 @@ them a step in parts behind its own layers; and what the others do with that."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from baton.engine.core.batch import ForwardBatch
@@ -13,6 +15,7 @@ from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
 from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
 from baton.engine.parallel.stage import micro_batches
+from baton.engine.parallel.sums import SumSpeed, copy_bytes_per_s, sum_often
 from kvtransfer.layout import KVLayout
 
 
@@ -39,6 +42,17 @@ class LeadingModel(Model):
             tell_rows(collectives, CommandKind.SCORED, features)
             return super().scored(features)
 
+    def measure_sums(self, num_tokens: int) -> SumSpeed:
+        """Return how fast all ranks add one row, and rows of a step of `num_tokens`."""
+        rows = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.dtype)
+        with self._all_or_none() as collectives:
+            seconds = []
+            for part in (rows[:1], rows):
+                tell_rows(collectives, CommandKind.SUMMED, part)
+                seconds.append(sum_often(collectives, part))
+        num_bytes = rows.nbytes if collectives.fast else 4 * rows.numel()
+        return SumSpeed(1e6 * seconds[0], num_bytes / seconds[1], copy_bytes_per_s())
+
     @contextmanager
     def _all_or_none(self) -> Iterator[Collectives]:
         assert self.collectives is not None
@@ -62,7 +76,7 @@ class FirstStage(Model):
             parts = micro_batches(batch, pipeline.degree)
             for number, (first_row, part) in enumerate(parts):
                 rows = pipeline.rows[first_row : first_row + len(part.token_ids)]
-                rows.copy_(self.run_layers(self._embed(part.token_ids), part, pool)[: len(rows)])
+                rows.copy_(super().hidden(part, pool)[: len(rows)])
                 pipeline.send(number, first_row, part)
             _tell(on_layer, self.own_layers)
             for _ in parts:
@@ -72,6 +86,10 @@ class FirstStage(Model):
             raise
         _tell(on_layer, range(self.own_layers.stop, self.spec.num_layers))
         return pipeline.rows[: len(batch.token_ids)]
+
+
+class FirstStageOfRanks(FirstStage, LeadingModel):
+    """The same where every stage has several ranks: each part of a step is told to those of the first one as a step."""
 
 
 class SpreadPool(KVPool):
@@ -93,19 +111,29 @@ def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
 
 
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
-    """Put rows through the layers of a stage that is not the first, until a rank is lost: raises RankLost."""
+    """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a rank
+    is lost: raises RankLost."""
     while True:
         part, rows = follower.receive(pool.copy_block)
+        if model.collectives is not None:
+            tell_step(model.collectives, part, rows)
         rows.copy_(model.run_layers(rows, part, pool)[: len(rows)])
         follower.send(rows)
 
 
 def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
     """Compute what the first rank tells, until a rank is lost: raises RankLost."""
-    ask = {CommandKind.LOGITS: model.logits, CommandKind.EMBEDDED: model.embedded, CommandKind.SCORED: model.scored}
+    ask = {
+        CommandKind.LOGITS: model.logits,
+        CommandKind.EMBEDDED: model.embedded,
+        CommandKind.SCORED: model.scored,
+        CommandKind.SUMMED: partial(sum_often, collectives),
+    }
     while True:
-        kind, told = hear(collectives, model.spec.hidden_size, model.dtype)
-        if isinstance(told, ForwardBatch):
-            model.hidden(told, pool)
+        kind, batch, rows = hear(collectives, model.spec.hidden_size, model.dtype)
+        if batch is not None and rows is not None:
+            model.run_layers(rows, batch, pool)
+        elif batch is not None:
+            model.hidden(batch, pool)
         else:
-            ask[kind](told)
+            ask[kind](rows)

@@ -18,7 +18,7 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import FirstStage, LeadingModel
+from baton.engine.models.leading import FirstStage, FirstStageOfRanks, LeadingModel
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.pipeline import PipelineLeader
@@ -83,9 +83,10 @@ def load_model(
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
     if pipeline is not None:
-        model = FirstStage(pipeline, *arguments)
+        model = (FirstStage if collectives is None else FirstStageOfRanks)(pipeline, *arguments)
     else:
-        kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
+        leads = collectives is not None and shard.rank == 0 and stage is None
+        kind = LeadingModel if leads else Model
         model = kind(*arguments)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()

@@ -3,9 +3,11 @@
 header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences]
 step     token_ids, positions, slots, logit_rows; query_start, query_len, kv_len and number of blocks of each
          sequence; their block ids
+layers   a step, then its rows [tokens, hidden_size]
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ class CommandKind(IntEnum):
     LOGITS = 2  # of rows [R, hidden_size] that a step left
     EMBEDDED = 3  # rows of the embedding, of token ids [R]
     SCORED = 4  # what the head says of rows [R, hidden_size]
+    LAYERS = 5  # a step, from its rows as the stage before left them
+    SUMMED = 6  # rows [R, hidden_size], several times (sums.py)
 
 
 def packed(batch: ForwardBatch) -> Tensor:
@@ -52,11 +56,15 @@ def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
     return ForwardBatch(token_ids, positions, slots, slices, logit_rows)
 
 
-def tell_step(collectives: Collectives, batch: ForwardBatch) -> None:
-    """Tell all ranks the inputs of a step."""
+def tell_step(collectives: Collectives, batch: ForwardBatch, rows: Tensor | None = None) -> None:
+    """Tell all ranks the inputs of a step; `rows` of one that goes on behind another stage."""
     told = packed(batch)
+    if rows is not None:
+        told[0] = CommandKind.LAYERS
     collectives.tell(told[:HEADER])
     collectives.tell(told[HEADER:])
+    if rows is not None:
+        collectives.tell(rows)
 
 
 def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
@@ -65,17 +73,27 @@ def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None
     collectives.tell(rows.contiguous())
 
 
-def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> tuple[CommandKind, ForwardBatch | Tensor]:
-    """Wait for what is told: a step with its inputs, or something else with its rows."""
+class Told(NamedTuple):
+    """What a rank has heard."""
+
+    kind: CommandKind
+    batch: ForwardBatch | None  # of STEP and LAYERS
+    rows: Tensor | None  # of all but STEP; of EMBEDDED token ids
+
+
+def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Told:
+    """Wait for what is told."""
     header = torch.empty(HEADER, dtype=torch.int64)
     collectives.tell(header)
     numbers = header.tolist()
-    kind, num_rows = CommandKind(numbers[0]), numbers[1]
-    if kind == CommandKind.STEP:
+    kind, num_rows, batch = CommandKind(numbers[0]), numbers[1], None
+    if kind in (CommandKind.STEP, CommandKind.LAYERS):
         told = torch.empty(sum(sizes_of(numbers)), dtype=torch.int64)
         collectives.tell(told)
-        return kind, unpacked(numbers, told)
+        batch = unpacked(numbers, told)
+        if kind == CommandKind.STEP:
+            return Told(kind, batch, None)
     are_ids = kind == CommandKind.EMBEDDED
     rows = torch.empty(num_rows, dtype=torch.int64) if are_ids else torch.empty(num_rows, hidden_size, dtype=dtype)
     collectives.tell(rows)
-    return kind, rows
+    return Told(kind, batch, rows)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -36,31 +37,32 @@ def main() -> None:
     torch.set_num_threads(given.config.threads)
     if given.config.batch_invariant:
         fix_order_of_sums()
-    serve = _serve_stage if given.stage is not None else _serve_shard
-    try:
-        serve(given)
-    except RankLost:
-        pass
+    with suppress(RankLost):
+        _serve(given)
 
 
-def _serve_shard(given: Assignment) -> None:
-    memory = _map(given.memory_fd, given.memory_bytes)
-    collectives = Collectives(memory, given.shard, given.config.all_reduce == "fast")
-    _beat(collectives.beat)
-    model = _ready(lambda: load_model(given.config, CPU, collectives))
-    heads = given.shard.kv_heads(model.spec.num_kv_heads)
+def _serve(given: Assignment) -> None:
+    config, collectives, follower = given.config, None, None
+    if given.memory_fd >= 0:
+        memory = _map(given.memory_fd, given.memory_bytes)
+        collectives = Collectives(memory, given.shard, config.all_reduce == "fast")
+    if given.stream_fd >= 0:
+        rows = rows_over(
+            _map(given.rows_fd, given.rows_bytes), read_spec(config.model).hidden_size, DTYPES[config.dtype]
+        )
+        follower = PipelineFollower(SocketStream(socket.socket(fileno=given.stream_fd)), rows)
+    end = follower if collectives is None else collectives
+    assert end is not None
+    _beat(end.beat)
+    model = _ready(lambda: load_model(config, CPU, collectives, given.stage))
+    pool = _pool(given, model)
+    if collectives is not None:
+        pool = pool.part(given.shard.kv_heads(model.spec.num_kv_heads))
     with torch.inference_mode():
-        follow(model, collectives, _pool(given, model).part(heads))
-
-
-def _serve_stage(given: Assignment) -> None:
-    spec, dtype = read_spec(given.config.model), DTYPES[given.config.dtype]
-    rows = rows_over(_map(given.memory_fd, given.memory_bytes), spec.hidden_size, dtype)
-    follower = PipelineFollower(SocketStream(socket.socket(fileno=given.stream_fd)), rows)
-    _beat(follower.beat)
-    model = _ready(lambda: load_model(given.config, stage=given.stage))
-    with torch.inference_mode():
-        follow_stage(model, follower, _pool(given, model))
+        if follower is not None:
+            follow_stage(model, follower, pool)
+        elif collectives is not None:
+            follow(model, collectives, pool)
 
 
 def _ready(load: Callable[[], Model]) -> Model:

@@ -28,11 +28,13 @@ class Assignment:
     config: EngineConfig  # resolved
     pool_fd: int = -1
     pool_bytes: int = 0
-    memory_fd: int = -1  # of collectives, or the rows of a step
+    memory_fd: int = -1  # of the collectives of those that share its layers
     memory_bytes: int = 0
+    rows_fd: int = -1  # of a stage: the rows of a step
+    rows_bytes: int = 0
     shard: Shard = WHOLE
     stage: PipelineStage | None = None
-    stream_fd: int = -1  # of a stage: a socket to the first one
+    stream_fd: int = -1  # of a stage's first rank: a socket to the first stage
     identity: str = ""  # of the model, where a rank reads files of its own
 
     def line(self) -> str:
@@ -79,7 +81,7 @@ class RankProcess:
     still = "stands still"
 
     def __init__(self, given: Assignment):
-        fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.stream_fd) if fd >= 0)
+        fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.rows_fd, given.stream_fd) if fd >= 0)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "baton.engine.ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             pass_fds=fds, start_new_session=True,  # Ctrl-C is the leader's, which drains

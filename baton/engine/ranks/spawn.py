@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from baton.engine.parallel.pipeline import PipelineLeader, rows_over
 from baton.engine.parallel.shard import Shard
 from baton.engine.parallel.stage import PipelineStage
 from baton.engine.parallel.stream import RankStream, SocketStream
+from baton.engine.parallel.sums import SumSpeed
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
@@ -104,6 +106,7 @@ class Ranks:
     def __init__(self, group: RankGroup, processes: Sequence[Rank]):
         self.group = group
         self.reports: list[WeightReport] = []  # of all ranks, the first one too
+        self.sums: SumSpeed | None = None  # of those that share layers, once they are there
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._reason, self._on_lost = "", lambda reason: None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -117,6 +120,17 @@ class Ranks:
             for sizes in (self.num_bytes, [report.read_bytes for report in self.reports])
         )
         return f"beside {len(self._processes)} more ranks with {held} MiB in kernels (all read {read} MiB)"
+
+    @property
+    def places(self) -> list[str]:
+        """Return how people find all ranks, in order."""
+        return [f"pid {os.getpid()}", *(process.where for process in self._processes)]
+
+    @property
+    def numa_nodes(self) -> list[list[int]]:
+        """Return the memory nodes whose cores each of them may use; of those of other hosts they are not known."""
+        others = (system.numa_nodes(each.pid) if isinstance(each, RankProcess) else [] for each in self._processes)
+        return [system.numa_nodes(os.getpid()), *others]
 
     @property
     def joined(self) -> list[Rank]:
@@ -197,40 +211,79 @@ class Ranks:
         on_lost(reason)
 
 
-def start_shards(config: EngineConfig, pool: SharedMemory) -> tuple[Ranks, Collectives]:
-    """Start the ranks that share each layer; `config` is resolved. Raises ValueError where there is no native library."""
-    degree = config.tensor_parallel
-    if native.library() is None:
-        raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.reason()}")
-    memory = OwnMemory(num_bytes_for(degree))
-    shards = [Shard(rank, degree, config.expert_parallel) for rank in range(degree)]
-    sizes = pool.fd, len(pool.memory), memory.fd, len(memory.memory)
-    collectives = Collectives(memory.memory, shards[0], config.all_reduce == "fast")
-    return Ranks(collectives, [RankProcess(Assignment(config, *sizes, shard)) for shard in shards[1:]]), collectives
+class RankGrid:
+    """What joins all ranks of all stages, as a RankGroup: the first stage's ranks come first."""
+
+    def __init__(self, groups: Sequence[Collectives], pipeline: PipelineLeader | None, degree: int):
+        """`groups`: of the ranks of each stage, where stages have several; `degree`: the number of ranks."""
+        self.degree = degree
+        self._groups, self._pipeline = groups, pipeline
+        self._width = groups[0].degree if groups else 1
+
+    def beat_of(self, rank: int) -> int:
+        stage, shard = divmod(rank, self._width)
+        if self._groups:
+            return self._groups[stage].beat_of(shard)
+        assert self._pipeline is not None
+        return self._pipeline.beat_of(stage)
+
+    def waited_s(self, rank: int) -> float:
+        stage, shard = divmod(rank, self._width)
+        for_ranks = self._groups[stage].waited_s(shard) if self._groups else 0.0
+        for_stages = self._pipeline.waited_s(stage) if self._pipeline is not None and shard == 0 else 0.0
+        return for_ranks + for_stages
+
+    def lose(self) -> None:
+        for group in self._groups:
+            group.lose()
+        if self._pipeline is not None:
+            self._pipeline.lose()
 
 
-def start_stages(
+class Started(NamedTuple):
+    """The ranks beside the first one, and its ends."""
+
+    ranks: Ranks
+    collectives: Collectives | None  # with those that share its layers
+    pipeline: PipelineLeader | None  # with the other stages
+
+
+def start_ranks(
     config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], sizes: tuple[int, torch.dtype],
     identity: str, joining: Joining | None,
-) -> tuple[Ranks, PipelineLeader]:  # fmt: skip
-    """Start the ranks that have `stages`, but for the first; `joining`: where those of other hosts come from, whose model must
-    be `identity`. `sizes`: elements of a row, and their dtype."""
-    hidden_size, dtype = sizes
-    memory = OwnMemory(config.max_num_batched_tokens * hidden_size * dtype.itemsize)
-    num_here = len(stages) - config.remote_stages
+) -> Started:  # fmt: skip
+    """Start the ranks of all stages, but for the first rank of the first; `config` is resolved. `joining`: where those of
+    other hosts come from, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises ValueError
+    where layers are shared and there is no native library."""
+    degree, (hidden_size, dtype) = config.tensor_parallel, sizes
+    if degree > 1 and native.library() is None:
+        raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.reason()}")
+    rows = OwnMemory(config.max_num_batched_tokens * hidden_size * dtype.itemsize)
     ranks: list[Rank] = []
     streams: list[RankStream] = []
-    for stage in stages[1:num_here]:
-        own, theirs = socket.socketpair()
-        with theirs:
-            maps = pool.fd, len(pool.memory), memory.fd, len(memory.memory)
-            ranks.append(RankProcess(Assignment(config, *maps, stage=stage, stream_fd=theirs.fileno())))
-        streams.append(SocketStream(own))
-    for stage in stages[num_here:]:
+    groups: list[Collectives] = []
+    for stage in stages[: len(stages) - config.remote_stages]:
+        given = Assignment(config, pool.fd, len(pool.memory), stage=stage if len(stages) > 1 else None)
+        if degree > 1:
+            memory = OwnMemory(num_bytes_for(degree))
+            groups.append(
+                Collectives(memory.memory, Shard(0, degree, config.expert_parallel), config.all_reduce == "fast")
+            )
+            given = replace(given, memory_fd=memory.fd, memory_bytes=len(memory.memory))
+        if stage.index:
+            own, theirs = socket.socketpair()
+            streams.append(SocketStream(own))
+            maps = {"rows_fd": rows.fd, "rows_bytes": len(rows.memory), "stream_fd": theirs.fileno()}
+            with theirs:
+                ranks.append(RankProcess(replace(given, shard=Shard(0, degree, config.expert_parallel), **maps)))
+        shards = [Shard(rank, degree, config.expert_parallel) for rank in range(1, degree)]
+        ranks.extend(RankProcess(replace(given, shard=shard)) for shard in shards)
+    for stage in stages[len(stages) - config.remote_stages :]:
         if joining is None:
             raise ValueError("remote_stages: there is no port where ranks of other hosts could join")
         rank = joining.place(Assignment(config, stage=stage, identity=identity))
         ranks.append(rank)
         streams.append(rank.stream)
-    leader = PipelineLeader(streams, rows_over(memory.memory, hidden_size, dtype))
-    return Ranks(leader, ranks), leader
+    pipeline = PipelineLeader(streams, rows_over(rows.memory, hidden_size, dtype)) if streams else None
+    grid = RankGrid(groups, pipeline, 1 + len(ranks))
+    return Started(Ranks(grid, ranks), groups[0] if groups else None, pipeline)

@@ -1,6 +1,7 @@
 """`baton doctor` on a healthy stack, and on broken ones: each fault found by name, with the one thing to do."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.support.models import make_model
+from tests.support.process import children
 from tests.support.stack import Stack
 
 NOBODY = "127.0.0.1:9"
@@ -55,6 +57,30 @@ def test_a_healthy_stack(stack, receiver):
         assert any(line.split()[:2] == ["ok", part] for line in output.splitlines()), (part, output)
     assert "shm" in output and "GB/s" in output and "chosen" in output
     assert "clock" in output and "prefix cache on" in output and "attention" in output
+
+
+def test_it_draws_a_worker_of_several_processes(model, tmp_path):
+    """And says how fast they add, where they do."""
+    options = {"num_gateways": 0, "options": ("--num-blocks", "160", "--threads", "1")}
+    options |= {"prefill_options": ("--tensor-parallel", "2", "--pipeline-parallel", "2")}
+    with Stack(model, tmp_path, decode_options=("--pipeline-parallel", "2"), **options) as stack:
+        prefill, decode = (stack.address[name] for name in ("prefill0", "decode0"))
+        status, output = doctor("--prefill-workers", prefill, "--decode-workers", decode)
+        pids = {str(worker.pid): children(worker.pid) for worker in stack.workers}
+    assert status == 0, output
+    drawn = [line.split(maxsplit=3) for line in output.splitlines() if line.split()[:2] == ["ok", "ranks"]]
+    of_prefill, of_decode = ([line for _, _, where, line in drawn if where == address] for address in (prefill, decode))
+    assert [line[:8] for line in (*of_prefill, *of_decode)] == [
+        "stage 0:",
+        "stage 1:",
+        "a sum of",
+        "stage 0:",
+        "stage 1:",
+    ]
+    assert [line.count("|") for line in (*of_prefill[:2], *of_decode)] == [1, 1, 0, 0]
+    named = re.findall(r"pid (\d+)", " ".join((*of_prefill, *of_decode)))
+    assert named == [pid for leader, others in pids.items() for pid in (leader, *map(str, sorted(others)))]
+    assert "us, of a step" in of_prefill[2] and "of its host's copy" in of_prefill[2]
 
 
 def test_the_blocks_it_moved_come_back(stack, probes):

@@ -43,6 +43,11 @@ def stages_of(folder, num_stages: int, **options) -> EngineConfig:
     return EngineConfig(folder, threads=1, num_blocks=64, pipeline_parallel=num_stages, **options)
 
 
+def grid_of(folder, degree: int, **options) -> EngineConfig:
+    """As many stages as each has ranks."""
+    return config_of(folder, degree, pipeline_parallel=degree, **options)
+
+
 def requests() -> list:
     sampled = make_request("sampled", PROMPTS[1], NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, n=2, logprobs=2)
     return [*(make_request(str(len(ids)), ids, NUM_TOKENS) for ids in PROMPTS), sampled]
@@ -104,7 +109,25 @@ def test_stages_give_the_answers_of_one_process(deep, options):
             engine.ranks.close()
 
 
-@pytest.mark.parametrize("config", [config_of, stages_of])
+@pytest.mark.parametrize("options", [{}, {"speculator": "draft", "num_draft_tokens": 3}], ids=str)
+def test_stages_of_several_ranks_give_the_answers_of_one_process(deep, options):
+    """Every rank of every stage has a quarter of the layers' weights, and the first stage's the ends as well."""
+    options = options | ({"draft_model": deep} if options else {})
+    alone = Engine.load(config_of(deep, 1, **options))
+    expected = answers(alone)
+    engine = Engine.load(grid_of(deep, 2, **options))
+    try:
+        assert answers(engine) == expected
+        assert torch.equal(engine.pool.bytes, alone.pool.bytes)
+        assert engine.numerics_class == alone.numerics_class
+        first, second, *others = [report.num_bytes for report in engine.ranks.reports]
+        assert first == second and others[0] == others[1]
+        assert first + second + sum(others) <= alone.runner.model.weights.num_bytes * 1.1
+    finally:
+        engine.ranks.close()
+
+
+@pytest.mark.parametrize("config", [config_of, stages_of, grid_of])
 @pytest.mark.parametrize(
     ("how", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")]
 )
@@ -116,13 +139,13 @@ def test_a_lost_rank_ends_every_wait(folder, config, how, said):
         engine.submit(make_request("a", PROMPTS[2], NUM_TOKENS))
         engine.step()
         time.sleep(0.3)  # it has been seen to live
-        os.kill(engine.ranks.pids[0], how)
+        os.kill(pid := engine.ranks.pids[-1], how)
         with pytest.raises(RankLost):
             while True:
                 engine.step()
                 assert engine.has_work() or not engine.submit(make_request(str(engine.step_number), PROMPTS[0], 5))
         engine.ranks._watcher.join(10)
-        assert reasons == [f"rank 1 (pid {engine.ranks.pids[0]}) {said}"]
+        assert reasons == [f"rank {len(engine.ranks.pids)} (pid {pid}) {said}"]
     finally:
         engine.ranks.close()
 
@@ -191,8 +214,8 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
         ({"pipeline_parallel": 0}, "pipeline_parallel 0: must be at least 1"),
         ({"pipeline_parallel": 3}, "pipeline_parallel 3: the model has 2 layers"),
         (
-            {"pipeline_parallel": 2, "tensor_parallel": 2},
-            "pipeline_parallel: stages of several ranks are not served; leave tensor_parallel at 1",
+            {"pipeline_parallel": 2, "tensor_parallel": 2, "remote_stages": 1},
+            "remote_stages: a stage of another host has one rank; leave tensor_parallel at 1",
         ),
         ({"pipeline_parallel": 2, "adapter": ("a=b",)}, "several ranks; leave pipeline_parallel at 1"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel; leave it out"),

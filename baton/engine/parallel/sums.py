@@ -1,0 +1,40 @@
+"""How fast the ranks of a worker add, beside how fast its host copies: measured once, when all of them are there."""
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.engine.parallel.collectives import Collectives
+
+NUM_SUMS = 8
+COPY_BYTES = 32 << 20  # more than caches keep
+
+
+class SumSpeed(NamedTuple):
+    """Of sums over all ranks in the compute dtype, and of a plain copy."""
+
+    row_us: float  # one row of the hidden size
+    bytes_per_s: float  # of rows of a whole step: the bytes of one rank's part
+    copy_bytes_per_s: float
+
+
+def sum_often(collectives: Collectives, rows: Tensor) -> float:
+    """Add the rows of all ranks several times; return the seconds of the quickest time."""
+    part, seconds = rows.to(rows.dtype if collectives.fast else torch.float32), []
+    for _ in range(NUM_SUMS):
+        begun = time.perf_counter()
+        collectives.sum(part, rows.dtype)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def copy_bytes_per_s() -> float:
+    """Return what this host copies in a second, on as many threads as the ranks have."""
+    source, target, seconds = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8), []
+    for _ in range(4):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    return COPY_BYTES / min(seconds)
