@@ -1,5 +1,7 @@
 """The whole stack against one bare engine: python bench/stack.py [--quick] [--json FILE].
 
+Stacks are processes apart, as `baton up` has them, and "together": gateway and one worker as one process.
+
 Every comparison is made within one run, its arms in turn; the A/A row says what two runs of the same thing differ by.
 The load generator runs on the same cores and counts against the stack. Rows "CPU a token" tell the microseconds of CPU that each part of
 the stack spends on a token of an answer, its prompt included, against the bare engine's: waiting for a core, as on a busy machine, is not in them.
@@ -22,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -41,7 +44,7 @@ from bench.lib.limits import Limits, measure
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare
 from tests.support.process import Process
-from tests.support.stack import Stack
+from tests.support.stack import Stack, TogetherStack
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
@@ -69,24 +72,30 @@ class CpuShares:
         found = Counter(client=time.process_time())
         for process in self._stack.processes if self._stack else ():
             for thread, seconds in system.thread_times(process.pid).items():
-                part = "engine" if thread == ENGINE_THREAD else "sessions"
-                name = process.name.rstrip("0123456789")
-                found[name if name == "gateway" else f"{name} worker's {part}"] += seconds
+                found[self._part(process.name.rstrip("0123456789"), thread == ENGINE_THREAD)] += seconds
         return found
+
+    def _part(self, name: str, is_engine: bool) -> str:
+        if isinstance(self._stack, TogetherStack):
+            return "engine" if is_engine else "gateway and sessions"
+        return name if name == "gateway" else f"{name} worker's {'engine' if is_engine else 'sessions'}"
 
 
 class Bench:
-    """One running stack and one bare engine of the same options, asked in turn."""
+    """Two running stacks and one bare engine of the same options, asked in turn."""
 
-    def __init__(self, report: Report, limits: Limits, runner: asyncio.Runner, stack: Stack, engine: Engine):
-        self.report, self.limits, self.stack, self.engine = report, limits, stack, engine
+    def __init__(self, report: Report, limits: Limits, runner: asyncio.Runner, stacks: Sequence[Stack], engine: Engine):
+        """`stacks`: processes apart, and together."""
+        self.report, self.limits, self.engine = report, limits, engine
+        self.stack, self.together = stacks
         self._run = runner.run
         self._rng = random.Random(0)
         self._request_ids = map(str, itertools.count())
-        self._sender = self._run(sending.connect(stack.target))
+        self._sender, self._together_sender = (self._run(sending.connect(stack.target)) for stack in stacks)
 
     def close(self) -> None:
-        self._run(self._sender.close())
+        for sender in (self._sender, self._together_sender):
+            self._run(sender.close())
 
     def jobs(self, lengths: Sequence[tuple[int, int]]) -> list[Job]:
         return sending.draw_jobs(self._rng, lengths, self.engine.spec.vocab_size)
@@ -98,38 +107,46 @@ class Bench:
         lengths = [(PROMPT, OUTPUT)] * num_jobs
         torch.set_num_threads(self._best_threads(concurrency))
 
-        stack_cpu, engine_cpu = CpuShares(self.stack), CpuShares()
+        shares = {"stack": CpuShares(self.stack), "together": CpuShares(self.together), "engine": CpuShares()}
+        senders = {"stack": self._sender, "together": self._together_sender}
 
-        def through_stack() -> float:
-            with stack_cpu.counted():
+        def through(arm: str) -> float:
+            with shares[arm].counted():
                 return _tokens_per_s(
-                    lengths, lambda: self._run(sending.closed(self._sender, self.jobs(lengths), concurrency))
+                    lengths, lambda: self._run(sending.closed(senders[arm], self.jobs(lengths), concurrency))
                 )
 
         def bare_engine() -> float:
-            with engine_cpu.counted():
+            with shares["engine"].counted():
                 return _tokens_per_s(lengths, lambda: self._closed(self.jobs(lengths), concurrency))
 
-        arms = {"stack": through_stack, "engine": bare_engine, "engine again": bare_engine}
+        arms = {arm: partial(through, arm) for arm in senders}
+        arms |= {"engine": bare_engine, "engine again": bare_engine}
         warm = [(PROMPT, 8)] * concurrency
-        self._run(sending.closed(self._sender, self.jobs(warm), concurrency))
+        for sender in senders.values():
+            self._run(sending.closed(sender, self.jobs(warm), concurrency))
         self._closed(self.jobs(warm), concurrency)
         found = medians(interleave(arms, num_rounds))
         name = f"concurrency {concurrency}, {PROMPT} + {OUTPUT}"
         engine = found["engine"]
-        self.report.add(
-            f"{name}: stack over engine",
-            found["stack"],
-            "tokens/s",
-            against=engine,
-            limit=self.limits.output_tokens_per_s(PROMPT, OUTPUT, concurrency),
-            goal="ratio >= 0.90",
-        )
+        for arm in senders:
+            self.report.add(
+                f"{name}: {arm} over engine",
+                found[arm],
+                "tokens/s",
+                against=engine,
+                limit=self.limits.output_tokens_per_s(PROMPT, OUTPUT, concurrency),
+                goal="ratio >= 0.90",
+            )
         self.report.add(f"{name}: A/A, engine over engine", found["engine again"], "tokens/s", against=engine)
         num_tokens = num_jobs * OUTPUT * num_rounds
-        engine_us = 1e6 * sum(engine_cpu.seconds.values()) / (2 * num_tokens)
-        for part, seconds in stack_cpu.seconds.items():
-            self.report.add(f"{name}: CPU a token, {part}", 1e6 * seconds / num_tokens, "us", against=engine_us)
+        engine_us = 1e6 * sum(shares["engine"].seconds.values()) / (2 * num_tokens)
+        for arm in senders:
+            self._cpu_rows(f"{name}: CPU a token, {arm}", shares[arm], num_tokens, engine_us)
+
+    def _cpu_rows(self, name: str, shares: CpuShares, num_tokens: int, engine_us: float) -> None:
+        for part, seconds in (*shares.seconds.items(), ("all", sum(shares.seconds.values()))):
+            self.report.add(f"{name}: {part}", 1e6 * seconds / num_tokens, "us", against=engine_us)
 
     def _best_threads(self, concurrency: int) -> int:
         """The bare engine has all cores to itself; it takes as many threads as serve it best."""
@@ -291,9 +308,13 @@ def _ready_seconds(argv: list[str], folder: Path, num_rounds: int) -> float:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[tuple[Stack, Engine]]:
-    with Stack(MODEL, folder, options=("--threads", str(WORKER_THREADS))) as stack:
-        yield stack, bare.load_engine(MODEL)
+def running(folder: Path) -> Iterator[tuple[Sequence[Stack], Engine]]:
+    options = ("--threads", str(WORKER_THREADS))
+    with (
+        Stack(MODEL, folder / "stack", options=options) as stack,
+        TogetherStack(MODEL, folder / "together", options=options) as together,
+    ):
+        yield (stack, together), bare.load_engine(MODEL)
 
 
 def main() -> int:
@@ -303,15 +324,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner:
         folder = Path(name)
         up_ready(report, folder, 1 if quick else 3)
-        with running(folder) as (stack, engine):
-            gateway_ready(report, stack, 1 if quick else 5)
-            bench = Bench(report, limits, runner, stack, engine)
+        with running(folder) as (stacks, engine):
+            gateway_ready(report, stacks[0], 1 if quick else 5)
+            bench = Bench(report, limits, runner, stacks, engine)
             bench.throughput(1, num_jobs=2 if quick else 4, num_rounds=2 if quick else 9)
             bench.throughput(16, num_jobs=24 if quick else 48, num_rounds=1 if quick else 7)
             bench.batching(num_jobs=96 if quick else 192, num_rounds=1 if quick else 5)
             bench.live_kv(num_jobs=24 if quick else 200, requests_per_s=4)
             bench.prefix_hit(num_rounds=4 if quick else 15)
-            gateway_rows(report, stack)
+            gateway_rows(report, stacks[0])
             bench.close()
     return finish(arguments, report)
 

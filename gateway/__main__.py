@@ -12,17 +12,22 @@ from gateway.config.settings import GatewaySettings
 FAILED, WRONG_USE = 1, 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 after draining, 1 for a failed start, 2 for wrong use; a failed start says why in one line on stderr."""
+def read_settings(argv: Sequence[str] | None = None) -> GatewaySettings:
+    """Return what flags, variables and a file set. Raises SettingsError; flags that do not exist end the process."""
     parser = make_parser("python -m gateway", "the entry point for clients: tokenizes, routes, streams; needs no GPU")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
     add_flags(parser, GatewaySettings)
     flags = vars(parser.parse_args(argv))
     file = flags.pop("config")
+    return load_settings(GatewaySettings, flags, file=file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 after draining, 1 for a failed start, 2 for wrong use; a failed start says why in one line on stderr."""
     try:
-        settings = load_settings(GatewaySettings, flags, file=file)
+        settings = read_settings(argv)
     except SettingsError as error:
-        return _fail(error, WRONG_USE)
+        return fail(error, WRONG_USE)
     logs.setup("gateway", settings.log_level)
 
     from gateway.app import serve
@@ -30,12 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(lambda stop: serve(settings, stop), use_uvloop=True)
     except SettingsError as error:
-        return _fail(error, WRONG_USE)
+        return fail(error, WRONG_USE)
     except ListenError as error:
-        return _fail(error, FAILED)
+        return fail(error, FAILED)
 
 
-def _fail(error: Exception, status: int) -> int:
+def fail(error: Exception, status: int) -> int:
+    """Say on stderr why the gateway ends, and return `status`."""
     print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +99,8 @@ async def listen_for_ranks(settings: WorkerSettings) -> RankListener | None:
 class Worker:
     """A worker that serves within `async with`. Built inside a running event loop; `start` and `stop` are the block's.
 
-    `port` and `admin_port` are those that it listens on; `engine`, `commands` and `sessions` are its parts."""
+    `port` and `admin_port` are those that it listens on; `service` is what gateways call there; `engine`, `commands` and
+    `sessions` are its parts."""
 
     def __init__(
         self, settings: WorkerSettings, role: str, table: Table, engine: Engine, memory: PoolMemory, digest: bytes,
@@ -192,8 +194,8 @@ class Worker:
         settings = self._settings
         hello = make_hello(self.engine, self._role, self._identity, self._digest, self._transfer)
         adapters = LiveAdapters(self.engine, self.sessions, hello)
-        service = WorkerService(self.commands, self.sessions, self._drain, adapters, hello)
-        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._bound.server)
+        self.service = WorkerService(self.commands, self.sessions, self._drain, adapters, hello)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._bound.server)
         if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._bound.server, [SERVICE_NAME])
 
@@ -218,15 +220,40 @@ class NextRole(NamedTuple):
     address: str
 
 
-async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
-    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises ListenError, ModelError, SettingsError
-    or ValueError, one line each."""
+@asynccontextmanager
+async def running(settings: WorkerSettings, role: str, table: Table) -> AsyncIterator[Worker]:
+    """A worker with its model, which serves within the block. Raises ListenError, ModelError, SettingsError or ValueError,
+    one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     joining = await listen_for_ranks(settings)
     memory = PoolMemory(settings.kv_mirror_gib)
     with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
         digest = tokenizer_digest(settings.engine.model)
         engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining)
+    _log_start(settings, engine)
+    roofline = await asyncio.to_thread(of_engine, engine)
+    async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
+        yield worker
+
+
+async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
+    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises as `running`
+    does."""
+    telemetry.setup(f"baton-{role}")
+    async with running(settings, role, table) as worker:
+        host = settings.listen.rpartition(":")[0]
+        admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
+        engine = worker.engine
+        said = f"role={role} context={engine.config.max_model_len} model={engine.model_identity.hex()}"
+        print(f"ready grpc={host}:{worker.port} admin={admin} pid={os.getpid()} {said}", flush=True)
+        next_role = await worker.drain_when(stop)
+        status = STAYS_AWAY if worker.stays_away else 0
+    telemetry.shut_down()
+    return NextRole(next_role, f"{host}:{worker.port}") if next_role else status
+
+
+def _log_start(settings: WorkerSettings, engine: Engine) -> None:
+    """Log what was loaded, and what of it is less than it might be."""
     log.info("%s", engine.start_line)
     for line in engine.start_details:
         log.debug("%s", line)
@@ -242,17 +269,6 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
     if settings.engine.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
         log.warning("holds %d of the model's %d tokens: %s", held, context, why)
-    roofline = await asyncio.to_thread(of_engine, engine)
-    telemetry.setup(f"baton-{role}")
-    async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
-        host = settings.listen.rpartition(":")[0]
-        admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
-        said = f"role={role} context={held} model={engine.model_identity.hex()}"
-        print(f"ready grpc={host}:{bound.port} admin={admin} pid={os.getpid()} {said}", flush=True)
-        next_role = await worker.drain_when(stop)
-        status = STAYS_AWAY if worker.stays_away else 0
-    telemetry.shut_down()
-    return NextRole(next_role, f"{host}:{bound.port}") if next_role else status
 
 
 def _unused_gpu(engine: Engine) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -23,9 +23,13 @@ class Role:
     gpu_defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings; on a CPU its own suit both
 
 
-def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None) -> int:  # noqa: F821
+def main(
+    role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None,  # noqa: F821
+    serve: Callable[..., Awaitable[int]] | None = None,
+) -> int:  # fmt: skip
     """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay away; a
-    failed start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch."""
+    failed start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch. `serve`:
+    in place of app.serve, where the process is more than a worker."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -47,15 +51,15 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
     with progress.phase(prog, "importing torch"):
         from baton.engine.core.device import find_device
         from baton.engine.core.model_errors import ModelError
-        from baton.worker.app import NextRole, serve
+        from baton.worker import app
 
         table = load_table()
 
     try:
         if find_device(settings.engine.device).type == "cuda":
             settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.gpu_defaults)
-        ended = run(lambda stop: serve(settings, role.name, table, stop))
-        if isinstance(ended, NextRole):
+        ended = run(lambda stop: (serve or app.serve)(settings, role.name, table, stop), use_uvloop=serve is not None)
+        if isinstance(ended, app.NextRole):
             _become(ended, sys.argv[1:] if argv is None else argv)
         return ended
     except (ListenError, OSError) as error:

@@ -18,6 +18,7 @@ from baton.service.clock import ClockComparison, Offset, now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
 from baton.service.net.client import open_channel
+from baton.service.net.in_process import InProcessChannel, channel_to
 from baton.service.observe.telemetry import CLOCK
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
@@ -180,7 +181,8 @@ class WorkerLink:
         while True:
             connected_at = now()
             try:
-                async with open_channel(self.address, self._access, WORKER_NAME) as channel:
+                own = channel_to(self.address)  # where the worker is in this process
+                async with own or open_channel(self.address, self._access, WORKER_NAME) as channel:
                     reason = await self._session(channel)
             except OSError as error:  # a certificate that is not there for a moment
                 reason = f"{error.filename}: {error.strerror}"
@@ -193,7 +195,7 @@ class WorkerLink:
             longest_s = _STARTING_PAUSE_S if self.may_come(_STARTING_S) else _LONGEST_PAUSE_S
             pause_s = min(2 * pause_s, longest_s)
 
-    async def _session(self, channel: grpc.aio.Channel) -> str:
+    async def _session(self, channel: grpc.aio.Channel | InProcessChannel) -> str:
         """Serve one stream to its end; return why it ended."""
         call = worker_pb2_grpc.WorkerStub(channel).Session()
         outbox = asyncio.Queue()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from baton.cli.launch.placing.ports import HeldPorts
 from tests.support.process import Process
 
 # What no log may ever contain.
@@ -144,6 +145,21 @@ class Stack:
     def _await(self, processes: list[Process]) -> None:
         for process in processes:
             self.address[process.name] = process.ready()["grpc"]
+
+
+class TogetherStack(Stack):
+    """A stack whose gateway and only worker are one process, found among the gateways."""
+
+    def __init__(self, model: Path, folder: Path, **options):
+        super().__init__(model, folder, num_prefill=0, num_decode=0, **options)
+        self._worker_options = options.get("options", ())
+        self._ports = HeldPorts()
+
+    def _spawn(self, name: str, module: str, options: list[str]) -> Process:
+        model = ["--model", str(self.model)]
+        worker = [*model, "--listen", self._ports.hold("127.0.0.1:0"), *self._worker_options]
+        argv = [sys.executable, "-m", "baton.cli.launch.together", *model, "--listen", "127.0.0.1:0"]
+        return self._process(name, [*argv, *self.gateway_options, "--", *worker], self.folder)
 
 
 def _broken_lines(process: Process) -> list[str]:

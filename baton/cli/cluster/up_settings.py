@@ -71,6 +71,9 @@ class UpSettings:
     gateways: int = option(
         "number of gateways; those beyond the first at ports that the system chooses", 1, metavar="N"
     )
+    together: bool = option(
+        "one gateway and one worker as one process, in place of --prefill and --decode workers", False
+    )
     served_model_name: str | None = option(
         "name of a single model for clients (default: its folder's)", None, metavar="NAME"
     )
@@ -94,7 +97,13 @@ class UpSettings:
         """Return what is to be served, by name; None: by its folder's. Raises ValueError."""
         return {None: SHIPPED_MODEL} if self.model is None else named_models(self.model)
 
+    @property
+    def num_workers(self) -> dict[str, int]:
+        """Return how many each model has, by role. One alone, of the decode role, reads prompts too."""
+        return {"prefill": 0, "decode": 1} if self.together else {"prefill": self.prefill, "decode": self.decode}
+
     def __post_init__(self) -> None:
+        self._check_together()
         if None not in self.models and self.served_model_name:
             raise ValueError("--served-model-name has no effect: --model gives names")
         if len(self.models) > 1 and self.launcher == "ray":
@@ -109,6 +118,16 @@ class UpSettings:
             raise ValueError("--address has no effect without --launcher ray")
         if self.control is not None and self.certs is None and not is_loopback(self.control):
             raise ValueError(f"--control {self.control}: beyond loopback this needs --certs")
+
+    def _check_together(self) -> None:
+        if not self.together:
+            return
+        if max(self.prefill, self.decode, self.gateways) > 1:
+            raise ValueError("--together is one gateway and one worker; leave --prefill, --decode and --gateways out")
+        if len(self.models) > 1:
+            raise ValueError("--together serves one model; --model names several")
+        if self.launcher != "local":
+            raise ValueError(f"--together is one process of this machine; leave --launcher {self.launcher} out")
 
 
 # Tables of the file, the prefix of the flags that say the same, and what they set.
@@ -177,6 +196,7 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
         Access(**_tls_files(up.certs, "gateway")) if up.certs else Access(),
         (up.address or "auto") if up.launcher == "ray" else None,
         found.resources,
+        up.together,
     )
 
 
@@ -208,7 +228,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
         if settings.certs:
             gateway = {**_gateway_files(settings.certs, settings), **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
-        num_workers = {role: getattr(settings, role) for role in ROLES}
+        num_workers = settings.num_workers
         workers, cpu_roles, resources = _worker_values(flags, num_workers, models, settings)
     except SettingsError as error:
         raise SettingsError(

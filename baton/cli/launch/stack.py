@@ -58,6 +58,12 @@ class StackPlan:
     access: Access = Access()  # by which calls reach workers, and the certificate of the control port
     ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
     resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, for a cluster
+    together: bool = False  # the gateway and the one worker are one process
+
+    @property
+    def num_placed(self) -> Mapping[str, int]:
+        """Return how many workers of each model a launcher is to place, by role."""
+        return dict.fromkeys(ROLES, 0) if self.together else self.num_workers
 
 
 class PlacingLauncher(WorkerLauncher, Protocol):
@@ -95,7 +101,7 @@ class Stack:
         gateways = [fleet or listen for fleet, listen in zip(fleets, listens, strict=True)]
         launcher = self._launcher = self._make_launcher(gateways)
         for role in ROLES:
-            await launcher.start(role, plan.num_workers[role] * len(plan.models))
+            await launcher.start(role, plan.num_placed[role] * len(plan.models))
         named = {
             role: [each.address for each in await launcher.list() if each.role == role and each.address]
             for role in ROLES
@@ -135,8 +141,8 @@ class Stack:
         plan = self._plan
         programs = [_program(name, path, plan.worker_options) for name, path in plan.models.items()]
         if plan.ray_address is None:
-            num_on_gpus = sum(number for role, number in plan.num_workers.items() if role not in plan.cpu_roles)
-            num_first, num_on_gpus = (len(programs) * each for each in (sum(plan.num_workers.values()), num_on_gpus))
+            num_on_gpus = sum(number for role, number in plan.num_placed.items() if role not in plan.cpu_roles)
+            num_first, num_on_gpus = (len(programs) * each for each in (sum(plan.num_placed.values()), num_on_gpus))
             return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_on_gpus)
         try:  # here: it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
@@ -176,7 +182,8 @@ class Stack:
     def _gateway_program(
         self, number: int, listen: str, http: str | None, fleet: str | None, named: Mapping[str, list[str]]
     ) -> tuple[str, list[str]]:
-        argv = [sys.executable, "-m", "gateway", "--model", model_setting(self._plan.models), "--listen", listen]
+        module = "baton.cli.launch.together" if self._plan.together else "gateway"
+        argv = [sys.executable, "-m", module, "--model", model_setting(self._plan.models), "--listen", listen]
         argv += ["--http", http] if http else []
         argv += ["--fleet-listen", fleet] if fleet else []
         for role in ROLES:
@@ -186,6 +193,10 @@ class Stack:
         if networks := self._launcher.networks:
             argv += ["--worker-networks", ",".join(networks)]
         argv += self._plan.gateway_options
+        if self._plan.together:
+            ((name, path),) = self._plan.models.items()
+            worker = _program(name, path, self._plan.worker_options)
+            return "gateway and worker", [*argv, "--", *worker.options_of("decode", self._ports.hold("127.0.0.1:0"))]
         return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
 
     def _hold_each(self, address: str) -> list[str]:

@@ -196,6 +196,10 @@ def plan(*argv: str):
         (["--decode", "0"], ["--decode"]),
         (["--address", "auto"], ["--address", "--launcher ray"]),
         (["--control", "10.0.0.1:50050"], ["--control 10.0.0.1:50050", "--certs"]),
+        (["--together", "--decode", "2"], ["--together", "--decode"]),
+        (["--together", "--gateways", "2"], ["--together", "--gateways"]),
+        (["--together", "--launcher", "ray"], ["--together", "--launcher ray"]),
+        (["--together", "--prefill.threads", "1"], ["--prefill.threads", "--prefill 0"]),
     ],
 )
 def test_options_without_effect_are_refused(folder, options, words):
@@ -280,6 +284,14 @@ def test_workers_share_the_cores(folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("BATON_THREADS", "3")
     assert threads() == (["--threads=3"], ["--threads=3"])
+
+
+def test_one_worker_together_with_its_gateway_has_all_cores(folder, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    made = plan("--model", str(folder / "m"), "--together", "--block-size", "16")
+    assert made.together and dict(made.num_placed) == {"prefill": 0, "decode": 0}
+    assert {"--threads=16", "--block-size=16"} <= set(made.worker_options["decode"])
 
 
 def test_gateway_options_go_to_the_gateway(folder):
