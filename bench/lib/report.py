@@ -13,8 +13,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from baton.engine.core import cpu
+
+Measured = TypeVar("Measured")
 
 PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 
@@ -135,9 +138,9 @@ def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error:
     print(f"ended early at {Path(last.filename).name}:{last.lineno}, {len(report.rows)} rows: {report.failed}")
 
 
-def interleave(arms: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+def interleave(arms: dict[str, Callable[[], Measured]], num_rounds: int) -> dict[str, list[Measured]]:
     """Runs every arm once a round, forth and back in turn, so that drift of the machine falls on all alike."""
-    values: dict[str, list[float]] = {name: [] for name in arms}
+    values: dict[str, list[Measured]] = {name: [] for name in arms}
     for round_index in range(num_rounds):
         names = list(arms) if round_index % 2 == 0 else list(reversed(arms))
         for name in names:

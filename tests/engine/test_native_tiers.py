@@ -25,6 +25,7 @@ SUITES = (
     "tests/engine/attention/test_attention.py",
     "tests/engine/kv/test_stored_forms.py",
     "tests/engine/models/test_parity_models.py",
+    "tests/engine/adapters/test_lora.py",
     "tests/engine/speculation/test_heads.py",
     "tests/e2e/requests/test_split_equals_whole.py",
 )

@@ -1,9 +1,10 @@
-"""What an adapter adds to one linear layer: two small products, B (A x), of the kernels that the layer itself may have.
+"""What an adapter adds to one linear layer: two small products, B (A x).
 
 The layers of a model hold several modules in one kernel, their outputs turned and padded. An adapter's pairs are joined the
-same way: the A of all modules one above the other, each B beside its own A's rows, zeros elsewhere.
+same way: the A of all modules one above the other, each B for its own A's rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,25 +18,37 @@ from baton.engine.weights.forms import DenseWeight, Weight
 MakeKernel = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # as of models.linears
 
 
-class LowRank:
-    """x [R, in] -> what is added to y [R, out], both in the compute dtype. Rows are as independent as its kernels make
-    them."""
+class LowRank(ABC):
+    """What the layers of a model apply in the way that they are run."""
 
-    def __init__(self, down: LinearKernel, up: LinearKernel):
-        self.down, self.up = down, up
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of both matrices."""
+
+
+MakeLowRank = Callable[[Tensor, Sequence[Tensor]], LowRank]  # A [rank, in], the B of each module [out, its own ranks]
+
+
+class ComposedLowRank(LowRank):
+    """x [R, in] -> what is added to y [R, out], both in the compute dtype, by the kernels that the layer itself may have.
+    Rows are as independent as these make them."""
+
+    def __init__(self, make: MakeKernel, down: Tensor, ups: Sequence[Tensor]):
+        self._down, self._up = (make(DenseWeight(values), None, 1, False) for values in (down, torch.block_diag(*ups)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x))
+        return self._up(self._down(x))
 
     @property
     def num_bytes(self) -> int:
-        return self.down.num_bytes + self.up.num_bytes
+        return self._down.num_bytes + self._up.num_bytes
 
 
 class LowRanks:
     """Reads the pairs of one adapter by the calls that read the modules of its base (models.linears.Linears)."""
 
-    def __init__(self, folder: LoraFolder, make: MakeKernel, dtype: torch.dtype, device: torch.device):
+    def __init__(self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device):
         self._folder, self._make, self._dtype, self._device = folder, make, dtype, device
 
     def read(
@@ -54,19 +67,15 @@ class LowRanks:
         """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read, of a model
         that is not divided among ranks."""
         found = [self._folder.pair(module, size, in_features) for module, size in zip(modules, sizes, strict=True)]
-        ranks = [0 if pair is None else len(pair[0]) for pair in found]
-        if not any(ranks):
+        if not any(found):
             return None
         down = torch.cat([pair[0] for pair in found if pair is not None])
-        blocks, begin = [], 0
-        for pair, size, rank, order in zip(found, sizes, ranks, orders or [None] * len(found), strict=True):
-            block = torch.zeros(size, sum(ranks))
-            if pair is not None:
-                block[:, begin : begin + rank] = pair[1]
-            block = block if order is None else block[order]
-            blocks += [F.pad(part, (0, 0, 0, rows)) for part in block.chunk(parts)]
-            begin += rank
-        return LowRank(self._kernel(F.pad(down, (0, columns))), self._kernel(torch.cat(blocks)))
+        ups = []
+        for pair, size, order in zip(found, sizes, orders or [None] * len(found), strict=True):
+            up = torch.zeros(size, 0) if pair is None else pair[1]
+            up = up if order is None else up[order]
+            ups.append(torch.cat([F.pad(part, (0, 0, 0, rows)) for part in up.chunk(parts)]))
+        return self._make(self._held(F.pad(down, (0, columns))), [self._held(up) for up in ups])
 
-    def _kernel(self, values: Tensor) -> LinearKernel:
-        return self._make(DenseWeight(values.to(self._device, self._dtype)), None, 1, False)
+    def _held(self, values: Tensor) -> Tensor:
+        return values.to(self._device, self._dtype)

@@ -16,6 +16,7 @@ import torch
 
 from baton import failpoints
 from baton.engine import native
+from baton.engine.core.batch import AdapterRows
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.runner import Runner
 from baton.engine.kv.native import native_pool
@@ -65,12 +66,12 @@ class MultiStep:
         library = native.library()
         assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
         self._held = (model, pool)  # what the structs point at
-        self._bell, self._pool = bell, native_pool(pool)
+        self._bell, self._pool, self._adapters = bell, native_pool(pool), model.fused.adapters
         self._decoder = _Decoder(
             model.fused.address, model.fused.num_layers, norm_address(model), head_address(model),
             table_address(model), model.spec.embedding_scale, model.spec.logit_scale,
         )  # fmt: skip
-        arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
+        arguments = (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
         self._run = library.function("baton_decode", *arguments, restype=_INT)
 
     @classmethod
@@ -116,10 +117,12 @@ class MultiStep:
             place.row = native_row(row, changed, num_changed)
             if row.params.has_penalties:
                 place.row.changes = changed.ctypes.data
+        adapters = [AdapterRows(row, row + 1, seq.group.adapter) for row, (seq, _, _) in enumerate(slices)]
+        adapted = self._adapters.rows([rows for rows in adapters if rows.adapter is not None])
         drawn = (_INT * (num_seqs * num_steps))()
         num_done = self._run(
-            ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, num_steps, self._bell,
-            BUDGET_NS, drawn, torch.get_num_threads(),
+            ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, adapted,
+            len(adapted), num_steps, self._bell, BUDGET_NS, drawn, torch.get_num_threads(),
         )  # fmt: skip
         firsts = range(0, num_seqs * num_steps, num_steps)
         return [
@@ -142,7 +145,7 @@ def compute(
 def _most_steps(seq: Sequence, num_tokens: int) -> int:
     """Return how many steps a sequence may take before the host has to look at it; `num_tokens`: of its slice."""
     group, request = seq.group, seq.group.request
-    if num_tokens != 1 or not group.prefilled or group.adapter is not None:
+    if num_tokens != 1 or not group.prefilled:
         return 1
     if request.constraint is not None or request.sampling.logprobs is not None:
         return 1

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.lora_folder import LoraFolder
-from baton.engine.adapters.low_rank import LowRanks
+from baton.engine.adapters.low_rank import ComposedLowRank, LowRanks
+from baton.engine.adapters.native_low_rank import NativeLowRank
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import NativeAttention
 from baton.engine.core.batch import AdapterRows, ForwardBatch
@@ -26,7 +27,7 @@ from baton.engine.layers.rope import Rope
 from baton.engine.layers.temperature import Temperature
 from baton.engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from baton.engine.models.experts import MakeRouter
-from baton.engine.models.fused import fuse
+from baton.engine.models.fused import FusedLayers, fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
 from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks
@@ -127,7 +128,8 @@ class Model:
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
         """Make an adapter ready to be applied. Raises ModelError for one of another base."""
-        low_ranks = LowRanks(lora, self._make, self.dtype, self.device)
+        make = NativeLowRank if self.layers_name == FusedLayers.name else partial(ComposedLowRank, self._make)
+        low_ranks = LowRanks(lora, make, self.dtype, self.device)
         layers = tuple(read_low_ranks(self.spec, index, low_ranks) for index in range(self.spec.num_layers))
         lora.check_all_read()
         return Adapter(name, lora.identity, layers)

@@ -2,14 +2,12 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import Array
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from baton.engine import native
-from baton.engine.adapters.adapters import Adapter
+from baton.engine.adapters.native_low_rank import NativeAdapters
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import KINDS, NativeAttention
 from baton.engine.core.batch import ForwardBatch
@@ -99,18 +97,6 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _LowRank(ctypes.Structure):
-    """`LowRank` of native/layers/fused.h."""
-
-    _fields_ = [("down", _POINTER), ("up", _POINTER)]
-
-
-class _AdapterRows(ctypes.Structure):
-    """`AdapterRows` of native/layers/fused.h."""
-
-    _fields_ = [("begin", _INT), ("end", _INT), ("layers", _POINTER)]
-
-
 class FusedLayers:
     """The layers of one model as the kernel takes them. Rows are independent of what shares their batch."""
 
@@ -147,7 +133,7 @@ class FusedLayers:
             ranks=None if collectives is None else collectives.address,
             num_kv_heads=spec.num_kv_heads,
         )
-        self._low_ranks: WeakKeyDictionary[Adapter, Array] = WeakKeyDictionary()
+        self.adapters = NativeAdapters()
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT, restype=_INT)
         self._norm = library.function("baton_norm", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)
@@ -192,9 +178,7 @@ class FusedLayers:
         `on_layer(layer)` is called as each layer's KV is there, at the end of that layer.
         """
         plan = self._attention.plan(batch, pool)
-        adapters = (_AdapterRows * len(batch.adapters))(
-            *((begin, end, self._table_of(adapter)) for begin, end, adapter in batch.adapters)
-        )
+        adapters = self.adapters.rows(batch.adapters)
         step = _Step(
             pool=ctypes.addressof(plan.pool),
             seqs=plan.address,
@@ -215,14 +199,6 @@ class FusedLayers:
             check(self._run(model, where, layer, layer + 1))
             on_layer(layer)
         return x
-
-    def _table_of(self, adapter: Adapter) -> int:
-        """Return the address of an adapter's pairs, [layers][_LINEARS], as long as it lives."""
-        if (table := self._low_ranks.get(adapter)) is None:
-            pairs = [layer.get(name) for layer in adapter.layers for name in _LINEARS]
-            structs = [_LowRank() if pair is None else _LowRank(*map(_address, (pair.down, pair.up))) for pair in pairs]
-            table = self._low_ranks[adapter] = (_LowRank * len(structs))(*structs)
-        return ctypes.addressof(table)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of rows x [R, hidden_size], contiguous."""

@@ -73,9 +73,10 @@ def test_equal_to_merged_weights(tmp_path, name, options):
     [
         dict(rank=64, use_rslora=True),
         dict(rank=256, alpha=32),
+        dict(rank=5, alpha=3),
         dict(rank=8, rank_pattern={"layers.1.self_attn.q_proj": 16}, alpha_pattern={"v_proj": 4}),
     ],
-    ids=["rslora", "256", "patterns"],
+    ids=["rslora", "256", "5", "patterns"],
 )
 def test_ranks_and_scales(tmp_path, options):
     model = make_folder(tmp_path / "base", "llama3", hidden_size=64)

@@ -15,7 +15,7 @@ from baton.engine.engine import Engine
 from baton.engine.execute import multi_step
 from baton.engine.schedule.inbox import Stop
 from tests.engine.sampling.sample_rows import any_params
-from tests.support.engine.folders import make_folder, save_tiny
+from tests.support.engine.folders import make_adapter, make_folder, save_tiny
 from tests.support.engine.toys import Collector, make_request, run
 
 VOCAB = 256
@@ -97,6 +97,22 @@ def test_families_as_single_steps(tmp_path, family):
     single._multi_step = None
     requests = [make_request(str(n), [n + 3, 7, 9], 30, temperature=n / 2, seed=n, named=False) for n in range(3)]
     check_alike(several, single, requests)
+
+
+def test_adapters_as_single_steps(tmp_path):
+    """Rows of two adapters, which take turns, and of none."""
+    model = make_folder(tmp_path / "base", "llama3", hidden_size=64)
+    for seed, name in enumerate("ab"):
+        make_adapter(tmp_path / name, model, ["q_proj", "down_proj"], seed=seed)
+    adapter = tuple(f"{name}={tmp_path / name}" for name in "ab")
+    engines = [load(tmp_path / "base", is_single, adapter=adapter, dtype="fp32") for is_single in (False, True)]
+    known = engines[0].adapters.listed()
+    named = [known["a"], known["b"], b"", known["a"], known["b"]]
+    requests = [make_request(str(n), [n + 3, 7, 9], 30, named=False, adapter=each) for n, each in enumerate(named)]
+    check_alike(*engines, requests)
+    engines[0].submit(make_request("alone", [3, 7, 9], 30, named=False, adapter=known["a"]))
+    engines[0].step()
+    assert len(engines[0].step()[0].token_ids) == 8
 
 
 def test_a_call_takes_several_steps_and_ends_with_the_first_sequence(folder):

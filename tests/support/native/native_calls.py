@@ -178,6 +178,25 @@ def _layers_and_drafts() -> None:
                 engine.step()
 
 
+def _adapters() -> None:
+    import tempfile
+
+    from tests.support.bare import load_engine
+    from tests.support.engine.folders import make_adapter, make_folder
+    from tests.support.engine.toys import make_request
+
+    with tempfile.TemporaryDirectory() as folder:
+        base, adapter = Path(folder) / "base", Path(folder) / "a"
+        make_adapter(adapter, make_folder(base, "llama3", hidden_size=64), ["q_proj", "v_proj", "down_proj"], rank=6)
+        for dtype in ("fp32", "bf16"):
+            engine = load_engine(base, num_blocks=32, dtype=dtype, adapter=(f"a={adapter}",))
+            for name, identity in (("adapted", engine.adapters.listed()["a"]), ("plain", b"")):
+                request = make_request(name, [3, 7, 9], 4, named=False, adapter=identity, logprobs=0)
+                engine.submit(request)  # logprobs: step by step
+            for _ in range(3):
+                engine.step()
+
+
 def _copies_and_digests() -> None:
     from baton.worker.kv.native_digests import NativeMemoryKernels
 
@@ -194,7 +213,9 @@ def _copies_and_digests() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    calls = record(lambda: [work() for work in (_linears, _attention, _layers_and_drafts, _copies_and_digests)])
+    calls = record(
+        lambda: [work() for work in (_linears, _attention, _layers_and_drafts, _adapters, _copies_and_digests)]
+    )
     Path(sys.argv[1]).write_bytes(b"".join(calls))
     print(len(calls), "calls by", build.library().tier.name)
 

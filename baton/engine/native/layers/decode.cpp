@@ -74,10 +74,11 @@ int64_t now_ns() {
 using namespace baton;
 
 // Return how many steps were done, at most num_steps and at least one: none begins behind one that has ended a sequence,
-// while *bell is not 0, or that would likely end more than budget_ns after the first began. drawn [num_seqs][num_steps].
+// while *bell is not 0, or that would likely end more than budget_ns after the first began. A sequence is a row, also of
+// adapters; drawn [num_seqs][num_steps].
 extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decoding* seqs, int64_t num_seqs,
-                                int64_t num_steps, const volatile int32_t* bell, int64_t budget_ns, int64_t* drawn,
-                                int64_t num_threads) {
+                                const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
+                                const volatile int32_t* bell, int64_t budget_ns, int64_t* drawn, int64_t num_threads) {
   static thread_local std::vector<char> memory;
   static thread_local std::vector<int64_t> token_ids, positions, slots, ended;
   static thread_local std::vector<Sequence> slices;
@@ -101,7 +102,8 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
     }
     embed(decoder->table, *decoder->head, model.hidden_size, bytes, num_seqs, token_ids.data(), x);
     if (decoder->embedding_scale != 1) scale_rows(kind, decoder->embedding_scale, num_seqs * model.hidden_size, x);
-    const Step now{pool, slices.data(), num_seqs, positions.data(), slots.data(), num_seqs, num_threads, x, nullptr, 0};
+    const Step now{pool, slices.data(), num_seqs,    positions.data(), slots.data(), num_seqs,
+                   num_threads, x, adapters, num_adapters};
     baton_layers(&model, &now, 0, decoder->num_layers);
     baton_norm(&model, x, decoder->norm, x, num_seqs, num_threads);
     baton_linear(decoder->head, x, nullptr, logits, num_seqs, num_threads);

@@ -115,29 +115,6 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   });
 }
 
-// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows.
-void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
-  thread_local std::vector<char> memory;
-  const int64_t width = model.kind == FP32 ? 4 : 2;
-  for (int64_t i = 0; i < step.num_adapters; i++) {
-    const AdapterRows& of = step.adapters[i];
-    const LowRank& pair = of.layers[index * NUM_ADAPTED + which];
-    if (!pair.down) continue;
-    const int64_t rows = of.end - of.begin, rank = pair.down->num_out, size = pair.up->num_out;
-    char* narrow = scratch(memory, (rows * (rank + size)) * width + 64);
-    char* added = narrow + (rows * rank * width + 63) / 64 * 64;
-    const char* from = (const char*)x + of.begin * pair.down->num_in * width;
-    baton_linear(pair.down, from, nullptr, narrow, rows, step.num_threads);
-    baton_linear(pair.up, narrow, nullptr, added, rows, step.num_threads);
-    char* to = (char*)y + of.begin * size * width;
-    const bool parallel = step.num_threads > 1 && rows * size > SERIAL_ELEMENTS;
-#pragma omp parallel for schedule(static) num_threads(step.num_threads) if (parallel)
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t at = row * size; at < (row + 1) * size; at += 16)
-        write16(model.kind, to, at, read16(model.kind, to, at) + read16(model.kind, added, at));
-  }
-}
-
 // x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`. False: a rank is lost.
 bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x, char* wide, char* narrow, void* to) {
   const Layer& layer = model.layers[index];

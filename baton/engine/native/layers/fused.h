@@ -52,14 +52,24 @@ struct Model {
   Ranks* ranks;          // that have a part of every layer each; null: one has all
   int64_t num_kv_heads;  // of all ranks: with fewer than ranks, several have the same one
 };
+// The rows of up that are one module's, among those whose inputs are the same.
+struct Up {
+  const void* values;          // [num_out / 16][rank][16] of the model's kind
+  int64_t first_out, num_out;  // multiples of 16
+  int64_t first_rank, rank;    // of down, that it multiplies
+};
 // What an adapter adds to a linear layer: up (down x). No `down`: nothing.
 struct LowRank {
-  const Linear *down, *up;
+  const void* down;  // [rank][num_in], of all modules one above the other
+  const Up* ups;
+  int64_t num_ups, rank;
+  int64_t num_in, num_out;  // of a row of x and of y; multiples of 16
 };
 enum Adapted : int64_t { QKV = 0, OUTPUT = 1, GATE_UP = 2, DOWN = 3, NUM_ADAPTED = 4 };
-// Rows [begin, end) of a step to which one adapter adds.
+// Rows of a step to which one adapter adds.
 struct AdapterRows {
-  int64_t begin, end;
+  const int64_t* rows;
+  int64_t num_rows;
   const LowRank* layers;  // [layers][NUM_ADAPTED]
 };
 struct Step {
@@ -99,6 +109,9 @@ bool part_of_sum(const Model& model, const Step& step, const Linear* linear, con
 // x times a weight of which ranks may have some inputs each -> to, whole sums of the model's kind. False: a rank is lost.
 bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
                 void* to);
+
+// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows.
+void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y);
 
 // Of step's rows x, normed, [num_tokens][hidden_size] -> to, of the same kind. False: a rank is lost.
 bool mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to);

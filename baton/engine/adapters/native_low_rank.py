@@ -1,0 +1,87 @@
+"""Adapters as native kernels apply them to the rows of a step (native/layers/low_rank.cpp)."""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import Array
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from baton.engine.adapters.adapters import Adapter
+from baton.engine.adapters.low_rank import LowRank
+from baton.engine.core.batch import AdapterRows
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_LINEARS = ("qkv", "output", "gate_up", "down")  # as `Adapted` of native/layers/fused.h numbers them
+_VECTOR = 16  # outputs
+
+
+class _Up(ctypes.Structure):
+    """`Up` of native/layers/fused.h."""
+
+    _fields_ = [("values", _POINTER), *((name, _INT) for name in ("first_out", "num_out", "first_rank", "rank"))]
+
+
+class _LowRank(ctypes.Structure):
+    """`LowRank` of native/layers/fused.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("down", "ups")),
+        *((name, _INT) for name in ("num_ups", "rank", "num_in", "num_out")),
+    ]
+
+
+class _AdapterRows(ctypes.Structure):
+    """`AdapterRows` of native/layers/fused.h."""
+
+    _fields_ = [("rows", _POINTER), ("num_rows", _INT), ("layers", _POINTER)]
+
+
+class NativeLowRank(LowRank):
+    """The pairs of one linear layer; B in vectors of outputs."""
+
+    def __init__(self, down: Tensor, ups: Sequence[Tensor]):
+        """Sizes of inputs and outputs are multiples of 16."""
+        self._down, self._ups, structs = down.contiguous(), [], []
+        first_out = first_rank = 0
+        for up in ups:
+            num_out, rank = up.shape
+            if rank:
+                values = up.view(-1, _VECTOR, rank).transpose(1, 2).contiguous()
+                self._ups.append(values)
+                structs.append(_Up(values.data_ptr(), first_out, num_out, first_rank, rank))
+            first_out, first_rank = first_out + num_out, first_rank + rank
+        self._structs = (_Up * len(structs))(*structs)
+        ups_at = ctypes.addressof(self._structs)
+        self.struct = _LowRank(self._down.data_ptr(), ups_at, len(structs), *down.shape, first_out)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in (self._down, *self._ups))
+
+
+class NativeAdapters:
+    """The adapters of one model as structs."""
+
+    def __init__(self) -> None:
+        self._tables: WeakKeyDictionary[Adapter, Array] = WeakKeyDictionary()
+        self._rows: dict[Adapter, array] = {}
+
+    def rows(self, adapters: Sequence[AdapterRows]) -> Array:
+        """Return the structs of a step, one for each adapter wherever its rows lie: good until the next
+        step's are asked for."""
+        rows: dict[Adapter, array] = {}
+        for begin, end, adapter in adapters:
+            rows.setdefault(adapter, array("q")).extend(range(begin, end))
+        structs = [_AdapterRows(own.buffer_info()[0], len(own), self._table(each)) for each, own in rows.items()]
+        self._rows = rows  # what the structs point at
+        return (_AdapterRows * len(structs))(*structs)
+
+    def _table(self, adapter: Adapter) -> int:
+        """Return the address of an adapter's pairs, [layers][_LINEARS], as long as it lives."""
+        if (table := self._tables.get(adapter)) is None:
+            pairs = [layer.get(name) for layer in adapter.layers for name in _LINEARS]
+            structs = [pair.struct if isinstance(pair, NativeLowRank) else _LowRank() for pair in pairs]
+            table = self._tables[adapter] = (_LowRank * len(structs))(*structs)
+        return ctypes.addressof(table)
