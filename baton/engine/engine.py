@@ -153,8 +153,7 @@ class Engine:
     def start_line(self) -> str:
         """Return the choices made at start, in one line."""
         backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
-        mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
-        states = ""
+        mebibytes, states = self.num_blocks * self.layout.block_bytes / (1 << 20), ""
         if self.pool.states is not None:
             each = self.layout.state_bytes / (1 << 20)
             states = f", {len(self.pool.states)} states of {each:.1f} MiB"
@@ -214,6 +213,7 @@ class Engine:
             tokens_per_s=self._rate.per_s(),
             num_draft_tokens=sum(sum(counts.proposed) for counts in self.speculator.counts.values()),
             num_accepted_tokens=sum(sum(counts.accepted) for counts in self.speculator.counts.values()),
+            ready_adapters=self.adapters.told_ready,
         )
 
     def check_integrity(self) -> None:

@@ -555,7 +555,7 @@ class StepOutput(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., key_index: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., first_index: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., finish_reason: _Optional[_Iterable[_Union[_inference_pb2.FinishReason, str]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder", "num_draft_tokens", "num_accepted_tokens", "core_wait", "tables", "wall_time_ns", "beat_sent_ns", "beat_held_ns")
+    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder", "num_draft_tokens", "num_accepted_tokens", "ready_adapters", "core_wait", "tables", "wall_time_ns", "beat_sent_ns", "beat_held_ns")
     class TablesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +574,7 @@ class Load(_message.Message):
     BLOCKS_BY_HOLDER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READY_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     CORE_WAIT_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     WALL_TIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -590,12 +591,13 @@ class Load(_message.Message):
     blocks_by_holder: _containers.RepeatedScalarFieldContainer[int]
     num_draft_tokens: int
     num_accepted_tokens: int
+    ready_adapters: _containers.RepeatedScalarFieldContainer[bytes]
     core_wait: float
     tables: _containers.ScalarMap[str, int]
     wall_time_ns: int
     beat_sent_ns: int
     beat_held_ns: int
-    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., core_wait: _Optional[float] = ..., tables: _Optional[_Mapping[str, int]] = ..., wall_time_ns: _Optional[int] = ..., beat_sent_ns: _Optional[int] = ..., beat_held_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., ready_adapters: _Optional[_Iterable[bytes]] = ..., core_wait: _Optional[float] = ..., tables: _Optional[_Mapping[str, int]] = ..., wall_time_ns: _Optional[int] = ..., beat_sent_ns: _Optional[int] = ..., beat_held_ns: _Optional[int] = ...) -> None: ...
 
 class BlockEvents(_message.Message):
     __slots__ = ("epoch", "seq", "snapshot", "sealed", "evicted", "touched")

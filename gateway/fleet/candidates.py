@@ -186,7 +186,15 @@ class Candidates:
             min(link.promised, default=None),
             link.recent.share(at),
             link.rates.pace(at),
+            _lacks_adapter(load, request),
         )
+
+
+def _lacks_adapter(load: pb.Load, request: RoutingRequest | None) -> bool:
+    """Return whether a worker, which says which adapters are ready, does not name the one that the request does."""
+    if request is None or not request.adapter:
+        return False
+    return bool(load.ready_adapters) and request.adapter not in load.ready_adapters
 
 
 def _waiting(link: WorkerLink, request: RoutingRequest | None) -> int:

@@ -77,7 +77,7 @@ class Pipeline:
             await self._supersede(checked.key_id)
         if checked.key_id in self.admission.request_ids:
             raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
-        reservation = self.admission.enter(checked.key_id, record.tenant, checked.sampling.n)
+        reservation = self.admission.enter(checked.key_id, record.tenant, checked.sampling.n, model.name)
         try:
             await self._serve(checked, model, deadline, record, emit, reservation)
         finally:
@@ -177,7 +177,14 @@ class Pipeline:
         num_tokens, promised = record.num_prompt_tokens, self._promised(checked)
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
         record.routing_request = RoutingRequest(
-            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant, _features(checked)
+            num_tokens,
+            num_tokens + max_tokens,
+            num_output,
+            promised,
+            num_choices,
+            record.tenant,
+            _features(checked),
+            checked.adapter,
         )
         self.fleet.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
@@ -193,9 +200,9 @@ class Pipeline:
         first = record.checked = batch.prompts[0]
         if first.key_id in self.admission.request_ids:
             raise AlreadyExists(f"request_id {first.request_id} is in use", reason="REQUEST_ID_IN_USE")
-        most = self.admission.quotas.max_concurrent(record.tenant)
+        most = self.admission.quotas.max_concurrent(record.tenant, model.name)
         num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
-        reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once), []
+        reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
         try:
             readings = await self._readings(batch, model, deadline, record, reservation)
             done = await read_all(readings, num_at_once)
@@ -236,7 +243,14 @@ class Pipeline:
                 parts,
                 pooled_spec(checked, ids, batch.pooling, mark, traceparent),
                 RoutingRequest(
-                    len(ids), len(ids), 0.0, promised, 1, record.tenant, frozenset((POOLING,)) | _features(checked)
+                    len(ids),
+                    len(ids),
+                    0.0,
+                    promised,
+                    1,
+                    record.tenant,
+                    frozenset((POOLING,)) | _features(checked),
+                    checked.adapter,
                 ),
                 record.queued._replace(num_tokens=len(ids)),
                 prompt_digest(record.tenant, ids),
@@ -254,7 +268,7 @@ class Pipeline:
     ) -> Sequence[int]:
         """Return the token ids; the call is bounded, counted and paid for like a prompt. Raises BatonError."""
         text, _, messages = check_input(request, model)
-        with self._counted(tenant, request.ByteSize()) as reservation:
+        with self._counted(tenant, model, request.ByteSize()) as reservation:
             try:
                 token_ids = await self.text.encode(text, None, messages, model.context, tenant, deadline)
             except InvalidRequest:
@@ -269,15 +283,15 @@ class Pipeline:
         check_num_tokens(len(token_ids), model, "token_ids")
         if token_ids:
             check_token_ids(token_ids, model.vocab_size, "token_ids")
-        with self._counted(tenant, len(token_ids)):
+        with self._counted(tenant, model, len(token_ids)):
             return await self.text.decode(token_ids, tenant, deadline)
 
     @contextmanager
-    def _counted(self, tenant: str, num_tokens: int) -> Iterator[Reservation]:
+    def _counted(self, tenant: str, model: ServedModel, num_tokens: int) -> Iterator[Reservation]:
         """Count a call that no worker sees as a request. It pays for `num_tokens`, no fewer than it has, unless it
         settles before: a client that hangs up leaves work behind. Raises Overloaded."""
         key_id = f"text.{next(self._num_texts)}"  # no request's
-        reservation = self.admission.enter(key_id, tenant)
+        reservation = self.admission.enter(key_id, tenant, model=model.name)
         try:
             reservation.reserve(num_tokens, now())
             yield reservation

@@ -86,14 +86,14 @@ class AdmissionControl:
         self.request_ids: dict[str, str] = {}  # and whose they are
         self._num = Counter[str]()  # by tenant
 
-    def enter(self, request_id: str, tenant: str, num_choices: int = 1) -> Reservation:
-        """Admit a request; return what is set aside of its tenant's quota. The caller has checked that the id is free,
+    def enter(self, request_id: str, tenant: str, num_choices: int = 1, model: str = "") -> Reservation:
+        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that the id is free,
         and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
         if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
             message = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
-        reservation = self.quotas.enter(tenant, now(), num_choices)
+        reservation = self.quotas.enter(tenant, now(), num_choices, model)
         self.request_ids[request_id] = tenant
         self._num[tenant] += 1
         return reservation

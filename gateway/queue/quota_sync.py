@@ -1,7 +1,7 @@
 """Share the usage of tenants among all gateways on one Redis: each writes its counts, and adds those of the others.
 
     baton:gateways       sorted set of gateways; the score is when it expires, in seconds by the clock of Redis
-    baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}, expires
+    baton:usage:<hex>    {tenant, or tenant@digest of a model's name: [choices that run, tokens reserved and returned since its start, tokens left]}, expires
 
 No request waits for it, so what one gateway admits the others count up to 2 x PERIOD_S later. Until then each admits
 what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, and one
@@ -13,6 +13,7 @@ TTL_S and count alone: a tenant then has as many quotas as there are such parts.
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping
 
 from baton.service.clock import now
@@ -25,10 +26,11 @@ from gateway.store.redis_client import make_client, words_of
 NAME = "baton:gateways"
 TTL_S = 5
 PERIOD_S = 0.25
-_MAX_BYTES = 32 << 10  # of one value: MAX_COUNTED tenants
+_MAX_BYTES = 48 << 10  # of one value: MAX_COUNTED tenants
 _MAX_GATEWAYS = 64
 _NAMES = "?" * 32  # other names do not even travel: Redis compares
 _MOST = 1 << 53
+_USAGE = re.compile(f"{TENANT.pattern}(@[0-9a-f]{{16}})?")
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def read_counts(value: object) -> dict[str, UsageCounts]:
 
 
 def _is_good(tenant: str, numbers: object) -> bool:
-    if not TENANT.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(UsageCounts._fields):
+    if not _USAGE.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(UsageCounts._fields):
         return False
     *counts, balance = numbers
     if not all(type(count) is int and 0 <= count <= _MOST for count in counts):

@@ -1,11 +1,12 @@
-"""Quotas of tenants: tokens a second, prompts and answers together, and choices at once; through this gateway, and
-where gateways share their counts, through all (quota_sync.py)."""
+"""Quotas of tenants, of all their requests and of those of one model: tokens a second, prompts and answers together, and
+choices at once; through this gateway, and where gateways share their counts, through all (quota_sync.py)."""
 
+import hashlib
 import heapq
 import logging
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ OTHERS = "default"  # the table of all tenants that have none of their own
 _BURST_S = 10.0  # of its rate, where the file gives no burst
 _RETRY_AFTER_S = 0.5
 _FIELDS = ("tokens_per_s", "burst_tokens", "concurrent_requests", "max_priority")
+_OF_A_MODEL = ("tokens_per_s", "burst_tokens", "concurrent_requests")
 _INTEGERS = ("concurrent_requests", "max_priority")
 _LOOK_S = 1.0  # between two looks at the file, and for tenants that are idle
 MAX_COUNTED = 256  # tenants that one gateway tells others of
@@ -47,22 +49,39 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
         concurrent_requests = 32    # a request with n = 8 counts as 8
         max_priority = 5            # 0 when it is left out
 
-    Raises ValueError, one line."""
+        [default.models.chat]       # of these, for requests of one model
+        tokens_per_s = 5000
+
+    By the name of their usage. Raises ValueError, one line."""
     if path is None:
         return {}
     try:
         tables = tomllib.loads(path.read_text())
-        return {name: _quota(name, table) for name, table in tables.items()}
+        found = {}
+        for name, table in tables.items():
+            models = table.pop("models", {}) if isinstance(table, dict) else {}
+            if not isinstance(models, dict):
+                raise ValueError(f"[{name}] models is not a table: write [{name}.models.NAME] and its lines")
+            found[name] = _quota(name, table, _FIELDS)
+            for model, own in models.items():
+                found[usage_name(name, model)] = _quota(f"{name}.models.{model}", own, _OF_A_MODEL)
+        return found
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _quota(name: str, table: object) -> Quota:
+def usage_name(tenant: str, model: str = "") -> str:
+    """Return what the usage of a tenant is counted under, or of a tenant's requests of one model: no longer than tenants'
+    names, whatever the model's is."""
+    return f"{tenant}@{hashlib.sha256(model.encode()).hexdigest()[:16]}" if model else tenant
+
+
+def _quota(name: str, table: object, known: Sequence[str]) -> Quota:
     if not isinstance(table, dict):
-        raise ValueError(f"{name} is not a table: write [{name}] and a line for each of {', '.join(_FIELDS)}")
+        raise ValueError(f"{name} is not a table: write [{name}] and a line for each of {', '.join(known)}")
     for field, value in table.items():
-        if field not in _FIELDS:
-            raise ValueError(f"[{name}] {field} is not one of {', '.join(_FIELDS)}")
+        if field not in known:
+            raise ValueError(f"[{name}] {field} is not one of {', '.join(known)}")
         kinds = int if field in _INTEGERS else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
             raise ValueError(f"[{name}] {field} = {value!r}: a number over 0 is needed")
@@ -83,14 +102,15 @@ class UsageCounts(NamedTuple):
 
 
 class Usage:
-    """The remaining quota of one tenant: a bucket that fills at its rate. A request takes the most that it can use and
+    """The remaining quota of one tenant, or of one for a model: a bucket that fills at its rate. A request takes the most that it can use and
     gives back what it did not use; the balance may fall below zero by one request, and is waited out."""
 
-    __slots__ = ("quota", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
+    __slots__ = ("quota", "whose", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
-    def __init__(self, quota: Quota, at: float, num_counted: int = 0):
-        """`num_counted`: where its counts begin."""
+    def __init__(self, quota: Quota, at: float, num_counted: int = 0, model: str = ""):
+        """`num_counted`: where its counts begin; `model`: whose requests it is about, empty: all."""
         self.quota, self.num_running = quota, 0
+        self.whose = f"of {model} " if model else ""
         self.num_reserved = self.num_returned = num_counted
         # Gateway -> its latest counts, and how many tokens of them were taken here.
         self.elsewhere: dict[str, tuple[UsageCounts, int]] = {}
@@ -152,32 +172,36 @@ class Usage:
 
 
 class Reservation:
-    """The part of its tenant's quota that one request has set aside, from its entry to its end."""
+    """The part of its tenant's quotas that one request has set aside, from its entry to its end."""
 
-    __slots__ = ("_usage", "_num_choices", "_num_tokens")
+    __slots__ = ("_usages", "_num_choices", "_num_tokens")
 
-    def __init__(self, usage: Usage, num_choices: int):
-        self._usage, self._num_choices, self._num_tokens = usage, num_choices, 0
-        usage.num_running += num_choices
+    def __init__(self, usages: Sequence[Usage], num_choices: int):
+        self._usages, self._num_choices, self._num_tokens = usages, num_choices, 0
+        for usage in usages:
+            usage.num_running += num_choices
 
     def reserve(self, num_tokens: int, at: float) -> None:
         """Reserve the most that the request can use, once that is known. Raises Overloaded if others have used up the
         quota meanwhile."""
-        _check_balance(self._usage, at)
-        self._usage.take(num_tokens, at)
+        for usage in self._usages:
+            _check_balance(usage, at)
+        for usage in self._usages:
+            usage.take(num_tokens, at)
         self._num_tokens += num_tokens
 
     def settle(self, num_used: int, at: float) -> None:
         """Give back all but `num_used` tokens. Only the first call counts."""
-        self._usage.give_back(max(0, self._num_tokens - num_used), at)
-        self._usage.num_running -= self._num_choices
+        for usage in self._usages:
+            usage.give_back(max(0, self._num_tokens - num_used), at)
+            usage.num_running -= self._num_choices
         self._num_choices = self._num_tokens = 0
 
 
 def _check_balance(usage: Usage, at: float) -> None:
     rate = usage.quota.tokens_per_s
     if rate is not None and (balance := usage.balance(at)) <= 0:
-        message = f"the tenant has used up its quota of {rate:g} tokens_per_s"
+        message = f"the tenant has used up its quota {usage.whose}of {rate:g} tokens_per_s"
         message += ", including what its running requests may still use"
         raise Overloaded(message, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
 
@@ -197,30 +221,37 @@ class Quotas:
         """Return the quotas of a TOML file, which is read again when it changes. Raises ValueError, one line."""
         return cls(read_quotas(path), path)
 
-    def quota(self, tenant: str) -> Quota:
-        """Return its own, or that of all others."""
-        return self._table.get(tenant) or self._table.get(OTHERS) or Quota()
+    def quota(self, tenant: str, model: str = "") -> Quota:
+        """Return its own, or that of all others; for requests of one model where that is given."""
+        own = tenant if tenant in self._table else OTHERS
+        return self._table.get(usage_name(own, model), Quota())
 
-    def max_concurrent(self, tenant: str) -> int | None:
-        """Return how many choices this tenant may have running; None: it has no quota of that."""
-        return self.quota(tenant).concurrent_requests
+    def max_concurrent(self, tenant: str, model: str = "") -> int | None:
+        """Return how many choices this tenant may have running, of a model where that is given; None: it has no quota of
+        that."""
+        bounds = (self.quota(tenant).concurrent_requests, self.quota(tenant, model).concurrent_requests)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
-    def enter(self, tenant: str, at: float, num_choices: int = 1) -> Reservation:
-        """Return the reservation of one more request, to be settled in the end. Raises Overloaded, which names the
-        quota, and InvalidRequest for more choices than the tenant may ever have."""
+    def enter(self, tenant: str, at: float, num_choices: int = 1, model: str = "") -> Reservation:
+        """Return the reservation of one more request of a model, to be settled in the end. Raises Overloaded, which names
+        the quota, and InvalidRequest for more choices than the tenant may ever have."""
         if at - self._looked_at >= _LOOK_S:
             self._looked_at = at
             self._read_again()
             self._drop_idle(at)
-        usage = self._of(tenant, at)
-        most = usage.quota.concurrent_requests
-        if most is not None and num_choices > most:
-            raise InvalidRequest("sampling.n", f"is {num_choices}, and concurrent_requests of this tenant is {most}")
-        if most is not None and usage.num_running + usage.num_elsewhere + num_choices > most:
-            message = f"the tenant has {most} choices running, its quota of concurrent_requests"
-            raise Overloaded(message, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
-        _check_balance(usage, at)
-        return Reservation(usage, num_choices)
+        usages = [self._of(tenant, at)]
+        if model and self.quota(tenant, model).is_bounded:
+            usages.append(self._of(tenant, at, model))
+        for usage in usages:
+            most = usage.quota.concurrent_requests
+            if most is not None and num_choices > most:
+                message = f"is {num_choices}, and concurrent_requests {usage.whose}of this tenant is {most}"
+                raise InvalidRequest("sampling.n", message)
+            if most is not None and usage.num_running + usage.num_elsewhere + num_choices > most:
+                message = f"the tenant has {most} choices {usage.whose}running, its quota of concurrent_requests"
+                raise Overloaded(message, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
+            _check_balance(usage, at)
+        return Reservation(usages, num_choices)
 
     # ---- with other gateways ----
 
@@ -247,11 +278,11 @@ class Quotas:
 
     # ---- the table ----
 
-    def _of(self, tenant: str, at: float) -> Usage:
-        quota = self.quota(tenant)
-        if (usage := self._usage.get(tenant)) is None:
-            usage = self._usage[tenant] = Usage(quota, at, self._num_counted)
-            self._note(tenant, usage, at)
+    def _of(self, tenant: str, at: float, model: str = "") -> Usage:
+        quota, name = self.quota(tenant, model), usage_name(tenant, model)
+        if (usage := self._usage.get(name)) is None:
+            usage = self._usage[name] = Usage(quota, at, self._num_counted, model)
+            self._note(name, usage, at)
         usage.adopt(quota, at)
         return usage
 

@@ -31,6 +31,7 @@ _HERE_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
 _NUM_PULLED_FROM = 3  # holders that are priced as a source, the longest prefixes first
 # The weight of a second beyond what a class was promised, of this request or of one that runs.
 _LATE = 4.0
+_ADAPTER_S = 0.1  # to make an adapter ready, in place of another
 _FULL_S = 10.0  # a worker that has no room would refuse: any other first
 Item = TypeVar("Item")
 
@@ -63,6 +64,7 @@ class Candidate(NamedTuple):
     tightest_tpot_s: float | None = None  # promised to those that run there
     share: float = 0.0  # of its time that it worked recently
     pace: LinearCost = LinearCost()
+    lacks_adapter: bool = False  # holds the one that the request names, in no slot
 
 
 class RoutingRequest(NamedTuple):
@@ -76,6 +78,7 @@ class RoutingRequest(NamedTuple):
     num_choices: int = 1
     tenant: str = DEFAULT_TENANT
     features: frozenset[str] = frozenset()  # that its workers must have
+    adapter: bytes = b""  # identity of the one that it names
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +270,8 @@ def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
 
 def _reading_there(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
     """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
-    return _reading(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+    reading = _reading(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+    return reading._replace(cost_s=reading.cost_s + _ADAPTER_S * worker.lacks_adapter)
 
 
 def _best_pair(
@@ -328,7 +332,7 @@ def _writing_s(request: RoutingRequest, worker: Candidate) -> float:
     needed = request.num_tokens - worker.num_matched_tokens
     no_room = worker.num_free_tokens is not None and worker.num_free_tokens < needed
     no_place = worker.max_sequences is not None and num_beside >= worker.max_sequences
-    return cost_s + _FULL_S * (no_room or no_place)
+    return cost_s + _FULL_S * (no_room or no_place) + _ADAPTER_S * worker.lacks_adapter
 
 
 def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:

@@ -111,6 +111,11 @@ class Adapters:
         with self._lock:
             return list(self._ready)
 
+    @property
+    def told_ready(self) -> tuple[bytes, ...]:
+        """The identities of those in slots; none where slots have no bound, and each is ready."""
+        return () if self._num_slots is None else tuple(self.ready)
+
     def _copy(self, identity: bytes) -> tuple[str, LoraFolder] | None:
         return next((each for each in self._copies.items() if each[1].identity == identity), None)
 

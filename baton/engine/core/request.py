@@ -188,3 +188,4 @@ class LoadReport:
     tokens_per_s: float
     num_draft_tokens: int = 0  # proposed and accepted since the start
     num_accepted_tokens: int = 0
+    ready_adapters: tuple[bytes, ...] = ()  # identities of those in slots; empty where slots have no bound

@@ -287,4 +287,5 @@ def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int], cor
         num_draft_tokens=report.num_draft_tokens,
         num_accepted_tokens=report.num_accepted_tokens,
         core_wait=core_wait,
+        ready_adapters=report.ready_adapters,
     )

@@ -176,7 +176,8 @@ def test_all_slots_in_use(folders):
     with pytest.raises(Refusal, match="adapter_slots"):
         engine.submit(make_request("second", PROMPT, 8, adapter=known["b"]))
     engine.check_integrity()
-    assert engine.adapters.ready == [known["a"]]
+    assert engine.load_report().ready_adapters == (known["a"],)
+    assert load(*folders).load_report().ready_adapters == (), "without a bound each is ready"
 
 
 def test_settings_that_are_refused(folders):

@@ -149,6 +149,16 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
     assert not registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long})
 
 
+def test_adapters_that_are_ready():
+    """A worker that names none has each ready that it holds."""
+    a, b = bytes(32), bytes([1]) * 32
+    ask = RoutingRequest(500, 501, adapter=a)
+    assert candidates._lacks_adapter(pb.Load(ready_adapters=[b]), ask)
+    assert not candidates._lacks_adapter(pb.Load(ready_adapters=[b, a]), ask)
+    assert not candidates._lacks_adapter(pb.Load(), ask)
+    assert not candidates._lacks_adapter(pb.Load(ready_adapters=[b]), RoutingRequest(500, 501))
+
+
 def test_prompts_of_others_wait_behind_ones_own():
     """Tenants take turns: of what another has waiting as much is ahead as one's own tenant has, and this prompt."""
     link = type("Link", (), {"load": pb.Load(num_waiting_tokens=90_000)})()

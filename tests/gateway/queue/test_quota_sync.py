@@ -108,6 +108,7 @@ async def test_gateways_that_do_not_see_each_other_count_alone(server, monkeypat
 
 GOOD = json.dumps({"a": [3, 10, 4, 400.0]}).encode()
 GARBAGE = [
+    b'{"a@": [1, 1, 1, 1]}', b'{"a@chat": [1, 1, 1, 1]}',
     b"", b"nothing", b"[]", b"3", b"null", b'{"a": 1}', b'{"a": [1]}', b'{"a": ["x", 1, 1, 1]}', b'{"a": [-1, 0, 0, 0]}',
     b'{"a": [1, NaN, 0, 0]}', b'{"a": [1, 1, 1, Infinity]}', b'{"a": [1, 1, 1, NaN]}', b'{"a b": [1, 1, 1, 1]}',
     b'{"a": [true, 1, 1, 1]}', b'{"a": [1, 1, 2, 1]}', b'{"a": [1.5, 1, 1, 1]}', b'{"a": {"b": 1}}', b"[" * 30_000,

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.service.errors import InvalidRequest, Overloaded
-from gateway.queue.quotas import Quota, Quotas, Reservation, UsageCounts, read_quotas
+from gateway.queue.quotas import Quota, Quotas, Reservation, UsageCounts, read_quotas, usage_name
 
 
 def refused(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
@@ -49,6 +49,44 @@ def test_tokens_a_second():
     assert error.retry_after_s == pytest.approx(1.01)  # 100 short, and one to go
     refused(quotas, "b", 1.9)
     quotas.enter("a", 2.1)
+
+
+def test_one_model_beside_all(tmp_path):
+    """Requests of a bounded model use up its quota and the tenant's, others the tenant's alone."""
+    path = tmp_path / "quotas.toml"
+    path.write_text("[a]\ntokens_per_s = 100\n[a.models.'my chat']\nconcurrent_requests = 2\ntokens_per_s = 10\n")
+    quotas = Quotas.read(path)
+    first, second = (quotas.enter("a", 0.0, model="my chat") for _ in range(2))
+    with pytest.raises(Overloaded, match="has 2 choices of my chat running") as caught:
+        quotas.enter("a", 0.0, model="my chat")
+    assert caught.value.reason == "TENANT_REQUESTS"
+    with pytest.raises(InvalidRequest, match="concurrent_requests of my chat of this tenant is 2"):
+        quotas.enter("a", 0.0, 3, model="my chat")
+    assert quotas.max_concurrent("a", "my chat") == 2 and quotas.max_concurrent("a", "code") is None
+    first.reserve(100, 0.0)
+    second.settle(0, 0.0)
+    with pytest.raises(Overloaded, match="quota of my chat of 10 tokens_per_s") as caught:
+        quotas.enter("a", 0.0, model="my chat")
+    assert caught.value.reason == "TENANT_TOKENS"
+    use(quotas, "a", 900, 0.0)
+    refused(quotas, "a", 0.0)
+    first.settle(0, 0.0)
+    assert {name: counts.balance for name, counts in quotas.counts(0.0).items()}["a"] == 100
+    quotas.enter("a", 0.0, model="my chat")
+    quotas.enter("b", 0.0, 9, model="my chat")  # nobody bounds it
+
+
+def test_models_of_all_others():
+    """The default's bounds of a model are those of tenants without a table, each by itself."""
+    bounded = Quota(concurrent_requests=1)
+    quotas = Quotas({"default": Quota(), usage_name("default", "chat"): bounded, "a": Quota()})
+    for tenant in ("b", "c"):
+        quotas.enter(tenant, 0.0, model="chat")
+        with pytest.raises(Overloaded):
+            quotas.enter(tenant, 0.0, model="chat")
+        quotas.enter(tenant, 0.0, model="code")
+    for _ in range(3):
+        quotas.enter("a", 0.0, model="chat")
 
 
 def test_a_rest_saves_up_one_burst():
@@ -232,6 +270,9 @@ def test_the_file(tmp_path):
         ("[a]\nconcurrent_requests = 2.5", "over 0"),
         ("[a]\nmax_priority = 1.0", "over 0"),
         ("[a]\nburst_tokens = 5", "no effect"),
+        ("[a]\nmodels = 3", r"\[a\] models is not a table"),
+        ("[a.models]\nchat = 3", "a.models.chat is not a table"),
+        ("[a.models.chat]\nmax_priority = 3", r"\[a.models.chat\] max_priority is not one of tokens_per_s"),
         ("[a", "quotas.toml"),
     ],
 )

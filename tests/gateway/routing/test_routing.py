@@ -45,6 +45,17 @@ def test_a_long_prompt_is_split_where_others_would_wait():
     assert route(1000, [worker("p")], [worker("d", sequences=2)]) == Decision("p", "d", "long_prompt")
 
 
+def test_workers_where_the_adapter_is_ready():
+    """Before idle ones, on both sides; but not before a long wait."""
+    without = [worker(name, lacks_adapter=True) for name in "ab"]
+    assert route(50, [], [*without, worker("c", sequences=1)]).decode == "c"
+    assert route(50, [], [*without, worker("c", sequences=100)]).decode == "a"
+    pair = route(1000, [*without, worker("p", waiting=100)], [*without, worker("d", sequences=1)], "always")
+    assert (pair.prefill, pair.decode) == ("p", "d")
+    far = route(1000, [*without, worker("p", waiting=9000)], [worker("d", sequences=1)], "always")
+    assert far.prefill == "a"
+
+
 @pytest.mark.parametrize(
     "num_tokens, decode, reason",
     [
