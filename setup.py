@@ -21,6 +21,8 @@ SHIPPED = (
     "demo/LICENSE-PSF.txt",
     "demo/target",
     "demo/draft",
+    "demo/mixture",
+    "demo/adapter",
     "protos",
 )  # what `baton up` and clients need of a checkout
 

@@ -31,7 +31,7 @@ def gateway(stack) -> str:
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py", "two_workers_in_process.py"),
-        "many_models.py",
+        *("many_models.py", "adapters.py"),
     }
 
 
@@ -97,3 +97,15 @@ def test_many_models(run_stack):
     ) as stack:
         out = run("many_models.py", stack.address["gateway0"])
     assert "code (llama): def read_lines(path):" in out and "experts (qwen3_moe): def read_lines(path):" in out
+
+
+def test_adapters(run_stack):
+    """The shipped one writes what the base does, by tabs."""
+    demo = EXAMPLES.parent / "demo"
+    assert sum(path.stat().st_size for name in ("mixture", "adapter") for path in (demo / name).iterdir()) < 5e6
+    model = ("--model", str(demo / "target"))
+    worker = (*model, "--adapter", f"tabs={demo / 'adapter'}", "--num-blocks", "160", "--threads", "1")
+    with run_stack("adapters", num_prefill=0, options=worker, gateway_options=model) as stack:
+        base, adapted = run("adapters.py", stack.address["gateway0"]).strip().split("\n\n")
+    assert ":tabs: 'def read_lines(path):\\n\\t" in adapted and "\\n    " not in adapted
+    assert "'def read_lines(path):\\n    " in base and "\\t" not in base
