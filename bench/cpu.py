@@ -2,8 +2,9 @@
 [--only PART ...].
 
 Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
-sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; and the demo model's time per output token. `make bench-peers`
-installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
+sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; the demo model's time
+per output token; and a mixture of Qwen3-MoE's kind beside llama.cpp (1.9 B parameters, of which a token meets 0.4 B).
+`make bench-peers` installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
 llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three weight forms and fewer rounds.
 
 The limit of a row is what its weights could be read or multiplied at, whichever is slower: the best of a read sweep, a
@@ -18,8 +19,8 @@ if not __package__:  # started by its path
 import gc
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ import torch
 from baton.engine.layers.linear import choose
 from baton.engine.native.tier import available
 from baton.engine.weights.forms import IntWeight
-from bench.arms import shape
 from bench.arms.cpu_arms import FORMS, Arm, Ours, linear_weights, make_spec
-from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_peers, peers_python
+from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_mixture_peers, open_peers, peers_python
+from bench.arms.shape import LLAMA, MIXTURE, VOCAB_SIZE, Shape
 from bench.lib import limits, peak
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare
@@ -54,7 +55,7 @@ class Goals:
 
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "target"
-PARTS = (*FORMS, "not-exact", "demo")  # that --only names; a form with all its rows
+PARTS = (*FORMS, "not-exact", "demo", "mixture")  # that --only names; a form with all its rows
 
 AVX512_GOALS = {
     "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.05"),
@@ -76,16 +77,26 @@ GOALS, BATCH_GOAL, DEMO_GOAL = (
 )
 QUICK_FORMS, QUICK_LAYERS = ("bf16", "int8", "int4-g32"), 2
 LIMIT_SHARE = {"bf16": "ratio >= 0.85", "int8": "ratio >= 0.85"}
+MIXTURE_GOALS = {
+    "int8": Goals("Q8_0", "ratio >= 1.5", "ratio >= 1.1"),
+    "int4-g32": Goals("Q4_0", "ratio >= 1.5", "ratio >= 1.1"),
+}
+MIXTURE_LIMIT_SHARE = dict.fromkeys(MIXTURE_GOALS, "ratio >= 0.85")
 TRANSFORMERS_GOALS = {"bf16": ("", "ratio >= 2.5"), "int8": ("ratio >= 1.8", "")}  # prefill, decode
 
 
 class Bench:
     """The rows of one run."""
 
-    def __init__(self, report: Report, quick: bool, peers: list[Peer], num_layers: int):
-        self._report, self._peers, self._num_layers = report, peers, num_layers
+    def __init__(
+        self, report: Report, quick: bool, peers: list[Peer], model: Shape, num_layers: int, goals: Mapping[str, Goals],
+        limit_share: Mapping[str, str], batches: Sequence[int], kind: str = "",
+    ):  # fmt: skip
+        """`kind`: of the model, in rows that are not of the Llama's."""
+        self._report, self._peers, self._num_layers, self._kind = report, peers, num_layers, kind
+        self._goals, self._limit_share, self._batches = goals, limit_share, batches
         self._num_rounds, self._num_steps = (2, 6) if quick else (3, 16)
-        self._spec = make_spec(num_layers, shape.HIDDEN_SIZE, shape.FFN_SIZE, shape.VOCAB_SIZE)
+        self._spec = make_spec(model, num_layers, VOCAB_SIZE)
         self._transformers: Transformers | None = None
         self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best seen
         self._multipliers: dict[str, tuple[str, str]] = {}  # floats | ints -> which of them
@@ -107,7 +118,7 @@ class Bench:
 
     def machine(self) -> None:
         for (name, unit), value in self._limits.items():
-            self._report.add(f"machine: {name}", value / 1e9, unit)
+            self._report.add(f"{self._kind}machine: {name}", value / 1e9, unit)
 
     @property
     def _read_bytes_per_s(self) -> float:
@@ -121,9 +132,9 @@ class Bench:
     def form(self, name: str) -> None:
         """All rows of one weight form."""
         self._measure_limits()
-        goals, ours = GOALS[name], Ours(name, self._spec)
+        goals, ours = self._goals[name], Ours(name, self._spec)
         self._memory(name, ours)
-        peer = self._transformers if name in TRANSFORMERS_GOALS else None
+        peer = self._transformers if name in TRANSFORMERS_GOALS and not self._kind else None
         arms = {"ours": lambda: ours.prefill_s(PROMPT), "A/A": lambda: ours.prefill_s(PROMPT)}
         for each in self._peers:
             arms[each.name] = lambda each=each: each.prefill_s(kind_for(each, goals), PROMPT)
@@ -131,8 +142,10 @@ class Bench:
             arms["transformers"] = lambda: peer.prefill_s(PROMPT)
         transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[0]
         limit = self._multiply_limit(name, linear_weights(self._spec, head=False))
-        self._rows(f"prefill {PROMPT}, {name}", PROMPT, arms, goals, goals.prefill, transformers_goal, limit)
-        for batch_size in (1, *BATCHES):
+        self._rows(
+            f"prefill {PROMPT}, {self._kind}{name}", PROMPT, arms, goals, goals.prefill, transformers_goal, limit
+        )
+        for batch_size in (1, *self._batches):
             self._decode(name, ours, batch_size, goals, peer if batch_size == 1 else None)
 
     def _decode(self, name: str, ours: Ours, batch_size: int, goals: Goals, peer: Transformers | None) -> None:
@@ -146,15 +159,15 @@ class Bench:
         if peer is not None and transformers_goal:
             arms["transformers"] = lambda: peer.step_s(SHORT_PROMPT, steps)
         goal = goals.decode if batch_size == 1 else BATCH_GOAL
-        read = self._read_bytes_per_s / ours.report.num_bytes * batch_size
+        read = self._read_bytes_per_s / ours.step_bytes * batch_size
         multiplied = self._multiply_limit(name, linear_weights(self._spec, head=True))
         limit = read if multiplied is None else min(read, multiplied)
-        row = f"decode, batch {batch_size}, {name}"
+        row = f"decode, batch {batch_size}, {self._kind}{name}"
         rate = self._rows(row, batch_size, arms, goals, goal, transformers_goal, limit)
         if batch_size == 1:
             self._report.add(
-                f"{row}: weights read", rate * ours.report.num_bytes / 1e9, "GB/s",
-                against=self._read_bytes_per_s / 1e9, goal=LIMIT_SHARE.get(name, ""),
+                f"{row}: weights read", rate * ours.step_bytes / 1e9, "GB/s",
+                against=self._read_bytes_per_s / 1e9, goal=self._limit_share.get(name, ""),
             )  # fmt: skip
 
     def _rows(
@@ -180,7 +193,9 @@ class Bench:
 
     def _memory(self, name: str, ours: Ours) -> None:
         resident, stored = ours.resident_bytes / 2**20, ours.report.file_bytes / 2**20
-        self._report.add(f"{name}: resident weights over stored", resident, "MiB", against=stored, goal="ratio <= 1.05")
+        self._report.add(
+            f"{self._kind}{name}: resident weights over stored", resident, "MiB", against=stored, goal="ratio <= 1.05"
+        )
 
     def not_exact(self) -> None:
         """bf16 with the kernel that batch invariance refuses, against ours in bf16."""
@@ -221,7 +236,10 @@ class Bench:
 
     def overhead(self) -> None:
         """A step of an engine with as many layers and next to no weights is Python, scheduling and call overhead."""
-        tiny, ours = Ours("bf16", make_spec(self._num_layers, 64, 64, 256)), Ours("bf16", self._spec)
+        tiny, ours = (
+            Ours("bf16", make_spec(replace(LLAMA, hidden_size=64, ffn_size=64), self._num_layers, 256)),
+            Ours("bf16", self._spec),
+        )
         steps = self._num_steps
         engines = {"tiny": tiny, "ours": ours}
         arms = {name: lambda engine=engine: engine.step_s(1, SHORT_PROMPT, steps) for name, engine in engines.items()}
@@ -246,33 +264,60 @@ def gemv_bytes_per_s() -> float:
     return kernel.num_bytes / limits.best_seconds(lambda: kernel(x))
 
 
+def measure(report: Report, quick: bool, parts: Collection[str], folder: Path) -> None:
+    """All rows of the Llama and of the demo model."""
+    num_layers = QUICK_LAYERS if quick else LLAMA.num_layers
+    peers = open_peers(folder, num_layers)
+    if not peers:
+        print(f"no {peers_python()} (make bench-peers makes it): our rows stand alone")
+    try:
+        bench = Bench(report, quick, peers, LLAMA, num_layers, GOALS, LIMIT_SHARE, BATCHES)
+        bench.overhead()
+        if "demo" in parts:
+            bench.demo()
+        forms = [name for name in (QUICK_FORMS if quick else FORMS) if name in parts]
+        if any(name in TRANSFORMERS_GOALS for name in forms):
+            bench.best_transformers()
+        for name in forms:
+            bench.form(name)
+            gc.collect()
+        if "not-exact" in parts:
+            bench.not_exact()
+        bench.machine()
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def measure_mixture(report: Report, quick: bool, folder: Path) -> None:
+    """The rows of the mixture: `weights read` are those of the experts that a token meets, and of all else."""
+    num_layers = QUICK_LAYERS if quick else MIXTURE.num_layers
+    peers = open_mixture_peers(folder, num_layers)
+    try:
+        bench = Bench(
+            report, quick, peers, MIXTURE, num_layers, MIXTURE_GOALS, MIXTURE_LIMIT_SHARE, batches=(), kind="mixture, "
+        )
+        for name in MIXTURE_GOALS:
+            bench.form(name)
+            gc.collect()
+        bench.machine()
+    finally:
+        for peer in peers:
+            peer.close()
+
+
 def main() -> int:
     arguments, report = start(
         "cpu", "Prefill and decode of the CPU engine against llama.cpp, OpenVINO and transformers.", PARTS
     )
     torch.set_num_threads(NUM_THREADS)
-    num_layers = QUICK_LAYERS if arguments.quick else shape.NUM_LAYERS
+    parts = set(arguments.only)
     with tempfile.TemporaryDirectory() as folder:
-        peers = open_peers(Path(folder), num_layers)
-        if not peers:
-            print(f"no {peers_python()} (make bench-peers makes it): our rows stand alone")
-        try:
-            bench = Bench(report, arguments.quick, peers, num_layers)
-            bench.overhead()
-            if "demo" in arguments.only:
-                bench.demo()
-            forms = [name for name in (QUICK_FORMS if arguments.quick else FORMS) if name in arguments.only]
-            if any(name in TRANSFORMERS_GOALS for name in forms):
-                bench.best_transformers()
-            for name in forms:
-                bench.form(name)
-                gc.collect()
-            if "not-exact" in arguments.only:
-                bench.not_exact()
-            bench.machine()
-        finally:
-            for peer in peers:
-                peer.close()
+        if parts - {"mixture"}:
+            measure(report, arguments.quick, parts, Path(folder))
+    if "mixture" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            measure_mixture(report, arguments.quick, Path(folder))
     return finish(arguments, report)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.core.request import RequestEnded, TokenRun
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
@@ -21,7 +21,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.sampling.native_sampler import host_sampler
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
-from bench.arms import shape
+from bench.arms.shape import ROPE_THETA, Shape
 from kvtransfer.layout import KVLayout
 from tests.support import bare
 
@@ -44,6 +44,9 @@ FORMS = {
     "int4-g32": Form(4, 32),
     "int4-g128": Form(4, 128),
 }
+
+
+EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
 
 
 class RandomSource(WeightSource):
@@ -87,18 +90,32 @@ class RandomSource(WeightSource):
         return IntWeight(form.bits, values, scales, group, activations=form.activations)
 
 
-def make_spec(num_layers: int, hidden_size: int, ffn_size: int, vocab_size: int) -> ModelSpec:
+def make_spec(shape: Shape, num_layers: int, vocab_size: int) -> ModelSpec:
+    experts = None
+    if shape.num_experts:
+        experts = ExpertsSpec(shape.num_experts, shape.num_chosen, shape.ffn_size, EXPERT_NAMES)
     return ModelSpec(
-        folder=Path("random"), family="llama", vocab_size=vocab_size, hidden_size=hidden_size,
-        intermediate_size=ffn_size, num_heads=shape.NUM_HEADS, num_kv_heads=shape.NUM_KV_HEADS,
-        head_dim=shape.HEAD_DIM, norm=NormSpec(1e-5), ropes=(RopeSpec("default", shape.ROPE_THETA, MAX_LEN, MAX_LEN),),
-        layers=(LayerSpec(),) * num_layers, tied=False, dtype="bf16",
+        folder=Path("random"), family="qwen3_moe" if experts else "llama", vocab_size=vocab_size,
+        hidden_size=shape.hidden_size, intermediate_size=shape.ffn_size, num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, norm=NormSpec(1e-5),
+        ropes=(RopeSpec("default", ROPE_THETA, MAX_LEN, MAX_LEN),), layers=(LayerSpec(experts=experts),) * num_layers,
+        qk_norm="head" if experts else "", tied=False, dtype="bf16",
     )  # fmt: skip
 
 
 def linear_weights(spec: ModelSpec, head: bool) -> int:
     """Return the number of weights that a token is multiplied by; `head`: its logits are wanted, too."""
     return spec.num_layer_weights(chosen_only=True) + head * spec.hidden_size * spec.vocab_size
+
+
+def unread_bytes(model: Model) -> int:
+    """Return the bytes of experts that one token does not meet, less those of routers, which the report leaves out."""
+    num_bytes = 0
+    for layer in model.layers:
+        if (experts := layer.experts) is not None:
+            one = experts.gate_up[0].num_bytes + experts.down[0].num_bytes
+            num_bytes += (experts.spec.num_experts - experts.spec.num_chosen) * one - experts.router.num_bytes
+    return num_bytes
 
 
 class Arm:
@@ -145,8 +162,9 @@ class Ours(Arm):
         heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16)
         attention, _ = choose_attention("auto", heads, batch_invariant)
         ropes = [Rope(rope, spec.head_dim, MAX_LEN) for rope in spec.ropes]
-        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, ropes)
-        self.report = model.weights
+        make_router, _ = choose_linear("auto", batch_invariant, torch.float32)
+        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, ropes, make_router)
+        self.report, self.step_bytes = model.weights, model.weights.num_bytes - unread_bytes(model)
         self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
         pool = KVPool(KVLayout((model.kv_group("bf16", config.block_size),)), config.num_blocks)
         super().__init__(Engine(config, model, pool, b"", host_sampler()))

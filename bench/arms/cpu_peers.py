@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bench.arms import shape
+from bench.arms.shape import LLAMA, VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP, OPENVINO = "llama.cpp", "OpenVINO"
@@ -20,9 +20,9 @@ LLAMA_CPP, OPENVINO = "llama.cpp", "OpenVINO"
 class Peer:
     """llama.cpp or OpenVINO in a process of its own (gguf_peer.py)."""
 
-    def __init__(self, name: str, module: str, folder: Path, num_layers: int):
+    def __init__(self, name: str, module: str, folder: Path, num_layers: int, *kind: str):
         self.name = name
-        command = [peers_python(), "-m", f"bench.arms.{module}", folder, str(num_layers)]
+        command = [peers_python(), "-m", f"bench.arms.{module}", folder, str(num_layers), *kind]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def prefill_s(self, kind: str, num_prompt: int) -> float:
@@ -62,6 +62,11 @@ def open_peers(folder: Path, num_layers: int) -> list[Peer]:
     )
 
 
+def open_mixture_peers(folder: Path, num_layers: int) -> list[Peer]:
+    """Start llama.cpp with the mixture where it is installed."""
+    return [Peer(LLAMA_CPP, "llama_cpp_peer", folder, num_layers, "mixture")] if peers_python().exists() else []
+
+
 class Transformers:
     """LlamaForCausalLM with its defaults (SDPA, a dynamic cache)."""
 
@@ -69,20 +74,20 @@ class Transformers:
         from transformers import LlamaConfig, LlamaForCausalLM  # of the extra `test`
 
         config = LlamaConfig(
-            vocab_size=shape.VOCAB_SIZE, hidden_size=shape.HIDDEN_SIZE, intermediate_size=shape.FFN_SIZE,
-            num_hidden_layers=num_layers, num_attention_heads=shape.NUM_HEADS, num_key_value_heads=shape.NUM_KV_HEADS,
-            head_dim=shape.HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=False,
+            vocab_size=VOCAB_SIZE, hidden_size=LLAMA.hidden_size, intermediate_size=LLAMA.ffn_size,
+            num_hidden_layers=num_layers, num_attention_heads=LLAMA.num_heads, num_key_value_heads=LLAMA.num_kv_heads,
+            head_dim=LLAMA.head_dim, max_position_embeddings=1024, tie_word_embeddings=False,
         )  # fmt: skip
         self._model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
     @torch.inference_mode()
     def prefill_s(self, num_prompt: int) -> float:
-        ids = torch.randint(5, shape.VOCAB_SIZE, (1, num_prompt))
+        ids = torch.randint(5, VOCAB_SIZE, (1, num_prompt))
         return timed(lambda: self._model(ids, logits_to_keep=1))
 
     @torch.inference_mode()
     def step_s(self, num_prompt: int, num_steps: int) -> float:
-        ids = torch.randint(5, shape.VOCAB_SIZE, (1, num_prompt))
+        ids = torch.randint(5, VOCAB_SIZE, (1, num_prompt))
         cache = self._model(ids, logits_to_keep=1).past_key_values
         token = torch.tensor([[7]])
         steps = [timed(lambda: self._model(token, past_key_values=cache).logits.argmax(-1)) for _ in range(num_steps)]

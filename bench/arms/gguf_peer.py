@@ -16,7 +16,7 @@ from typing import Protocol
 import gguf
 import numpy as np
 
-from bench.arms.shape import FFN_SIZE, HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, VOCAB_SIZE
+from bench.arms.shape import LLAMA, MIXTURE, ROPE_THETA, VOCAB_SIZE, Shape
 
 NUM_THREADS = 2
 DISTINCT_ROWS = 512  # of a matrix, which repeats them: rounding a whole vocabulary takes numpy many seconds
@@ -37,9 +37,9 @@ class Model(Protocol):
 
 
 def serve(load: Callable[[Path], Model]) -> None:
-    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS`. Writes the file of a type into FOLDER when it is
-    first asked for."""
-    folder, num_layers = Path(sys.argv[1]), int(sys.argv[2])
+    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS [mixture]`. Writes the file of a type into FOLDER when
+    it is first asked for."""
+    folder, num_layers, shape = Path(sys.argv[1]), int(sys.argv[2]), MIXTURE if "mixture" in sys.argv[3:] else LLAMA
     loaded: dict[str, Model] = {}
     for line in sys.stdin:
         asked = json.loads(line)
@@ -49,52 +49,64 @@ def serve(load: Callable[[Path], Model]) -> None:
                 model.close()
             path = folder / f"{kind}.gguf"
             if not path.exists():
-                write(path, gguf.GGMLQuantizationType[kind], num_layers)
+                write(path, gguf.GGMLQuantizationType[kind], shape, num_layers)
             loaded = {kind: load(path)}
         print(json.dumps({"seconds": loaded[kind].seconds(**asked)}), flush=True)
 
 
-def write(path: Path, kind: gguf.GGMLQuantizationType, num_layers: int) -> None:
-    """Write a Llama of shape.py; the layers share their random values, not their memory."""
+def write(path: Path, kind: gguf.GGMLQuantizationType, shape: Shape, num_layers: int) -> None:
+    """Write a Llama, or a Qwen3-MoE; the layers share their random values, and so do experts, not their memory."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if shape.num_experts else "llama")
     writer.add_context_length(MAX_CONTEXT)
-    writer.add_embedding_length(HIDDEN_SIZE)
+    writer.add_embedding_length(shape.hidden_size)
     writer.add_block_count(num_layers)
-    writer.add_feed_forward_length(FFN_SIZE)
-    writer.add_head_count(NUM_HEADS)
-    writer.add_head_count_kv(NUM_KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_feed_forward_length(shape.ffn_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(ROPE_THETA)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_file_type(FILE_TYPES[kind])
+    if shape.num_experts:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.num_chosen)
+        writer.add_expert_feed_forward_length(shape.ffn_size)
     _add_tokenizer(writer)
 
     def matrix(num_out: int, num_in: int) -> np.ndarray:
-        rows = rng.standard_normal((DISTINCT_ROWS, num_in), dtype=np.float32) * 0.02
-        return np.tile(gguf.quants.quantize(rows, kind), (num_out // DISTINCT_ROWS, 1))
+        distinct = min(DISTINCT_ROWS, num_out)
+        rows = rng.standard_normal((distinct, num_in), dtype=np.float32) * 0.02
+        return np.tile(gguf.quants.quantize(rows, kind), (num_out // distinct, 1))
 
     def add(name: str, data: np.ndarray) -> None:
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
-    add("token_embd", matrix(VOCAB_SIZE, HIDDEN_SIZE))
-    add("output", matrix(VOCAB_SIZE, HIDDEN_SIZE))
-    writer.add_tensor("output_norm.weight", np.ones(HIDDEN_SIZE, np.float32))
-    shapes = {
-        "attn_q": (NUM_HEADS * HEAD_DIM, HIDDEN_SIZE),
-        "attn_k": (NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
-        "attn_v": (NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
-        "attn_output": (HIDDEN_SIZE, NUM_HEADS * HEAD_DIM),
-        "ffn_gate": (FFN_SIZE, HIDDEN_SIZE),
-        "ffn_up": (FFN_SIZE, HIDDEN_SIZE),
-        "ffn_down": (HIDDEN_SIZE, FFN_SIZE),
+    hidden, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    add("token_embd", matrix(VOCAB_SIZE, hidden))
+    add("output", matrix(VOCAB_SIZE, hidden))
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    attention = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+    layer = {name: matrix(*size) for name, size in (attention | {"attn_output": (hidden, queries)}).items()}
+    mlp = {
+        "ffn_gate": (shape.ffn_size, hidden),
+        "ffn_up": (shape.ffn_size, hidden),
+        "ffn_down": (hidden, shape.ffn_size),
     }
-    layer = {name: matrix(*shape) for name, shape in shapes.items()}
+    for name, size in mlp.items():
+        data = matrix(*size)
+        layer |= {f"{name}_exps": np.stack([data] * shape.num_experts)} if shape.num_experts else {name: data}
+    plain = {"attn_norm": np.ones(hidden, np.float32), "ffn_norm": np.ones(hidden, np.float32)}
+    if shape.num_experts:
+        plain |= {f"attn_{name}_norm": np.ones(shape.head_dim, np.float32) for name in "qk"}
+        plain["ffn_gate_inp"] = rng.standard_normal((shape.num_experts, hidden), dtype=np.float32) * 0.02
     for index in range(num_layers):
         for name, data in layer.items():
             add(f"blk.{index}.{name}", data)
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{index}.{name}.weight", np.ones(HIDDEN_SIZE, np.float32))
+        for name, data in plain.items():
+            writer.add_tensor(f"blk.{index}.{name}.weight", data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

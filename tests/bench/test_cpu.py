@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from bench import cpu as bench
-from bench.arms import shape
+from bench.arms import cpu_peers
+from bench.arms.shape import Shape
 from bench.lib import limits, peak
 
-TINY = dict(NUM_LAYERS=2, HIDDEN_SIZE=128, FFN_SIZE=256, NUM_HEADS=4, NUM_KV_HEADS=2, HEAD_DIM=32, VOCAB_SIZE=256)
+TINY = Shape(2, 128, 256, num_heads=4, num_kv_heads=2, head_dim=32)
+TINY_MIXTURE = Shape(2, 128, 64, num_heads=4, num_kv_heads=2, head_dim=32, num_experts=4, num_chosen=2)
 
 
 class Peer:
@@ -34,8 +36,10 @@ class Peer:
 def quick(monkeypatch):
     """The bench with a shape that takes no time."""
     threads = torch.get_num_threads()
-    for name, value in TINY.items():
-        monkeypatch.setattr(shape, name, value)
+    for module in (bench, cpu_peers):
+        monkeypatch.setattr(module, "LLAMA", TINY)
+        monkeypatch.setattr(module, "VOCAB_SIZE", 256)
+    monkeypatch.setattr(bench, "MIXTURE", TINY_MIXTURE)
     monkeypatch.setattr(limits, "_SIZE_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "gemv_bytes_per_s", lambda: 1e9)
     monkeypatch.setattr(bench.peak, "measure", lambda num_threads: bench.peak.Peak(1e9, 2e9, "fma", "madd"))
@@ -54,11 +58,14 @@ def test_every_row(monkeypatch, tmp_path, names):
     reports = []
     peers = [Peer(name) for name in names]
     monkeypatch.setattr(bench, "open_peers", lambda folder, num_layers: peers)
+    monkeypatch.setattr(bench, "open_mixture_peers", lambda folder, num_layers: peers[:1])
     monkeypatch.setattr(bench, "finish", lambda arguments, report: reports.append(report) or 0)
     monkeypatch.setattr(sys, "argv", ["cpu.py", "--quick", "--json", str(path)])
     assert bench.main() == 0
     rows = {row.row: row for row in reports[0].rows}
-    assert sum(name.endswith(": A/A") for name in rows) == 2 * len(bench.QUICK_FORMS) + 1  # and the demo model's
+    assert (
+        sum(name.endswith(": A/A") for name in rows) == 2 * len(bench.QUICK_FORMS + (*bench.MIXTURE_GOALS,)) + 1
+    )  # and the demo model's
     for form in bench.QUICK_FORMS:
         goals = bench.GOALS[form]
         for what in ("prefill 96", "decode, batch 1", "decode, batch 2"):
@@ -66,6 +73,11 @@ def test_every_row(monkeypatch, tmp_path, names):
             assert row.value > 0 and row.limit > 0 and (row.against is None) == (not peers)
             assert peers or row.met is None
             assert (f"{what}, {form}: over OpenVINO {goals.openvino_kind}" in rows) == bool(peers)
+    for form, goals in bench.MIXTURE_GOALS.items():
+        for what in ("prefill 96", "decode, batch 1"):
+            row = rows[f"{what}, mixture, {form}: over llama.cpp {goals.kind}"]
+            assert row.value > 0 and row.limit > 0 and (row.against is None) == (not peers)
+        assert rows[f"decode, batch 1, mixture, {form}: weights read"].met is not None
     assert [set(peer.asked) for peer in peers] == [{"BF16", "Q8_0", "Q4_0"}, {"F16", "Q8_0", "Q4_0"}][: len(peers)]
     assert rows["decode, batch 1, bf16: Python and scheduling"].met is not None
     assert rows["demo model: TPOT"].value > 0
