@@ -79,22 +79,45 @@ struct Sorted {
   int64_t begin(int64_t e) const { return e ? ends[e - 1] : 0; }
 };
 
-// What experts [first, last) say of their rows, or of it the part that this rank has of them, rows of `said_bytes` in `said`.
-// False: a rank is lost.
-bool ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
-                 int64_t last, char* between, int64_t said_bytes, char* said) {
-  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
-  const bool parts = model.ranks && !experts.are_whole;
+constexpr int64_t TOGETHER = 64;  // rows whose experts are asked in one call: more are worth a call each
+
+// What experts [first, last) say of their rows, in `said`.
+void ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
+                 int64_t last, char* between, char* said) {
+  thread_local std::vector<Product> ups, downs;
+  const int64_t width = model.kind == FP32 ? 4 : 2, bytes = model.hidden_size * width;
+  const int64_t size = experts.intermediate_size, gated = model.gated ? 2 * size : size;
   Step own = step;
-  for (int64_t e = first; e < last; e++) {
+  for (int64_t e = first; e < last;) {
+    const int64_t begin = sorted.begin(e);
+    char* activated = between + (sorted.ends[last - 1] - begin) * gated * width;
+    ups.clear(), downs.clear();
+    for (own.num_tokens = 0; e < last && own.num_tokens < TOGETHER; e++) {
+      const int64_t at = sorted.begin(e), count = sorted.ends[e] - at;
+      if (!count) continue;
+      char* entered = activated + own.num_tokens * size * width;
+      ups.push_back({experts.gate_up[e], sorted.rows + at * bytes, nullptr, between + own.num_tokens * gated * width, count});
+      downs.push_back({experts.down[e], entered, nullptr, said + at * bytes, count});
+      own.num_tokens += count;
+    }
+    if (!own.num_tokens) return;
+    multiply_all(ups.data(), ups.size(), step.num_threads);
+    activate(model, own, size, between, activated);
+    multiply_all(downs.data(), downs.size(), step.num_threads);
+  }
+}
+
+// As ask_experts, of experts that this rank has a part of each: parts of what they say. False: a rank is lost.
+bool ask_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
+               int64_t said_bytes, char* said) {
+  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  Step own = step;
+  for (int64_t e = 0; e < experts.num_experts; e++) {
     const int64_t begin = sorted.begin(e);
     if ((own.num_tokens = sorted.ends[e] - begin) == 0) continue;
     const char* rows = sorted.rows + begin * bytes;
     void* entered = enter_mlp(model, own, experts.gate_up[e], experts.intermediate_size, rows, between);
-    if (!parts)
-      baton_linear(experts.down[e], entered, nullptr, said + begin * said_bytes, own.num_tokens, own.num_threads);
-    else if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, said + begin * said_bytes))
-      return false;
+    if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, said + begin * said_bytes)) return false;
   }
   return true;
 }
@@ -138,14 +161,15 @@ bool speak(const Model& model, const Step& step, const Experts& experts, const S
   if (model.ranks && experts.are_whole) {
     const int64_t each = count / model.ranks->degree, first = model.ranks->rank * each;
     if (fast) std::memset(spoken, 0, sorted.ends[count - 1] * bytes);
-    ask_experts(model, step, experts, sorted, first, first + each, between, bytes, spoken);
+    ask_experts(model, step, experts, sorted, first, first + each, between, spoken);
     return fast || gather_spoken(model, experts, sorted, spoken);
   }
-  if (!model.ranks || fast) return ask_experts(model, step, experts, sorted, 0, count, between, bytes, spoken);
+  if (!model.ranks) return ask_experts(model, step, experts, sorted, 0, count, between, spoken), true;
+  if (fast) return ask_parts(model, step, experts, sorted, between, bytes, spoken);
   thread_local std::vector<char> memory;
   const int64_t part_bytes = model.hidden_size * 4;
   char* parts = scratch(memory, sorted.ends[count - 1] * part_bytes);
-  return ask_experts(model, step, experts, sorted, 0, count, between, part_bytes, parts) &&
+  return ask_parts(model, step, experts, sorted, between, part_bytes, parts) &&
          sum_parts(model, step, experts, sorted, (float*)parts, spoken);
 }
 

@@ -14,7 +14,6 @@ using namespace baton;
 
 namespace {
 
-constexpr int64_t MOST_LEAVES = 8;
 constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than waking a second thread (about 5 us)
 
 int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP32 ? 4 : 2; }
@@ -78,44 +77,94 @@ void multiply_leaves(const Linear& linear, const Leaf* leaves, int64_t panel, co
   for (int64_t row = 0; row < rows.num_rows; ++row) finish_row(whole, panel, rows, row, sums + row * PANEL, y);
 }
 
+// A product with its rows as the kernels want them, and its places among the rows and panels of all.
+struct Prepared {
+  Product product;
+  Rows rows;
+  const Leaf* leaves;
+  int64_t first_row, first_panel;
+
+  const uint8_t* values(int64_t panel) const {
+    const Linear& linear = *product.linear;
+    return linear.values + (panel - first_panel) * panel_bytes(linear, linear.padded_in);
+  }
+};
+
+int64_t bytes_of_rows(const Linear& linear, int64_t num_rows) {
+  const int64_t stride = stride_of(linear.padded_in * bytes_of_x(linear));
+  return (num_rows * (stride + (3 * linear.num_groups + linear.num_outliers) * 4) + 63) / 64 * 64;
+}
+
+Rows rows_at(const Linear& linear, int64_t num_rows, char* at) {
+  const int64_t num_groups = linear.num_groups, stride = stride_of(linear.padded_in * bytes_of_x(linear));
+  const int64_t per_group = num_rows * num_groups * 4;
+  auto take = [&](int64_t num_bytes) { return at += num_bytes, at - num_bytes; };
+  return {num_rows, stride, num_groups, linear.num_outliers, take(num_rows * stride),
+          reinterpret_cast<float*>(take(per_group)), reinterpret_cast<int32_t*>(take(per_group)),
+          reinterpret_cast<float*>(take(per_group)), reinterpret_cast<float*>(at)};
+}
+
 }  // namespace
 
-// x [num_rows][num_in] of linear->x_kind -> y [num_rows][num_out] of linear->y_kind, rows without gaps. `largest`
-// [num_rows]: magnitudes to scale rows by that have one scale each, where x has a part of their inputs; null: those of x.
-extern "C" void baton_linear(const Linear* linear, const void* x, const float* largest, void* y, int64_t num_rows,
-                             int64_t num_threads) {
+void baton::multiply_all(const Product* products, int64_t num_products, int64_t num_threads) {
   thread_local std::vector<char> memory;
-  const int64_t num_groups = linear->num_groups, stride = stride_of(linear->padded_in * bytes_of_x(*linear));
-  const int64_t per_group = num_rows * num_groups * 4;
-  char* at = scratch(memory, num_rows * stride + 3 * per_group + num_rows * linear->num_outliers * 4);
-  auto take = [&](int64_t num_bytes) { return at += num_bytes, at - num_bytes; };
-  Rows rows{num_rows, stride, num_groups, linear->num_outliers, take(num_rows * stride),
-            reinterpret_cast<float*>(take(per_group)), reinterpret_cast<int32_t*>(take(per_group)),
-            reinterpret_cast<float*>(take(per_group)), reinterpret_cast<float*>(at)};
-  const int64_t num_panels = linear->num_panels(), bytes = panel_bytes(*linear, linear->padded_in);
-  if (num_rows * linear->num_out * linear->padded_in < SERIAL_WORK) num_threads = 1;
-  Leaf leaves[MOST_LEAVES];
-  for (int64_t leaf = 0; linear->num_leaves > 1 && leaf < linear->num_leaves; ++leaf)
-    leaves[leaf] = leaf_of(*linear, rows, leaf);
+  thread_local std::vector<Prepared> prepared;
+  thread_local std::vector<Leaf> leaves;
+  int64_t num_bytes = 0, num_leaves = 0, work = 0;
+  for (int64_t i = 0; i < num_products; ++i) {
+    const Linear& linear = *products[i].linear;
+    num_bytes += bytes_of_rows(linear, products[i].num_rows);
+    num_leaves += linear.num_leaves > 1 ? linear.num_leaves : 0;
+    work += products[i].num_rows * linear.num_out * linear.padded_in;
+  }
+  char* at = scratch(memory, num_bytes);
+  prepared.clear(), leaves.clear(), leaves.reserve(num_leaves);
+  int64_t num_rows = 0, num_panels = 0;
+  for (int64_t i = 0; i < num_products; ++i) {
+    const Linear& linear = *products[i].linear;
+    const Rows rows = rows_at(linear, products[i].num_rows, at);
+    prepared.push_back({products[i], rows, leaves.data() + leaves.size(), num_rows, num_panels});
+    for (int64_t leaf = 0; linear.num_leaves > 1 && leaf < linear.num_leaves; ++leaf)
+      leaves.push_back(leaf_of(linear, rows, leaf));
+    at += bytes_of_rows(linear, rows.num_rows), num_rows += rows.num_rows, num_panels += linear.num_panels();
+  }
+  const Prepared *const first = prepared.data(), *const last = first + num_products - 1;
+  if (work < SERIAL_WORK) num_threads = 1;
+  const auto prepare = [=](int64_t row) {
+    const Prepared* own = first;
+    while (own < last && row >= own[1].first_row) ++own;
+    prepare_row(*own->product.linear, own->product.x, own->product.largest, row - own->first_row, own->rows);
+  };
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    thread_local std::vector<char> own, own_sums;
+    thread_local std::vector<char> own_memory, own_sums;
     if (num_rows == 1) {
 #pragma omp single
-      prepare_row(*linear, x, largest, 0, rows);
+      prepare(0);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < num_rows; ++row) prepare_row(*linear, x, largest, row, rows);
+      for (int64_t row = 0; row < num_rows; ++row) prepare(row);
     }
     // A panel is taken before the one ahead of it is multiplied, which fetches it meanwhile.
-    for (int64_t panel = taken++, next; panel < num_panels; panel = next) {
+    const Prepared *own = first, *then = first;
+    for (int64_t panel = taken++, next; panel < num_panels; panel = next, own = then) {
       next = taken++;
-      const uint8_t* ahead = next < num_panels ? linear->values + next * bytes : nullptr;
-      if (linear->num_leaves == 1) multiply(*linear, panel, ahead, rows, y, own);
-      else multiply_leaves(*linear, leaves, panel, ahead, rows, y, own, own_sums);
+      while (own < last && panel >= own[1].first_panel) ++own;
+      for (then = own; then < last && next >= then[1].first_panel;) ++then;
+      const uint8_t* ahead = next < num_panels ? then->values(next) : nullptr;
+      const Linear& linear = *own->product.linear;
+      const int64_t of_own = panel - own->first_panel;
+      if (linear.num_leaves == 1) multiply(linear, of_own, ahead, own->rows, own->product.y, own_memory);
+      else multiply_leaves(linear, own->leaves, of_own, ahead, own->rows, own->product.y, own_memory, own_sums);
     }
   }
+}
+
+extern "C" void baton_linear(const Linear* linear, const void* x, const float* largest, void* y, int64_t num_rows,
+                             int64_t num_threads) {
+  const Product product{linear, x, largest, y, num_rows};
+  multiply_all(&product, 1, num_threads);
 }
 
 // Of floating point, what decides bits besides the source: bf16 by pairs (vdpbf16ps), in linear layers by tiles of 32 inputs

@@ -117,6 +117,20 @@ inline int64_t panel_bytes(const Linear& linear, int64_t inputs) {
   return linear.kind == U4 ? values / 2 : linear.kind == W_F32 ? 4 * values : linear.kind == W_BF16 ? 2 * values : values;
 }
 
+// x [num_rows][num_in] of linear->x_kind -> y [num_rows][num_out] of linear->y_kind, rows without gaps. `largest`
+// [num_rows]: magnitudes to scale rows by that have one scale each, where x has a part of their inputs; null: those of x.
+struct Product {
+  const Linear* linear;
+  const void* x;
+  const float* largest;
+  void* y;
+  int64_t num_rows;
+};
+
+// Each as by itself, with threads that share out the panels of all: small ones one after the other would wait for a thread
+// each.
+void multiply_all(const Product* products, int64_t num_products, int64_t num_threads);
+
 // All rows of one panel into y [num_rows][num_out]; the thread's next values are at `next` (null: none), `memory` is its
 // own.
 void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
