@@ -15,6 +15,11 @@ using namespace baton;
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than waking a second thread (about 5 us)
+// A thread takes neighbouring panels, so that what the processor fetches beyond the end of one is not lost: one row of 8192 x
+// 2048 int4 on two threads at 47 instead of 34 GB/s (AVX2), of int8 at 57 instead of 50.
+constexpr int64_t RUN_BYTES = 1 << 19;
+constexpr int64_t LEAST_RUNS = 4;      // of a thread, where there are panels enough
+constexpr int64_t MOST_RUN_ROWS = 16;  // of more a panel takes so long that threads end together only if they take one
 
 int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP32 ? 4 : 2; }
 const void* moved(const void* from, int64_t bytes) { return from ? static_cast<const char*>(from) + bytes : nullptr; }
@@ -110,12 +115,13 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
   thread_local std::vector<char> memory;
   thread_local std::vector<Prepared> prepared;
   thread_local std::vector<Leaf> leaves;
-  int64_t num_bytes = 0, num_leaves = 0, work = 0;
+  int64_t num_bytes = 0, num_leaves = 0, work = 0, weight_bytes = 0;
   for (int64_t i = 0; i < num_products; ++i) {
     const Linear& linear = *products[i].linear;
     num_bytes += bytes_of_rows(linear, products[i].num_rows);
     num_leaves += linear.num_leaves > 1 ? linear.num_leaves : 0;
     work += products[i].num_rows * linear.num_out * linear.padded_in;
+    weight_bytes += linear.num_panels() * panel_bytes(linear, linear.padded_in);
   }
   char* at = scratch(memory, num_bytes);
   prepared.clear(), leaves.clear(), leaves.reserve(num_leaves);
@@ -135,6 +141,9 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
     while (own < last && row >= own[1].first_row) ++own;
     prepare_row(*own->product.linear, own->product.x, own->product.largest, row - own->first_row, own->rows);
   };
+  const int64_t run_of_bytes = RUN_BYTES * num_panels / std::max<int64_t>(1, weight_bytes);
+  const int64_t longest = num_rows > MOST_RUN_ROWS ? 1 : num_panels / (LEAST_RUNS * num_threads);
+  const int64_t run = std::max<int64_t>(1, std::min(run_of_bytes, longest));
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -146,10 +155,10 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < num_rows; ++row) prepare(row);
     }
-    // A panel is taken before the one ahead of it is multiplied, which fetches it meanwhile.
+    // A run is taken before the last panel of the one before is multiplied, which fetches its first meanwhile.
     const Prepared *own = first, *then = first;
-    for (int64_t panel = taken++, next; panel < num_panels; panel = next, own = then) {
-      next = taken++;
+    for (int64_t panel = run * taken++, next; panel < num_panels; panel = next, own = then) {
+      next = (panel + 1) % run ? panel + 1 : run * taken++;
       while (own < last && panel >= own[1].first_panel) ++own;
       for (then = own; then < last && next >= then[1].first_panel;) ++then;
       const uint8_t* ahead = next < num_panels ? then->values(next) : nullptr;

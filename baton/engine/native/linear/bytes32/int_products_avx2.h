@@ -63,7 +63,6 @@ struct IntProducts<U8> {
   // acc += one row times the 64 outputs of a panel, as it comes from memory.
   static void add_row(const uint8_t* w, const char* x, int64_t group, __m256i (&acc)[8]) {
     for (int64_t i = 0; i < group; i += 4, w += 256, x += 8) {
-      for (int line = 0; line < 256; line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
       const __m256i even = four_of(x), odd = four_of(x + 4);
 #pragma GCC unroll 8
       for (int v = 0; v < 8; ++v) {
@@ -112,27 +111,9 @@ struct IntProducts<U4> {
   }
 
   static void add_row(const uint8_t* w, const char* x, int64_t group, __m256i (&acc)[8]) {
-    for (int64_t begin = 0; begin < group; begin += SHORT_SUM) {
-      const int64_t inputs = std::min(SHORT_SUM, group - begin);
-#pragma GCC unroll 2
-      for (int first = 0; first < 8; first += 4) {
-        __m256i words[4];
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) words[v] = _mm256_setzero_si256();
-        for (int64_t i = 0; i < inputs; i += 8) {
-          const uint8_t* at = w + 32 * i + 32 * first;
-          __builtin_prefetch(at + OWN_AHEAD), __builtin_prefetch(at + OWN_AHEAD + 64);
-          const __m256i low = four_of(x + i), high = four_of(x + i + 4);
-#pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) {
-            const __m256i both = load32(at + 32 * v);
-            multiply_add_bytes(words[v], low_halves(both), low), multiply_add_bytes(words[v], high_halves(both), high);
-          }
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[first + v] = _mm256_add_epi32(acc[first + v], widened(words[v]));
-      }
-      w += 32 * inputs, x += inputs;
+    for (int64_t left = group; left > 0; left -= SHORT_SUM, w += 32 * SHORT_SUM, x += SHORT_SUM) {
+      if (left >= SHORT_SUM) add_words_of_row(w, x, SHORT_SUM, acc);
+      else add_words_of_row(w, x, left, acc);
     }
   }
 
@@ -154,6 +135,25 @@ struct IntProducts<U4> {
       }
     }
     x += inputs, w += 16 * inputs;
+  }
+
+  // Of one row, all vectors of an input after the other, as they lie in memory.
+  __attribute__((always_inline)) static void add_words_of_row(const uint8_t* w, const char* x, int64_t inputs,
+                                                              __m256i (&acc)[8]) {
+    __m256i words[8];
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) words[v] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < inputs; i += 8) {
+      const __m256i low = four_of(x + i), high = four_of(x + i + 4);
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v) {
+        const __m256i both = load32(w + 32 * (i + v));
+        multiply_add_bytes(words[v], low_halves(both), low), multiply_add_bytes(words[v], high_halves(both), high);
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) acc[v] = _mm256_add_epi32(acc[v], widened(words[v]));
   }
 };
 

@@ -1,8 +1,8 @@
 // Shared by the linear kernels of 32 byte vectors (AVX2, AVX-512 without VNNI and BF16, NEON).
 //
-// One row streams the panel as it is stored. More rows take it in chunks of inputs that are unpacked once, to what the
-// multipliers take, into four slices of 16 outputs that the first cache holds one at a time; tiles of up to 6 rows and
-// 16 outputs go through them with 12 sums in registers, which are put down between two chunks and taken up again.
+// One row streams the panel as it is stored. More rows take it in chunks of inputs and slices of 16 outputs, each unpacked
+// to what the multipliers take where the first cache holds it; tiles of up to 6 rows and 16 outputs go through it with 12
+// sums in registers, which are put down between two chunks and taken up again.
 #pragma once
 
 #include "../linear.h"
@@ -74,29 +74,30 @@ inline int64_t chunk_of(const Linear& linear) {
   return std::max<int64_t>(1, most / linear.group) * linear.group;
 }
 
-// All rows of a panel. Kernel: bytes(inputs) of a panel and SLICE_BYTES of an input of a slice;
-// unpack(values, inputs, slices, bytes of a slice); tile<rows>(slice, first row, its sums, ahead). Sums are side by
-// side between two chunks, [rows][64].
+// All rows of a panel. Kernel: bytes(inputs) of a panel; TURN inputs, whose values of the 64 outputs lie side by side;
+// SLICE_BYTES of an unpacked input; unpack(values of 16 outputs, inputs, slice); tile<rows>(slice, first row, its sums, ahead).
+// Sums are side by side between two chunks, [rows][64].
 template <class Kernel>
 void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory) {
-  const int64_t in = linear.padded_in, chunk = chunk_of(linear), slice_bytes = chunk * Kernel::SLICE_BYTES;
+  const int64_t in = linear.padded_in, chunk = chunk_of(linear);
+  const int64_t slice_bytes = chunk * Kernel::SLICE_BYTES, stored_bytes = Kernel::bytes(Kernel::TURN) / (PANEL / SLICE);
   const uint8_t* values = linear.values + panel * Kernel::bytes(in);
   if (!next) next = values;
-  char* slices = scratch(memory, PANEL / SLICE * slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
+  char* unpacked = scratch(memory, slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
   const bool in_place = linear.is_plain_leaf() && linear.y_kind == SUMS;
   for (int64_t begin = 0, end; begin < rows.num_rows; begin = end) {
     end = std::min(begin + BLOCK, rows.num_rows);
     const int64_t num_tiles = (end - begin + 5) / 6;
     float* sums = in_place ? static_cast<float*>(y) + begin * PANEL
-                           : reinterpret_cast<float*>(slices + PANEL / SLICE * slice_bytes);
+                           : reinterpret_cast<float*>(unpacked + slice_bytes);
     for (int64_t k0 = 0; k0 < in; k0 += chunk) {
       const int64_t k1 = std::min(in, k0 + chunk);
-      Kernel::unpack(values + Kernel::bytes(k0), k1 - k0, slices, slice_bytes);
       const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next;
       Ahead ahead{from, from + Kernel::bytes(std::min(chunk, k1 < in ? in - k1 : in))};
       for (int64_t first = 0; first < PANEL; first += SLICE) {
-        const Slice slice{linear, rows, panel, first, k0, k1, slices + first / SLICE * slice_bytes};
+        Kernel::unpack(values + Kernel::bytes(k0) + first / SLICE * stored_bytes, k1 - k0, unpacked);
+        const Slice slice{linear, rows, panel, first, k0, k1, unpacked};
         for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
           const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
           float* at = sums + (row - begin) * PANEL + first;

@@ -30,29 +30,35 @@ inline void widen_e4m3(__m256i pairs, __m256 (&wide)[4]) {
   wide[2] = wide_e4m3(_mm256_castsi256_si128(odd)), wide[3] = wide_e4m3(_mm256_extracti128_si256(odd, 1));
 }
 
+constexpr int64_t LINE = 16;  // inputs of a row
+
+// A line of each row of the next tile, into the first cache: rows are too short for the processor to see them coming.
+template <int NUM_ROWS>
+inline void fetch_rows(const float* x, int64_t stride) {
+#pragma GCC unroll 8
+  for (int m = 0; m < NUM_ROWS; ++m) __builtin_prefetch(x + m * stride);
+}
+
 // A slice holds fp32 [inputs][16].
 template <int64_t KIND>
 struct Floats {
-  static constexpr int64_t SLICE_BYTES = 4 * SLICE;
+  static constexpr int64_t SLICE_BYTES = 4 * SLICE, TURN = KIND == W_F32 ? 1 : 2;
   static int64_t bytes(int64_t inputs) { return inputs * PANEL * (KIND == W_F32 ? 4 : KIND == W_BF16 ? 2 : 1); }
 
-  static void unpack(const uint8_t* from, int64_t inputs, char* to, int64_t slice_bytes) {
-    constexpr int64_t TURN = KIND == W_F32 ? 1 : 2;
+  static void unpack(const uint8_t* from, int64_t inputs, char* to) {
     for (int64_t k = 0; k < inputs; k += TURN, from += bytes(TURN), to += TURN * SLICE_BYTES) {
-      for (int s = 0; s < 4; ++s) {
-        float* even = reinterpret_cast<float*>(to + s * slice_bytes);
-        if constexpr (KIND == W_E4M3) {
-          __m256 wide[4];
-          widen_e4m3(load32(from + 32 * s), wide);
-          for (int v = 0; v < 4; ++v) _mm256_store_ps(even + 8 * v, wide[v]);
+      float* even = reinterpret_cast<float*>(to);
+      if constexpr (KIND == W_E4M3) {
+        __m256 wide[4];
+        widen_e4m3(load32(from), wide);
+        for (int v = 0; v < 4; ++v) _mm256_store_ps(even + 8 * v, wide[v]);
+      } else {
+        const __m256i low = load32(from), high = load32(from + 32);
+        if constexpr (KIND == W_F32) {
+          _mm256_store_ps(even, _mm256_castsi256_ps(low)), _mm256_store_ps(even + 8, _mm256_castsi256_ps(high));
         } else {
-          const __m256i low = load32(from + 64 * s), high = load32(from + 64 * s + 32);
-          if constexpr (KIND == W_F32) {
-            _mm256_store_ps(even, _mm256_castsi256_ps(low)), _mm256_store_ps(even + 8, _mm256_castsi256_ps(high));
-          } else {
-            _mm256_store_ps(even, even_bf16(low)), _mm256_store_ps(even + 8, even_bf16(high));
-            _mm256_store_ps(even + 16, odd_bf16(low)), _mm256_store_ps(even + 24, odd_bf16(high));
-          }
+          _mm256_store_ps(even, even_bf16(low)), _mm256_store_ps(even + 8, even_bf16(high));
+          _mm256_store_ps(even + 16, odd_bf16(low)), _mm256_store_ps(even + 24, odd_bf16(high));
         }
       }
     }
@@ -66,6 +72,7 @@ struct Floats {
     const float* x = reinterpret_cast<const float*>(slice.rows.values + row * slice.rows.stride) + slice.k0;
     const float* w = reinterpret_cast<const float*>(slice.values);
     Ahead ahead = shared;
+    fetch_rows<NUM_ROWS>(sums + NUM_ROWS * PANEL, PANEL);
     int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
     for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
       end = std::min(slice.k1, (g + 1) * linear.group);
@@ -86,7 +93,11 @@ struct Floats {
       };
       const int64_t num_inputs = end - k;
       int64_t i = 0;
-      for (; i + 2 <= num_inputs && ahead.at < ahead.end; i += 2) ahead.fetch(), multiply(i), multiply(i + 1);
+      for (; i + LINE <= num_inputs; i += LINE) {
+        fetch_rows<NUM_ROWS>(x + NUM_ROWS * stride + i, stride);
+#pragma GCC unroll 1
+        for (int64_t j = i; j < i + LINE; j += 2) ahead.fetch(), multiply(j), multiply(j + 1);
+      }
       for (; i < num_inputs; ++i) multiply(i);
       x += num_inputs, w += SLICE * num_inputs;
       if constexpr (GROUPED) {
@@ -124,11 +135,10 @@ inline __m256i bf16_pair(const float* x) {
 // One row streams the panel as it comes from memory: inputs [k, end) of its 64 sums.
 template <int64_t KIND>
 void add_row(const uint8_t* w, const float* x, int64_t num_inputs, __m256 (&sums)[8]) {
-  constexpr int64_t TURN = KIND == W_F32 ? 1 : 2;
+  constexpr int64_t TURN = Floats<KIND>::TURN;
 #pragma GCC unroll 8
   for (int v = 0; v < 8; ++v) sums[v] = _mm256_setzero_ps();
   for (int64_t k = 0; k < num_inputs; k += TURN, w += Floats<KIND>::bytes(TURN)) {
-    for (int line = 0; line < Floats<KIND>::bytes(TURN); line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
 #ifdef BATON_BF16_FMA
     if constexpr (KIND == W_BF16) {
       const __m256i both = bf16_pair(x + k);

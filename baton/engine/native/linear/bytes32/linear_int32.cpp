@@ -20,14 +20,12 @@ inline __m256 scaled(__m256i acc, __m256 sx, __m256 s, __m256 before) {
 template <int64_t KIND>
 struct Integers {
   using Products = IntProducts<KIND>;
-  static constexpr int64_t SLICE_BYTES = Products::SLICE_BYTES;
+  static constexpr int64_t SLICE_BYTES = Products::SLICE_BYTES, TURN = KIND == U4 ? 8 : 4;
   static int64_t bytes(int64_t inputs) { return inputs * PANEL / (KIND == U4 ? 2 : 1); }
 
-  static void unpack(const uint8_t* from, int64_t inputs, char* to, int64_t slice_bytes) {
-    constexpr int64_t TURN = KIND == U4 ? 8 : 4;
+  static void unpack(const uint8_t* from, int64_t inputs, char* to) {
     for (int64_t k = 0; k < inputs; k += TURN, from += bytes(TURN), to += TURN * SLICE_BYTES)
-      for (int s = 0; s < 4; ++s)
-        Products::unpack(load32(from + 64 * s), load32(from + 64 * s + 32), to + s * slice_bytes);
+      Products::unpack(load32(from), load32(from + 32), to);
   }
 
   template <int NUM_ROWS>
