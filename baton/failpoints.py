@@ -6,11 +6,12 @@
 NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. `[VALUE]`, written so: only where that number is among what is passed there.
 With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for the
 process that removes that file: of several one, once. Actions: sleep (blocks the thread that
-passes), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes back), skew (a
+passes, or the task where `hit_in_task` is passed), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes back), skew (a
 clock that is read there is that many seconds off). The names are those in POINTS; any other is refused at start. What
 happens once is printed to stderr.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -55,11 +56,6 @@ class _Armed:
 
     def __call__(self) -> float:
         """Seconds that a clock is off."""
-        if self.token is not None:
-            try:
-                os.unlink(self.token)
-            except FileNotFoundError:
-                return 0.0
         if self.action == "skew":
             return self.seconds
         if self.action == "sleep":
@@ -75,6 +71,15 @@ class _Armed:
         else:
             raise FailpointError("a failpoint asked for this failure")
         return 0.0
+
+    def takes_token(self) -> bool:
+        """Return whether this process may act."""
+        try:
+            if self.token is not None:
+                os.unlink(self.token)
+            return True
+        except FileNotFoundError:
+            return False
 
 
 _ACTIONS = ("sleep", "kill", "freeze", "fail", "wedge", "skew")
@@ -106,15 +111,20 @@ class _Board:
         self._lock = threading.Lock()
 
     def hit(self, name: str, values: Collection[int] = ()) -> float:
+        armed = self.due(name, values)
+        return armed() if armed is not None else 0.0
+
+    def due(self, name: str, values: Collection[int] = ()) -> _Armed | None:
+        """Count that the place is passed, and return what is to be done there."""
         with self._lock:
             if self._path is not None:
                 self._read_again(self._path)
             armed = self._armed.get(name)
             if armed is None or (armed.value is not None and armed.value not in values):
-                return 0.0
+                return None
             self._passed[name] += 1
             is_due = armed.only in (0, self._passed[name])
-        return armed() if is_due else 0.0
+        return armed if is_due and armed.takes_token() else None
 
     def is_armed(self, names: Collection[str]) -> bool:
         with self._lock:
@@ -145,6 +155,15 @@ def _make(text: str) -> Callable[..., float]:
 
 # `hit(name)`, `hit(name, values)`; returns the seconds that a clock which is read there is off.
 hit = _make(os.environ.get(VARIABLE, ""))
+
+
+async def hit_in_task(name: str) -> None:
+    """`hit(name)` where a sleep is to hold up a task, and not the event loop."""
+    armed = None if hit is _nothing else hit.__self__.due(name)  # pyright: ignore[reportFunctionMemberAccess]
+    if armed is not None and armed.action == "sleep":
+        await asyncio.sleep(armed.seconds)
+    elif armed is not None:
+        armed()
 
 
 def is_armed(*names: str) -> bool:

@@ -472,8 +472,16 @@ class Accepted(_message.Message):
     num_cached_tokens: int
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
+class Waits(_message.Message):
+    __slots__ = ("place_s", "block_s")
+    PLACE_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    place_s: float
+    block_s: float
+    def __init__(self, place_s: _Optional[float] = ..., block_s: _Optional[float] = ...) -> None: ...
+
 class Done(_message.Message):
-    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs", "pooled")
+    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs", "pooled", "waits")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +490,7 @@ class Done(_message.Message):
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     key: Key
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     queue_s: float
@@ -490,7 +499,8 @@ class Done(_message.Message):
     num_chunks: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
     pooled: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
 
 class Offered(_message.Message):
     __slots__ = ("key", "lease_id", "handle", "ticket")
@@ -616,7 +626,7 @@ class BlockEvents(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., snapshot: bool = ..., sealed: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ..., touched: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
-    __slots__ = ("kv_wait_s", "decode_queue_s", "first_step_s", "decode_s", "num_steps", "num_preemptions", "num_drafts", "proposed_by_position", "accepted_by_position", "speedup")
+    __slots__ = ("kv_wait_s", "decode_queue_s", "first_step_s", "decode_s", "num_steps", "num_preemptions", "num_drafts", "proposed_by_position", "accepted_by_position", "speedup", "waits")
     KV_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
@@ -627,6 +637,7 @@ class DecodeReport(_message.Message):
     PROPOSED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     kv_wait_s: float
     decode_queue_s: float
     first_step_s: float
@@ -637,7 +648,8 @@ class DecodeReport(_message.Message):
     proposed_by_position: _containers.RepeatedScalarFieldContainer[int]
     accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
     speedup: float
-    def __init__(self, kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., speedup: _Optional[float] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., speedup: _Optional[float] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("key", "code", "reason", "message", "retry_after_ms", "decode")

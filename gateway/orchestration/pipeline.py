@@ -309,6 +309,7 @@ def _features(checked: Checked) -> frozenset[str]:
 def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
     """Record what the request waited for, as its workers, this event loop and the way between them are now."""
     measured, link = request.record.measured, request.attempt.decode.link
+    measured.in_line_s = dict(request.place.waited_s)
     is_here = is_loopback(link.address)
     network_s = 0.0 if is_here else max(0.0, link.round_trip_s / 2 - sum(loop))
     measured.path = PathDelay(loop, network_s)

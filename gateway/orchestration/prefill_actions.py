@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from baton.protocol import KV_FULL
 from baton.service.clock import now
 from baton.service.errors import Overloaded, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestState
+from gateway.queue.admission import WaitingQueue
 from gateway.routing.routing import NEVER_HERE, SHORT_TOKENS, needs
 
 _WORKER_POLL_MS = 50  # while no worker serves that could take over
@@ -36,7 +36,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
 
 def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
     """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
-    _note_refusal(request, request.attempt.decode.link, occurred.message)
+    _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
     request.attempt.drop_decode()
     router = request.router
     if router.has_untried("decode"):
@@ -85,7 +85,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> No
 def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
     """Ask the next prefill worker, or wait in line once all have refused. Raises Overloaded."""
     refused, router = occurred.message, request.router
-    _note_refusal(request, request.attempt.prefill.link, refused)
+    _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.call_room()  # where no prefill worker can read it, the decode worker can
@@ -153,6 +153,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
     if not request.answer.begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
+        record.measured.read_waits, record.measured.is_read_apart = done.waits, attempt.prefill is not None
         record.measured.prefill_core_wait = attempt.reader.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens
         attempt.reader.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
@@ -170,12 +171,10 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     return RequestState.AWAITING_CREDIT
 
 
-def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused) -> None:
+def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused, queue: WaitingQueue) -> None:
+    queue.refused_for = refused.reason
     request.router.note_refusal(link, refused)
     request.place.note_refusal(refused)
-    if refused.reason == KV_FULL:
-        is_prefill = link is not request.attempt.decode.link
-        request.record.measured.full_pools.add("prefill queue" if is_prefill else "decode queue")
 
 
 def _is_rest_short(request: RequestContext) -> bool:

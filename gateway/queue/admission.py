@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.fairness import RoundRobin, has_room
+from baton.protocol import KV_FULL
 from baton.service.clock import now
 from baton.service.errors import Overloaded
 from baton.service.security.guard import DEFAULT_TENANT
@@ -143,8 +144,15 @@ class WaitingQueue:
     refused again, the next tenant's is called, of which a worker may need less. The queue is bounded in requests and in
     tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full queue."""
 
-    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
-        self._max, self._max_tokens, self._now = max_waiting, max_tokens, clock
+    def __init__(
+        self,
+        max_waiting: int,
+        max_tokens: int = 1 << 30,
+        clock: Callable[[], float] = lambda: now(),
+        name: str = "queue",
+    ):
+        self._max, self._max_tokens, self._now, self._name = max_waiting, max_tokens, clock, name
+        self.refused_for = ""  # the reason of a worker's last refusal
         self._queues: dict[str, _TenantQueue] = {}  # none is empty
         self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
         self._untried: set[str] = set()  # tenants that have not been refused since something has changed
@@ -152,6 +160,11 @@ class WaitingQueue:
         self._num = self.num_tokens = 0
         self._served_tokens = self._served_s = 0.0
         self._served_at = 0.0  # the last time, or since when the queue has waited
+
+    @property
+    def bound(self) -> str:
+        """Return what requests wait for here, one of BOUNDS (baton/service/observe/bound.py)."""
+        return "kv pool" if self.refused_for == KV_FULL else self._name
 
     def is_open_to(self, tenant: str) -> bool:
         """Return whether no request of this tenant waits here."""
@@ -243,7 +256,9 @@ class WaitingQueues:
     """The two queues: for room to decode, and then for a worker to read the prompt."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
-        self.credit, self.prefill = (WaitingQueue(max_waiting, max_tokens, clock) for _ in ("decode", "prefill"))
+        self.credit, self.prefill = (
+            WaitingQueue(max_waiting, max_tokens, clock, name) for name in ("decode queue", "prefill queue")
+        )
 
     def __len__(self) -> int:
         return len(self.credit) + len(self.prefill)

@@ -1,5 +1,6 @@
 """The place of one request in the queues, while every worker of a role is full."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from baton.service.clock import now
@@ -17,6 +18,7 @@ class QueuePlace:
         self._entry: tuple[WaitingQueue, QueueEntry] | None = None
         self._since: float | None = None
         self._retry_at = 0.0
+        self.waited_s = Counter[str]()  # in lines that it has left, by what was waited for there
 
     @property
     def is_over(self) -> bool:
@@ -53,6 +55,7 @@ class QueuePlace:
         """Leave the queue, if it is in one. `served`: a worker took the request."""
         if self._entry is not None:
             queue, entry = self._entry
+            self.waited_s[queue.bound] += now() - self._since
             self._entry = self._since = None
             queue.leave(entry, served=served)
 

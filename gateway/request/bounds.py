@@ -1,36 +1,72 @@
 """What the time of one request was spent waiting for: each of its phases is divided among the words of
 baton.service.observe.bound without a rest.
 
-A phase in a worker is a share of waiting for a core, as that worker says, and what it is there for. What passes between
-processes is divided as the delays are that were measured meanwhile: this event loop's, for want of a core or for its own
-work, and the network's.
+Waiting for room comes first, in lines here and on workers, as it was seen there. What is left of a phase in a worker is a
+share of waiting for a core, as that worker says, and what the phase is there for. What passes between processes is divided
+as the delays are that were measured meanwhile: this event loop's, for want of a core or for its own work, and the network's.
 """
 
 from collections import defaultdict
 
 from gateway.request.timing import Measured, Stamps, breakdown
 
+# The phases in which a request stands in a line of this gateway; in `decode` one that has moved.
+_IN_LINE = {
+    "decode queue": ("route", "admit", "decode"),
+    "prefill queue": ("prefill_queue", "decode"),
+    "kv pool": ("route", "admit", "prefill_queue", "decode"),
+}
+
+
+class _Division(defaultdict[str, float]):
+    """Seconds by bound, taken out of those by phase."""
+
+    def __init__(self, spent_s: dict[str, float]):
+        super().__init__(float)
+        self.spent_s = defaultdict[str, float](float, spent_s)
+
+    def take(self, bound: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
+        """Give a bound up to `most_s` of these phases, in their order."""
+        most_s = max(0.0, most_s)  # in this order: what is no number counts for nothing
+        for phase in phases:
+            taken_s = min(most_s, self.spent_s[phase])
+            self[bound] += taken_s
+            self.spent_s[phase] -= taken_s
+            most_s -= taken_s
+
+    def take_work(self, bound: str, phases: tuple[str, ...], core_wait: float) -> None:
+        """Give a bound all of these phases but the share in which the worker waited for a core."""
+        self.take("cores", phases, core_wait * sum(self.spent_s[phase] for phase in phases))
+        self.take(bound, phases)
+
 
 def bound_seconds(stamps: Stamps, measured: Measured) -> dict[str, float]:
     """Return seconds by bound; they sum to the phases of `breakdown`."""
-    spent = defaultdict[str, float](float, breakdown(stamps, measured))
-    found = defaultdict[str, float](float)
-    _divide_delivery(found, spent, measured)
-    _divide_queues(found, spent, measured)
-    _divide_work(found, "prefill compute", spent["prefill"], measured.prefill_core_wait)
-    _divide_work(found, "decode bandwidth", spent["first_step"] + spent["decode"], measured.decode_core_wait)
-    found["transfer"] += spent["kv_wait"]
+    found, waits = _Division(breakdown(stamps, measured)), measured.decode.waits
+    for bound, waited_s in measured.in_line_s.items():
+        found.take(bound, _IN_LINE[bound], waited_s)
+    _divide_delivery(found, measured)
+    found.take("kv pool", ("prefill_queue",), measured.read_waits.block_s)
+    if not measured.is_read_apart:
+        found.take("decode queue", ("prefill_queue",), measured.read_waits.place_s)
+    found.take("kv pool", ("decode_queue", "decode"), waits.block_s)
+    found.take("decode queue", ("decode_queue", "decode"), waits.place_s)
+    found.take("prefill queue", ("prefill_queue",))
+    found.take("decode queue", ("decode_queue",))
+    found.take_work("prefill compute", ("prefill",), measured.prefill_core_wait)
+    found.take_work("decode bandwidth", ("first_step", "decode"), measured.decode_core_wait)
+    found.take("transfer", ("kv_wait",))
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _divide_delivery(found: defaultdict[str, float], spent: defaultdict[str, float], measured: Measured) -> None:
+def _divide_delivery(found: _Division, measured: Measured) -> None:
     """Divide what passed between processes and in this one. Of `decode`, that is all beyond the worker's own time."""
-    decode = measured.decode
+    decode, spent = measured.decode, found.spent_s
     own_s = max(0.0, decode.decode_s - decode.first_step_s)  # of the worker, after its first step
     late_s = max(0.0, spent["decode"] - own_s) if decode.decode_s else 0.0
     unread_s = min(measured.unread_s, spent["decode"] + spent["second_delivery"])
     found["client"] += unread_s
-    between_s = spent["first_delivery"] + spent["second_delivery"] + late_s - unread_s
+    between_s = spent["admit"] + spent["first_delivery"] + spent["second_delivery"] + late_s - unread_s
     if between_s < 0:  # the worker paused too, until its tokens were read
         spent["decode"] += between_s
         between_s = 0.0
@@ -42,13 +78,3 @@ def _divide_delivery(found: defaultdict[str, float], spent: defaultdict[str, flo
     before_s, own_core = spent["tokenize"] + spent["route"], core / (core + busy) if core + busy else 0.0
     found["cores"] += own_core * before_s
     found["gateway"] += (1 - own_core) * before_s
-
-
-def _divide_queues(found: defaultdict[str, float], spent: defaultdict[str, float], measured: Measured) -> None:
-    for bound, phases in (("prefill queue", ("prefill_queue",)), ("decode queue", ("admit", "decode_queue"))):
-        found["kv pool" if bound in measured.full_pools else bound] += sum(spent[phase] for phase in phases)
-
-
-def _divide_work(found: defaultdict[str, float], bound: str, seconds: float, core_wait: float) -> None:
-    found["cores"] += core_wait * seconds
-    found[bound] += (1 - core_wait) * seconds

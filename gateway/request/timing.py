@@ -41,12 +41,15 @@ class Measured:
     after_last_ready_s: float = 0.0
     decode: worker_pb2.DecodeReport = field(default_factory=worker_pb2.DecodeReport)
     # What the phases were spent waiting for (gateway/request/bounds.py): shares of the workers' time in which they waited for
-    # a core, seconds in which messages waited for the client, and the queues that it stood in since a KV pool was full.
+    # a core, seconds in which messages waited for the client, seconds in this gateway's lines by what was waited for there,
+    # and those on the worker that read the prompt, which a prefill worker or the decode worker has done.
     prefill_core_wait: float = 0.0
     decode_core_wait: float = 0.0
     unread_s: float = 0.0
     path: PathDelay = PathDelay()
-    full_pools: set[str] = field(default_factory=set)
+    in_line_s: dict[str, float] = field(default_factory=dict)
+    read_waits: worker_pb2.Waits = field(default_factory=worker_pb2.Waits)
+    is_read_apart: bool = False
 
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:

@@ -235,7 +235,7 @@ class Pull:
     async def _check_all(self) -> None:
         while True:
             moved, digests = await self._landed.get()
-            failpoints.hit("transfer.landed")
+            await failpoints.hit_in_task("transfer.landed")
             before, self._turn = self._turn, asyncio.Event()
             mine = self._turn
             num_bytes = self._cells.num_bytes(moved)

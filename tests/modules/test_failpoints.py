@@ -1,5 +1,6 @@
 """Failpoints: nothing without the variable, exactly its actions with it."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -87,6 +88,28 @@ def test_who_would_pass_less_often_can_ask(monkeypatch):
     assert not failpoints.is_armed("engine.step")
     monkeypatch.setattr(failpoints, "hit", failpoints._make("engine.step=sleep:0.1"))
     assert failpoints.is_armed("engine.batch", "engine.step") and not failpoints.is_armed("engine.batch")
+
+
+def test_a_sleep_holds_up_its_task_and_not_the_event_loop(monkeypatch):
+    monkeypatch.setattr(failpoints, "hit", failpoints._make("transfer.landed=sleep:0.2, engine.step=fail"))
+
+    async def run() -> list[str]:
+        order = []
+
+        async def pass_by() -> None:
+            await failpoints.hit_in_task("transfer.landed")
+            order.append("passed")
+
+        task = asyncio.create_task(pass_by())
+        await asyncio.sleep(0)
+        order.append("others run")
+        await task
+        await failpoints.hit_in_task("prefill.done")
+        with pytest.raises(failpoints.FailpointError):
+            await failpoints.hit_in_task("engine.step")
+        return order
+
+    assert asyncio.run(run()) == ["others run", "passed"]
 
 
 def test_a_file_that_is_replaced_at_once_is_read_again(tmp_path):

@@ -86,6 +86,13 @@ class FirstToken:
     finish_reason: FinishReason | None = None
 
 
+class Waits(NamedTuple):
+    """Seconds for which a request waited to run since there was no room for it."""
+
+    place_s: float = 0.0  # in the batch
+    block_s: float = 0.0  # of KV
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
     key: Key
@@ -98,6 +105,7 @@ class PrefillDone:
         TokenLogprobs, ...
     ] = ()  # of each token of the prompt but the first, where they are asked for
     pooled: tuple[float, ...] = ()  # the vector of a request with `pooling`, which has no first tokens
+    waits: Waits = Waits()  # of queue_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class DecodeReport:
     proposed_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
     speedup: float = 1.0  # of decode_s against plain steps as this engine measured them
+    waits: Waits = Waits()  # of decode_queue_s and decode_s
 
     @property
     def num_draft_tokens(self) -> int:

@@ -123,7 +123,15 @@ class Results:
         read, group.prompt_logprobs = tuple(group.prompt_logprobs), []
         outputs.append(
             PrefillDone(
-                group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks, read, group.pooled
+                group.key,
+                firsts,
+                queue_s,
+                prefill_s,
+                group.num_cached_tokens,
+                group.num_chunks,
+                read,
+                group.pooled,
+                group.waits,
             )
         )
         group.started()

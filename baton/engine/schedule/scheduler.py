@@ -22,7 +22,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.output_lengths import OutputLengths
-from baton.engine.schedule.sequence import Copies, Sequence
+from baton.engine.schedule.sequence import Copies, Lacks, Sequence
 from baton.engine.schedule.tenant_shares import Shares, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
@@ -57,6 +57,7 @@ class Scheduler:
         self.shares = shares
         self.lengths = lengths
         self.copies = copies
+        self.lacks = Lacks()
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
@@ -77,6 +78,7 @@ class Scheduler:
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
         has_state = self.ledger.states is None or seq.recurrent.is_ready
         ready = seq.remaining == 1 and seq.block_ids and has_state and len(self.running) < self.config.max_num_seqs
+        seq.lacked = self.lacks.seconds
         insort(self.running if ready else self.waiting, seq, key=by_rank)
 
     def remove(self, seq: Sequence) -> None:
@@ -153,11 +155,13 @@ class Scheduler:
         Where tenants share, those who have saved turns have the step to themselves, if any of them can run, and all
         others take short ones, for a request may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
+        self.lacks.look()
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
             if seq.num_tokens - self._begin(seq) > 1:
                 lines.setdefault(seq.group.tenant, []).append((seq, False))
-        has_place = len(self.running) < self.config.max_num_seqs
+        if not (has_place := len(self.running) < self.config.max_num_seqs):
+            self.lacks.note(Lacks.PLACE)
         for seq in (each for each in self.waiting if has_place and not self._is_coming(each)):
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
@@ -178,6 +182,7 @@ class Scheduler:
             if is_new:
                 is_kept = tenant not in starving and len(self.running) + len(starving) >= self.config.max_num_seqs
                 if is_kept or not self._join(seq, blocked):
+                    self.lacks.note(Lacks.BLOCKS if tenant in blocked else Lacks.PLACE)
                     continue
                 starving = self._starving()
             if chunk := self._chunk(seq, budget):
@@ -199,6 +204,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         insort(self.running, seq, key=by_rank)
+        seq.group.waited(seq, self.lacks.seconds)
         self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
         return True
 
@@ -300,6 +306,7 @@ class Scheduler:
         """Preemption: blocks back, record kept, the same place in the queue."""
         if seq in self.running:
             self.running.remove(seq)
+            seq.lacked = self.lacks.seconds
             insort(self.waiting, seq, key=by_rank)
             seq.group.preempted()
         seq.give_back(self.ledger)

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.constraints.grammar import Grammar, GrammarCursor
 from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.pooling import Pool
-from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs
+from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs, Waits
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.sequence_state import CopyState, SequenceState
 from baton.engine.sampling.step_masks import StepMasks, step_masks
@@ -42,7 +42,7 @@ class Sequence:
 
     __slots__ = (
         "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
-        "block_table", "recurrent", "draft_ids", "masks", "_cursor",
+        "block_table", "recurrent", "draft_ids", "masks", "lacked", "_cursor",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -58,6 +58,7 @@ class Sequence:
         self.block_table = None  # block_ids as a tensor; the runner's
         self.recurrent = SequenceState()
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
+        self.lacked = Waits()  # by all that waited, when it began to wait
         self.masks: StepMasks | None = None  # of a constraint, for the step in flight
         self._cursor: GrammarCursor | None = None
 
@@ -231,6 +232,32 @@ class DraftCounts:
             self.accepted[position] += 1
 
 
+class Lacks:
+    """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited for
+    is what was added meanwhile."""
+
+    PLACE, BLOCKS = Waits._fields
+
+    def __init__(self) -> None:
+        self._seconds, self._lack, self._at = Waits(), "", 0.0
+
+    def look(self) -> None:
+        """A step is chosen: what there was no room for until now is tried again."""
+        self._seconds, self._lack, self._at = self.seconds, "", time.monotonic()
+
+    def note(self, lack: str) -> None:
+        """A sequence lacks PLACE or BLOCKS; what the first one lacks counts until the next step is chosen."""
+        self._lack = self._lack or lack
+
+    @property
+    def seconds(self) -> Waits:
+        """Return them, since the engine was made."""
+        if not self._lack:
+            return self._seconds
+        lacked_s = getattr(self._seconds, self._lack) + time.monotonic() - self._at
+        return self._seconds._replace(**{self._lack: lacked_s})
+
+
 class Group:
     """All choices of one key: they share the prompt's blocks and end together, once.
 
@@ -270,6 +297,7 @@ class Group:
         self.num_steps = 0
         self.num_preemptions = 0
         self.preempted_at: tuple[float, ...] = ()
+        self.waits = Waits()  # until its prompt was read, then those since
         self.grammar: Future[Grammar] | None = None  # of its constraint
         self.adapter: Adapter | None = None  # held as long as the group is, whatever becomes of its name
         self.drafted = DraftCounts()
@@ -302,9 +330,17 @@ class Group:
         if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
             self.preempted_at += (time.monotonic(),)
 
+    def waited(self, seq: Sequence, lacked: Waits) -> None:
+        """Add what a sequence has waited that runs now; of several choices, which wait side by side, the first counts.
+        `lacked`: by all that waited, until now."""
+        if seq is self.trunk:
+            self.waits = Waits(
+                *(own + end - begin for own, begin, end in zip(self.waits, seq.lacked, lacked, strict=True))
+            )
+
     def started(self) -> None:
         """The first tokens are known: what comes now is decoding."""
-        self.prefilled = True
+        self.prefilled, self.waits = True, Waits()
         self.started_at = time.monotonic()
 
     def stepped(self, launched_at: float, num_steps: int) -> None:
@@ -330,4 +366,5 @@ class Group:
             proposed_by_position=tuple(drafted.proposed),
             accepted_by_position=tuple(drafted.accepted),
             speedup=max(0.0, (decode_s + self.saved_s) / decode_s) if drafted.num_drafts and decode_s > 0 else 1.0,
+            waits=self.waits,
         )

@@ -12,7 +12,7 @@ LEVERS = {
     "gateway": "add a gateway, or send fewer and larger messages",
     "network": "bring gateway and workers closer together, or mend the network between them",
     "prefill queue": "add a prefill worker, or lower the rate",
-    "decode queue": "add a decode worker, or lower the rate",
+    "decode queue": "add a decode worker, raise --max-num-seqs, or lower the rate",
     "kv pool": "give workers more KV blocks, store KV in int8, or add a decode worker",
     "prefill compute": "add prefill workers, or let prompts share more of their prefix",
     "transfer": "move the workers to one host (shm, cuda_ipc) or a faster network, or store KV in int8",
@@ -21,6 +21,7 @@ LEVERS = {
 BOUNDS = tuple(LEVERS)
 SENDER_LEVER = "give the load generator more --processes, or a machine of its own"
 MORE_LOAD = "send more requests, or more at once: the stack has room"  # the client's lever, as the stack sees it
+COLD_LEVER = "restart workers one after the other, so that the others keep their caches; this one's fills by itself"
 FULL_HOST = 0.9  # busy: one more worker would only share its cores
 LEAST_AT_ONCE = 0.5  # requests in the stack, in the mean: with fewer it waits for its clients
 LONG_PROMPT = 1024  # tokens to read of a prompt, in the mean: the sentence names them
@@ -57,6 +58,11 @@ class PromptFacts(NamedTuple):
     cached_share: float = 0.0  # of all tokens of prompts
     cached_before: float = 0.0  # the same before a worker started, 0 where none did
 
+    @property
+    def is_cold(self) -> bool:
+        """Return whether far less is found in caches than before a worker started."""
+        return self.cached_share < COLD_SHARE * self.cached_before
+
 
 NO_FACTS = PromptFacts()
 
@@ -68,9 +74,9 @@ def bound_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -> Bou
         return Bound("nothing", "No request was answered, so it is unknown what limits the run.")
     name = max(BOUNDS, key=lambda each: spent_s.get(each, 0.0))
     evidence = f"{EVIDENCE[name]} ({spent_s[name] / total_s:.0%} of the answered requests' time)"
-    if name == "prefill compute":
-        evidence += _told(facts)
-    return worded(name, evidence, LEVERS[name])
+    if name != "prefill compute":
+        return worded(name, evidence, LEVERS[name])
+    return worded(name, evidence + _told(facts), COLD_LEVER if facts.is_cold else LEVERS[name])
 
 
 def bound_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bound:
@@ -95,7 +101,7 @@ def worded(name: str, evidence: str, lever: str) -> Bound:
 
 
 def _told(facts: PromptFacts) -> str:
-    if facts.cached_share < COLD_SHARE * facts.cached_before:
+    if facts.is_cold:
         was, now = facts.cached_before, facts.cached_share
         return f", since a worker has started with a cold cache: {now:.0%} of the prompts was found, {was:.0%} before"
     if facts.mean_read >= LONG_PROMPT:

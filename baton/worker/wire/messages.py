@@ -222,6 +222,7 @@ def done(key: Key, report: PrefillDone) -> pb.Event:
         num_chunks=report.num_chunks,
         prompt_logprobs=map(logprobs_to_proto, report.prompt_logprobs),
         pooled=report.pooled,
+        waits=pb.Waits(place_s=report.waits.place_s, block_s=report.waits.block_s),
     )
     return pb.Event(done=message)
 
@@ -248,6 +249,7 @@ def ended(key: Key, status: Status, report: DecodeReport | None, kv_wait_s: floa
         message.decode.proposed_by_position.extend(report.proposed_by_position)
         message.decode.accepted_by_position.extend(report.accepted_by_position)
         message.decode.speedup = report.speedup
+        message.decode.waits.place_s, message.decode.waits.block_s = report.waits
     return pb.Event(ended=message)
 
 

@@ -18,8 +18,11 @@ def test_sequences_that_outgrow_the_pool_park_and_come_back():
     requests = growing(4)
     records = run(engine, requests)
     check(records, requests)
-    preempted = [records[request.key].ended.report.num_preemptions for request in requests]
+    reports = [records[request.key].ended.report for request in requests]
+    preempted = [report.num_preemptions for report in reports]
     assert preempted[0] == 0 and sum(preempted) > 0
+    assert [report.waits.block_s > 0 for report in reports] == [num > 0 for num in preempted]
+    assert all(report.waits.block_s < report.decode_queue_s + report.decode_s for report in reports)
     assert engine.ledger.num_available == 32
 
 

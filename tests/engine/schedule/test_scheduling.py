@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.core.request import FinishReason, Key, Refusal
+from baton.engine.core.request import FinishReason, Key, Refusal, Waits
 from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
 
 
@@ -47,6 +47,17 @@ def test_decoding_goes_on_while_prompts_are_read():
     assert (2, 65) in sizes  # one decoding token beside a chunk of one span
     assert records[second.key].first.num_chunks == 5
     assert all(tokens <= 68 for _, tokens in sizes)
+
+
+def test_the_wait_for_a_place_in_the_batch_is_told():
+    engine = toy_engine(max_num_seqs=1)
+    requests = [make_request(f"r{n}", prompt(20, n), max_tokens=5) for n in range(3)]
+    records = run(engine, requests)
+    first, *others = (records[request.key].first for request in requests)
+    assert first.waits == Waits()
+    for each in others:
+        assert 0 < each.waits.place_s <= each.queue_s and each.waits.block_s == 0
+    assert all(records[request.key].ended.report.waits == Waits() for request in requests)
 
 
 def test_chunks_end_on_spans_except_the_last():

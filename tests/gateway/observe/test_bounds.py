@@ -13,6 +13,7 @@ from gateway.request.timing import Measured, Stamps, breakdown
 from tests.support.gateway.records import ANSWERED, record
 
 BUSY = PathDelay(LoopDelay(0.0, 0.01))
+FOR_A_PLACE, FOR_BLOCKS = worker_pb2.Waits(place_s=7), worker_pb2.Waits(block_s=7)
 
 
 def stamps(*gaps_s: float) -> Stamps:
@@ -29,8 +30,23 @@ def drawn(rng: random.Random) -> Measured:
     few = lambda most: rng.choice((0.0, rng.uniform(0, most)))  # noqa: E731
     report = worker_pb2.DecodeReport(kv_wait_s=few(2), decode_queue_s=few(2), first_step_s=few(1), decode_s=few(5))
     path = PathDelay(LoopDelay(few(1), few(1)), few(1))
-    pools = {queue for queue in ("prefill queue", "decode queue") if rng.random() < 0.3}
-    return Measured(few(2), few(3), few(2), 0.0, report, rng.random(), rng.random(), few(4), path, pools)
+    waits = lambda: worker_pb2.Waits(place_s=few(2), block_s=few(2))  # noqa: E731
+    report.waits.CopyFrom(waits())
+    in_line_s = {bound: few(2) for bound in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5}
+    return Measured(
+        few(2),
+        few(3),
+        few(2),
+        0.0,
+        report,
+        rng.random(),
+        rng.random(),
+        few(4),
+        path,
+        in_line_s,
+        waits(),
+        rng.random() < 0.5,
+    )
 
 
 def test_they_add_up_to_the_phases():
@@ -53,8 +69,15 @@ def test_they_add_up_to_the_phases():
         ("cores", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.6)),
         ("prefill compute", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.4)),
         ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(prefill_s=1)),
-        ("kv pool", (0, 0, 9, 0, 1, 0, 1), Measured(full_pools={"decode queue"})),
-        ("decode queue", (0, 0, 9, 0, 1, 0, 1), Measured(full_pools={"prefill queue"})),
+        ("prefill queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_A_PLACE, is_read_apart=True)),
+        ("decode queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_A_PLACE)),
+        ("kv pool", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_BLOCKS)),
+        ("kv pool", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"kv pool": 8})),
+        ("decode queue", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"decode queue": 8})),
+        ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(in_line_s={"prefill queue": 8})),
+        ("gateway", (0, 4, 4, 0, 1, 0, 1), Measured(path=BUSY)),
+        ("decode queue", (0, 0, 0, 0, 0, 0, 9), Measured(decode=worker_pb2.DecodeReport(decode_s=9, waits=FOR_A_PLACE))),
+        ("kv pool", (0, 0, 0, 0, 0, 0, 9), Measured(decode=worker_pb2.DecodeReport(decode_s=9, waits=FOR_BLOCKS))),
         ("transfer", (0, 0, 0, 0, 0, 9, 1), Measured(decode=worker_pb2.DecodeReport(kv_wait_s=8, decode_s=1))),
         ("decode bandwidth", (0, 0, 0, 0, 0, 0, 9), Measured()),
         ("client", (0, 0, 0, 0, 0, 0, 9), Measured(unread_s=8)),
@@ -68,8 +91,9 @@ def test_each_goes_where_it_belongs(bound, gaps_s, measured):
 
 def test_a_cold_cache_is_named():
     before, since = PromptFacts(2000, 0.1, 0.6), PromptFacts(2000, 0.5, 0.6)
-    assert "cold cache" in bound_of({"prefill compute": 1.0}, before).sentence
-    assert "cold cache" not in bound_of({"prefill compute": 1.0}, since).sentence
+    cold, warm = (bound_of({"prefill compute": 1.0}, facts).sentence for facts in (before, since))
+    assert "cold cache" in cold and "one after the other" in cold
+    assert "cold cache" not in warm and "add prefill workers" in warm
 
 
 def test_caches_before_and_since_a_worker_started():

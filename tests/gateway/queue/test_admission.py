@@ -3,9 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gateway.queue.admission
+from baton.protocol import KV_FULL
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
 from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueue, WaitingQueues, rank
+from gateway.queue.queue_place import QueuePlace
 from gateway.queue.quotas import Quota, Quotas
 from gateway.routing.routing import Decision
 
@@ -43,6 +45,17 @@ def test_a_line_calls_its_first_only():
     queue.leave(low)
     queue.call_first()
     assert not queue and len(called) == 3 and queue.num_tokens == 0
+
+
+def test_what_a_line_waits_for():
+    lines = WaitingQueues(3)
+    place = QueuePlace(queued(), lambda: None, 10.0)
+    for line, reason in ((lines.credit, KV_FULL), (lines.prefill, "queue_full"), (lines.credit, "queue_full")):
+        line.refused_for = reason
+        place.join(line)
+        place.join(line)  # refused again
+        place.leave(served=True)
+    assert [*place.waited_s] == ["kv pool", "prefill queue", "decode queue"] and min(place.waited_s.values()) > 0
 
 
 def test_a_line_is_bounded_in_tokens():

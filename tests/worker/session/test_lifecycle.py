@@ -10,6 +10,7 @@ from baton.engine.core.request import (
     Key,
     RequestEnded,
     TokenRun,
+    Waits,
 )
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import KeyEvent, KeyState
@@ -155,11 +156,12 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
     def check(bench):
         let(bench, KeyEvent.PREFILL_HERE)
         run_ = TokenRun(KEY, 0, 1, (4, 5))
-        report = DecodeReport(0.1, 0.2, 0.3, 4, 5)
+        report = DecodeReport(0.1, 0.2, 0.3, 4, 5, waits=Waits(0.02, 0.01))
         bench.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
         assert bench.outbox.kinds() == ["done", "ended"] and bench.outbox.runs == [run_]
         decode = bench.outbox.only("ended").decode
         assert (decode.num_steps, decode.num_preemptions) == (4, 5)
+        assert (decode.waits.place_s, decode.waits.block_s) == (0.02, 0.01)
         assert bench.ended[0].num_output_tokens == 3
 
     run(check)
