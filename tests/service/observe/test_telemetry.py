@@ -69,13 +69,17 @@ print(telemetry.enabled(), "opentelemetry.sdk" in sys.modules)
 
 
 def run_child(endpoint: str | None) -> str:
+    return run_program(PROGRAM, endpoint).stdout
+
+
+def run_program(program: str, endpoint: str | None) -> subprocess.CompletedProcess:
     env = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
     if endpoint:
         env["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
     # The bound is for a run that hangs; exit itself waits 5 s at most.
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 def test_flushed_at_exit():
@@ -96,6 +100,39 @@ def test_dead_collector_does_not_hold_the_exit(collector):
         if collector == "hangs":
             listener.listen()
         assert run_child("http://127.0.0.1:%d" % listener.getsockname()[1]) == "True True\n"
+
+
+FAILING = """
+import logging
+from opentelemetry.sdk._shared_internal import DuplicateFilter
+from baton.service import logs
+from baton.service.observe import genai_metrics, telemetry
+DuplicateFilter.filter = lambda self, record: True  # it forgets every 20 s
+seen = []
+logs.setup("child")
+watch = logging.Handler()
+watch.emit = seen.append
+logging.getLogger().addHandler(watch)
+telemetry.EXPORT_TIMEOUT_S = genai_metrics.EXPORT_TIMEOUT_S = 0.2
+telemetry.setup("child"), genai_metrics.setup("child")
+for index in range(4):
+    telemetry.emit_span(f"span {index}", telemetry.new_context(), 1, 2)
+    genai_metrics.observe("chat", "tiny", 2.0)
+    telemetry.flush(), genai_metrics._sender.provider.force_flush()
+print(sum(record.name.startswith("opentelemetry") for record in seen))
+"""
+
+
+@pytest.mark.parametrize("collector", ["refuses", "hangs"])
+def test_exporters_that_fail_say_so_once_a_minute(collector):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if collector == "hangs":
+            listener.listen()
+        endpoint = "http://127.0.0.1:%d" % listener.getsockname()[1]
+        done = run_program(FAILING, endpoint)
+    assert int(done.stdout) > 1, done.stderr  # that the exporters would have said
+    assert sum("xport" in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_flush_gives_up_in_time():
