@@ -9,6 +9,7 @@ from baton.engine.core.state_spec import StateSpec
 from baton.gguf import is_gguf
 from kvtransfer.layout import STATE, KVGroup, KVLayout
 
+PREDICTOR = "mtp"  # below which the tensors around a layer that predicts further tokens are asked for
 STATE_ROW = 4096  # elements that are digested together; a layer's state is padded to whole ones
 # What a value of the wrong type raises, somewhere.
 WRONG_VALUE = (TypeError, ValueError, AttributeError, ArithmeticError)
@@ -145,6 +146,17 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorSpec:
+    """A layer behind the last that predicts the token behind the next one, of a row that `project` makes of a token's
+    embedding and the hidden state before it, each normed."""
+
+    layer: LayerSpec
+    # As in TensorNames: of the layer, which is asked for behind the model's last, and of what stands around it, below
+    # PREDICTOR: project, embedding_norm, features_norm, norm.
+    renamed: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Multipliers:
     """Of the outputs of a layer's linears: what their parts are multiplied by, in their order."""
 
@@ -210,7 +222,8 @@ class ModelSpec:
     chunked: bool = False  # a token of a layer with a window sees what stands from the window's last multiple on
     temperature: TemperatureSpec | None = None
     latent: LatentSpec | None = None  # then head_dim is its row_dim, and there is one KV head
-    num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: not read
+    num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: no part of the model
+    predictor: PredictorSpec | None = None  # the first of them
     sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
     multipliers: Multipliers | None = None
     embedding_scale: float = 1.0

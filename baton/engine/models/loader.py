@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,13 +13,16 @@ from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve_dtypes
 from baton.engine.core.device import Memory, check_weights, memory_share
 from baton.engine.core.model_errors import ModelError
-from baton.engine.core.model_spec import WRONG_VALUE
+from baton.engine.core.model_spec import PREDICTOR, WRONG_VALUE
 from baton.engine.kv.pool import CPU, DTYPES
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
+from baton.engine.layers.norm import Norm
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import FirstStage, FirstStageOfRanks, LeadingModel
+from baton.engine.models.linears import Linears
+from baton.engine.models.read_layer import read_norm
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.pipeline import PipelineLeader
@@ -33,7 +37,18 @@ from baton.gguf import is_gguf
 from kvtransfer.naming import ModelIdentity
 from kvtransfer.naming import model_identity as identity_of
 
-__all__ = ["Weights", "load_model", "model_identity", "weight_files"]
+__all__ = ["PredictorModules", "Weights", "load_model", "load_predictor", "model_identity", "weight_files"]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorModules:
+    """A layer that a checkpoint ships to predict further tokens, and what stands around it."""
+
+    project: LinearKernel
+    embedding_norm: Norm
+    features_norm: Norm
+    norm: Norm
+    layer: Model  # of which nothing but this layer is here
 
 
 def load_model(
@@ -91,6 +106,31 @@ def load_model(
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model
+
+
+def load_predictor(model: Model, config: EngineConfig, block_size: int) -> PredictorModules:
+    """Read the layer of `model`, which has one, for KV in blocks of `block_size`. Raises ModelError for a tensor that is
+    missing or differs."""
+    spec, index, predictor = model.spec, model.spec.num_layers, model.spec.predictor
+    assert predictor is not None
+    # The others keep nothing, so that its KV is that of a model's only layer.
+    others = tuple(replace(layer, has_attention=False, state=None) for layer in spec.layers)
+    own = replace(spec, layers=(*others, predictor.layer))
+    names = (*predictor.renamed, *spec.names.renamed)
+    source = open_source(spec.folder, config.quantization, model.dtype, spec.num_heads, spec.num_kv_heads, names)
+    if model.device != CPU:
+        source = PlacedSource(source, model.device)
+    make, _ = choose_linear(config.linear, config.batch_invariant, model.dtype, model.device)
+    make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, model.device)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, own.windows, model.dtype, model.device)
+    shape = AttentionShape(*heads, config.dtype, block_size, spec.attention_scale, spec.attention_softcap)
+    attention, _ = choose_attention(config.attention, shape, config.batch_invariant)
+    size = spec.hidden_size
+    project = Linears(source, make).read([f"{PREDICTOR}.project"], [size], 2 * size, False)
+    norms = [read_norm(spec.norm, source, f"{PREDICTOR}.{name}norm", size) for name in ("embedding_", "features_", "")]
+    stage = PipelineStage(1, range(index, index + 1))
+    layer = Model(own, model.dtype, source, make, attention, model.ropes, make_router, stage=stage)
+    return PredictorModules(project, *norms, layer)
 
 
 def _trim() -> None:

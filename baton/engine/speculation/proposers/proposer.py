@@ -79,7 +79,7 @@ MakeLauncher = Callable[[Model, KVPool, EngineConfig], PassLauncher]
 class Proposer(ABC):
     """See the module. An exception of any method fails the step, and with it its requests."""
 
-    name: str  # draft | ngram | medusa | eagle
+    name: str  # draft | ngram | medusa | eagle | mtp
     wants_hidden: bool = False
     is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
 

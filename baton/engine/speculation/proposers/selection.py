@@ -5,7 +5,7 @@ from pathlib import Path
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.models.decoder import Model
-from baton.engine.speculation.proposers import draft_model, eagle, medusa
+from baton.engine.speculation.proposers import draft_model, eagle, medusa, mtp
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from baton.engine.speculation.proposers.proposer import Proposer
 
@@ -17,6 +17,8 @@ def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
     proposers: list[Proposer] = []
     if config.speculator in ("auto", "ngram"):
         proposers.append(NgramProposer(config.max_num_seqs, config.max_model_len))
+    if config.speculator == mtp.MultiTokenPredictor.name:
+        proposers.append(mtp.load(model, config))
     if config.draft_model is not None:
         kind = kind_of(config.draft_model)
         if config.speculator not in ("auto", kind):
