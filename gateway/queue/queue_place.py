@@ -1,6 +1,6 @@
 """The place of one request in the queues, while every worker of a role is full."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 from baton.service.clock import now
@@ -18,7 +18,7 @@ class QueuePlace:
         self._entry: tuple[WaitingQueue, QueueEntry] | None = None
         self._since: float | None = None
         self._retry_at = 0.0
-        self.waited_s = Counter[str]()  # in lines that it has left, by what was waited for there
+        self.waited_s = defaultdict[str, float](float)  # in lines that it has left, by what was waited for there
 
     @property
     def is_over(self) -> bool:
@@ -53,7 +53,7 @@ class QueuePlace:
 
     def leave(self, served: bool) -> None:
         """Leave the queue, if it is in one. `served`: a worker took the request."""
-        if self._entry is not None:
+        if self._entry is not None and self._since is not None:
             queue, entry = self._entry
             self.waited_s[queue.bound] += now() - self._since
             self._entry = self._since = None
