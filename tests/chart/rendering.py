@@ -1,5 +1,6 @@
 """helm as a function, and what is looked for in the objects that it makes."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -35,8 +36,13 @@ def helm(*argv: object, input: str | None = None) -> str:
 def render(values: Path | Object, *argv: str) -> list[Object]:
     """Return the chart's objects for a file of values, or for values."""
     text = values.read_text() if isinstance(values, Path) else json.dumps(values)
-    argv = ("template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", "-", *argv)
-    return [each for each in yaml.load_all(helm(*argv, input=text), yaml.CSafeLoader) if each]
+    return [each for each in yaml.load_all(_rendered(text, argv), yaml.CSafeLoader) if each]
+
+
+@functools.cache
+def _rendered(values: str, argv: tuple[str, ...]) -> str:
+    """What helm prints, asked once for the same values."""
+    return helm("template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", "-", *argv, input=values)
 
 
 def named(objects: list[Object], kind: str, suffix: str = "") -> Object:
