@@ -103,9 +103,12 @@ class Stack:
 
     def metric(self, name: str, port: str = "ADMIN_PORT") -> float:
         """Return the sum of a gateway's metric over its labels."""
-        text = _get(f"http://127.0.0.1:{self.ports[port]}/metrics")
-        values = [line.rpartition(" ")[2] for line in text.splitlines() if line.partition("{")[0].split(" ")[0] == name]
-        return sum(map(float, values))
+        return total(f"127.0.0.1:{self.ports[port]}", name)
+
+    def admin_of(self, container: str) -> str:
+        """Return where this host reaches the pages of a container that publishes no port."""
+        (network,) = self.engine.inspect(container)["NetworkSettings"]["Networks"].values()
+        return f"{network['IPAddress']}:9464"
 
     def prometheus(self, path: str) -> dict:
         return json.loads(_get(f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}/api/v1/{path}"))["data"]
@@ -126,6 +129,12 @@ def wait_for(true: Callable[[], bool], timeout_s: float, why: Callable[[], objec
             raise AssertionError(f"not so within {timeout_s:g} s: {why()}")
         time.sleep(0.25)
     return time.monotonic() - begun
+
+
+def total(admin: str, name: str) -> float:
+    """Return the sum of a process's metric over its labels."""
+    lines = _get(f"http://{admin}/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].split(" ")[0] == name)
 
 
 def _get(url: str) -> str:
