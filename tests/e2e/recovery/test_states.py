@@ -1,4 +1,4 @@
-"""A hybrid through real processes: KV and the state behind it cross from the prefill to the decode worker, prefixes are
+"""Hybrids through real processes: KV and the state behind it cross from the prefill to the decode worker, prefixes are
 found where checkpoints stand, and a killed decode worker changes no token."""
 
 import shutil
@@ -24,24 +24,30 @@ SAMPLINGS = {
 STEP = ("--checkpoint-tokens", "128")
 
 
+@pytest.fixture(scope="module", params=[("granite-4", "shm"), ("qwen3-next", "tcp")], ids="-".join)
+def kind(request):
+    """A family, and how its state and KV cross."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def hybrid(model, tmp_path_factory):
+def hybrid(kind, model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid") / "tiny"
-    make_folder(folder, "granite-4", vocab_size=1024, max_position_embeddings=1024, eos_token_id=list(EOS))
+    make_folder(folder, kind[0], vocab_size=1024, max_position_embeddings=1024, eos_token_id=list(EOS))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (model / name).exists():
             shutil.copy(model / name, folder / name)
     return folder
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
-def stack(request, run_stack, hybrid):
+@pytest.fixture(scope="module")
+def stack(kind, run_stack, hybrid):
     def of_hybrid(model, folder, **options) -> Stack:
         return Stack(hybrid, folder, **options)
 
-    options = (*OPTIONS, *STEP, "--transports", request.param)
+    options = (*OPTIONS, *STEP, "--transports", kind[1])
     with run_stack(
-        f"hybrid-{request.param}",
+        f"hybrid-{kind[0]}",
         of_hybrid,
         num_decode=2,
         options=options,
