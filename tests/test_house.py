@@ -168,7 +168,7 @@ FOLDERS = {
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
         "layers": "core parallel layers.linear",
-        "recurrent": "native core kv attention layers.linear",
+        "recurrent": "native core kv attention layers.linear layers",
         "adapters": "core weights layers.linear",
         "schedule": "core kv sampling adapters",
         "weights.formats": "weights core layers",

@@ -79,7 +79,7 @@ class MambaSpec(StateSpec):
 
     @property
     def recurrence_shape(self) -> tuple[int, ...]:
-        return self.num_channels, self.state_size
+        return self.state_size, self.num_channels
 
     @property
     def selected_sizes(self) -> tuple[int, int, int]:

@@ -130,7 +130,7 @@ def _read_mamba(
         selection=linears.read([f"{module}.x_proj"], [sum(spec.selected_sizes)], inner, False),
         norms=tuple(source.tensor(f"{module}.{name}_layernorm.weight", size).float() for name, size in norms),
         steps=linears.read([f"{module}.dt_proj"], [inner], spec.step_rank, True),
-        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size).float().exp(),
+        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size).float().exp().t().contiguous(),
         skip=source.tensor(f"{module}.D", inner).float(),
     )
     order = torch.arange(2 * inner).roll(inner)  # gates first

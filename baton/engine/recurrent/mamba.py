@@ -3,16 +3,35 @@
 state = state * exp(dt A) + (dt x) B       y = state C + D x       [inner, state_size], fp32
 """
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine import native
+from baton.engine.attention.native import KINDS
 from baton.engine.core.state_spec import MambaSpec
+from baton.engine.layers.activation import by_rows
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.recurrent.mixer import Mixer, convolved
+from baton.engine.recurrent.native import INT, POINTER, Convolution, address, convolution, odd_size
+from baton.engine.recurrent.plan import NUM_NEW, NUM_PENDING
+
+
+class _Mamba(ctypes.Structure):
+    """`Mamba` of native/layers/mamba.cpp."""
+
+    _fields_ = [("conv", Convolution), ("state_size", INT), ("decay", POINTER), ("skip", POINTER)]
+
+
+class _Selected(ctypes.Structure):
+    """`Selected` of native/layers/mamba.cpp."""
+
+    _fields_ = [(name, POINTER) for name in ("x", "steps", "written", "read")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +43,7 @@ class MambaParameters:
     selection: LinearKernel  # a row to what steps are made of, what is written, what is read
     norms: tuple[Tensor, ...]  # weights of each of the three
     steps: LinearKernel  # to a step for each element
-    decay: Tensor  # [inner, state_size], below 0
+    decay: Tensor  # [state_size, inner], below 0
     skip: Tensor  # [inner]
 
 
@@ -36,28 +55,56 @@ class MambaMixer(Mixer):
         dtype: torch.dtype,
     ):  # fmt: skip
         self.spec, self._parameters, self._dtype = spec, parameters, dtype
-        super().__init__(projection, output, None, "")
+        struct = None if unfit(spec) else _native_layer(spec, parameters, KINDS[dtype])
+        super().__init__(projection, output, struct, "baton_mamba_convolve")
+        if struct is not None:
+            arguments = (POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT)
+            library = native.library()
+            assert library is not None
+            self._scan = library.function("baton_mamba_scan", *arguments)
 
     def _rows(self, inputs: Tensor, scalars: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        spec, own = self.spec, self._parameters
-        # Row by row but for the products, whose rows do not depend on each other: bits do not depend on their number.
+        own = self._parameters
         rows = [convolved(tokens, own.conv_weight, own.conv_bias) for tokens, _ in super()._rows(inputs, scalars)]
-        selected = own.selection(torch.stack(rows).to(self._dtype)).float()
-        normed = [
-            [
-                F.rms_norm(part, part.shape, weight, spec.eps)
-                for part, weight in zip(row.split(spec.selected_sizes), own.norms, strict=True)
-            ]
-            for row in selected
-        ]
-        steps = own.steps(torch.stack([made[0] for made in normed]).to(self._dtype)).float()
-        return ((x, step, made[1], made[2]) for x, step, made in zip(rows, steps, normed, strict=True))
+        return zip(rows, *self._select(torch.stack(rows)), strict=True)
+
+    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do not
+        depend on each other."""
+        spec, own = self.spec, self._parameters
+        parts = own.selection(x.to(self._dtype)).float().split(spec.selected_sizes, dim=1)
+        raw, written, read = (
+            F.rms_norm(part.contiguous(), part.shape[1:], weight, spec.eps)
+            for part, weight in zip(parts, own.norms, strict=True)
+        )
+        return by_rows(F.softplus, own.steps(raw.to(self._dtype)).float()), written, read
+
+    def _mix(self, rows: Tensor, out: Tensor, segments: np.ndarray) -> None:
+        assert self._native is not None
+        x = torch.empty(int(segments[:, NUM_NEW].sum() + segments[:, NUM_PENDING].sum()), self.spec.inner_size)
+        super()._mix(rows, x, segments)
+        parts = [part.contiguous() for part in (x, *self._select(x))]
+        selected = _Selected(*(part.data_ptr() for part in parts))
+        self._scan(
+            ctypes.addressof(self._native), ctypes.addressof(selected), segments.ctypes.data, len(segments),
+            rows.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
 
     def _token(self, state: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
-        x, raw_step, write, read = row
-        own, step = self._parameters, F.softplus(raw_step)
-        state = state * (step.unsqueeze(1) * own.decay).exp() + (step * x).unsqueeze(1) * write
-        return state, (state * read).sum(1) + own.skip * x
+        (x, step, written, read), own = row, self._parameters
+        state = state * (step * own.decay).exp() + (step * x) * written.unsqueeze(1)
+        return state, (state * read.unsqueeze(1)).sum(0) + own.skip * x
 
     def _finish(self, y: Tensor, gates: Tensor) -> Tensor:
         return y * F.silu(gates)
+
+
+def unfit(spec: MambaSpec) -> str:
+    """Return why the native kernel cannot compute this; "" if it can."""
+    return odd_size(inner_size=spec.inner_size)
+
+
+def _native_layer(spec: MambaSpec, own: MambaParameters, kind: int) -> _Mamba:
+    """Holds addresses: the parameters must live as long."""
+    conv = convolution(spec, kind, own.conv_weight, own.conv_bias)
+    return _Mamba(conv, spec.state_size, address(own.decay), address(own.skip))

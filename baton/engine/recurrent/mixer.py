@@ -5,6 +5,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,13 +57,16 @@ class Mixer(ABC):
             for seq in plan.seqs:
                 self._fold(rows, mixed, seq, plan, layer)
         else:
-            segments, threads = plan.segments(layer), torch.get_num_threads()
-            rows = rows.contiguous()
-            self._call(
-                ctypes.addressof(self._native), segments.ctypes.data, len(segments), rows.data_ptr(), mixed.data_ptr(),
-                threads,
-            )  # fmt: skip
+            self._mix(rows.contiguous(), mixed, plan.segments(layer))
         return self._output(mixed)
+
+    def _mix(self, rows: Tensor, out: Tensor, segments: np.ndarray) -> None:
+        """Do all rows of a step natively."""
+        assert self._native is not None
+        self._call(
+            ctypes.addressof(self._native), segments.ctypes.data, len(segments), rows.data_ptr(), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
 
     def _fold(self, rows: Tensor, mixed: Tensor, seq: SeqSlice, plan: StatePlan, layer: int) -> None:
         """Do the rows of one sequence, token by token."""

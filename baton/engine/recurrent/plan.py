@@ -7,7 +7,7 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.state_spec import StateSpec
 from baton.engine.kv.states import StatePool
 
-_STATE, _DRAFTS = 5, 6  # columns of `segments`
+NUM_NEW, NUM_PENDING, _STATE, _DRAFTS = 1, 3, 5, 6  # columns of `segments`
 
 
 class StatePlan:

@@ -78,8 +78,6 @@ def mixer(request, spec, monkeypatch):
         without_kernels(monkeypatch)
     elif native.library() is None:
         pytest.skip(native.reason())
-    elif isinstance(spec, MambaSpec):
-        pytest.skip("torch alone computes it")
     made = make_mixer(spec, torch.float32)
     assert made.name == request.param
     return made
@@ -137,8 +135,6 @@ def whole(mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32) 
 def test_native_is_near_torch(spec, monkeypatch):
     if native.library() is None:
         pytest.skip(native.reason())
-    if isinstance(spec, MambaSpec):
-        pytest.skip("torch alone computes it")
     ours = whole(make_mixer(spec, torch.float32), [70])
     without_kernels(monkeypatch)
     torch.testing.assert_close(ours, whole(make_mixer(spec, torch.float32), [70]), atol=1e-4, rtol=1e-4)
@@ -166,7 +162,7 @@ def test_proposals_change_no_bit(mixer):
     assert all(map(torch.equal, steps.out, expected))
 
 
-@pytest.mark.parametrize("name", ["groups", "delta-net"])
+@pytest.mark.parametrize("name", ["groups", "delta-net", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_two_bytes(dtype, name):
     if native.library() is None:
