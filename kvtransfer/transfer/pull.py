@@ -119,6 +119,7 @@ class Pull:
             and handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group]
         )  # fmt: skip
         self._source_ids = np.asarray([block.block_id for block in extent.blocks], np.int64)
+        self._generations = [block.generation for block in extent.blocks]  # of the source's, when they were leased
         self.verified_token = shelter.num_cached_tokens  # of the extent's
         if extent.is_state:  # one that stands behind cached tokens is not the one behind the last
             self.verified_token = int(shelter.num_cached_tokens == handle.num_tokens)
@@ -212,7 +213,8 @@ class Pull:
         self._announced.take(moved)
         self.last_ready = time.monotonic()
         digests = self._digests.read(ready, moved)
-        if list(ready.generations) != [block.generation for block in self._source_blocks(moved)]:
+        group = self._handle.layout.groups[self._share.box.group]
+        if list(ready.generations) != self._generations[blocks_of(moved, group.block_size)]:
             raise StaleBlocks("the source has given blocks of this handle to another request")
         num_bytes = self._cells.num_bytes(moved)
         if ready.payload_bytes != (num_bytes if self._sends else 0):
@@ -227,10 +229,6 @@ class Pull:
             with self.moving:
                 await self._line.receive_payload(self._cells.incoming(self._ids, moved, self.in_blocks))
         await self._landed.put((moved, digests))
-
-    def _source_blocks(self, moved: Range) -> tuple[BlockRef, ...]:
-        group = self._handle.layout.groups[self._share.box.group]
-        return self._extent.blocks[blocks_of(moved, group.block_size)]
 
     async def _check_all(self) -> None:
         while True:

@@ -191,7 +191,9 @@ class Serving:
         self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
         layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
         self._sent, self._acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
-        self._ids = shelf.pools.host.check_ids([block.block_id for block in extent.blocks], extent.is_state)
+        self._block_ids = [block.block_id for block in extent.blocks]
+        self._leased_generations = [block.generation for block in extent.blocks]
+        self._ids = shelf.pools.host.check_ids(self._block_ids, extent.is_state)
 
     async def _listen(self, lease: Lease, share: int) -> None:
         while True:
@@ -296,10 +298,10 @@ class Serving:
         """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
         lease."""
         lease.check_alive()
-        blocks = self._extent.blocks[blocks_of(moved, self._cells.block_size)]
+        blocks = blocks_of(moved, self._cells.block_size)
         generation = self._shelf.state_generations if self._extent.is_state else self._shelf.generations
-        generations = [generation(block.block_id) for block in blocks]
-        if generations != [block.generation for block in blocks]:
+        generations = list(map(generation, self._block_ids[blocks]))
+        if generations != self._leased_generations[blocks]:
             raise StaleBlocks("the source has given blocks of this lease to another request")
         return generations
 
