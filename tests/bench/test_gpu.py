@@ -1,5 +1,6 @@
 """bench/gpu.py and bench/gpu_all.py: their message without a GPU, and that an arm of theirs runs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,5 +35,5 @@ def test_without_a_gpu_one_line_and_2(command):
 def test_an_arm_runs():
     """On the CPU: the engine that the rows measure, put together as they do."""
     done = subprocess.run([sys.executable, "-c", ARM], cwd=ROOT, capture_output=True, text=True,
-                          env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr

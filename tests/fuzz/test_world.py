@@ -13,7 +13,7 @@ from tests.support.fuzz.fuzzer import run, words
 NUM_REQUESTS = 400
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_two_engines_answer_as_none_would(seed):
     counts, found = run(fuzzers.ALL["toy"], NUM_REQUESTS, seed)
     print(dict(counts))
