@@ -8,8 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
+from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import Hand, make_folder, random_ids
+from tests.support.engine.toys import make_request, run
 
 IDS = random_ids(40, 3)
 
@@ -49,6 +51,23 @@ def test_only_chosen_experts_are_read(folder):
         chosen, _ = experts.choose(experts.router(x[4:5]))
     assert sorted(used) == sorted(chosen[0].tolist()) and len(used) == 3
     assert torch.equal(alone[0], together[4])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe"])
+def test_threads_share_the_rows(tmp_path, name):
+    """Of a prompt and of decode: with the bits that one thread gives."""
+    make_folder(tmp_path / "model", name, hidden_size=512)
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            engine = Engine.load(EngineConfig(tmp_path / "model", threads=threads, num_blocks=32, dtype="fp32"))
+            assert engine.runner.model.layers_name == "fused"
+            request = make_request("a", random_ids(90, 4), 8, named=False, logprobs=1)
+            found.append(run(engine, [request])[request.key].logprobs)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "granite-moe", "gpt-oss"])

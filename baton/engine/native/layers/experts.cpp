@@ -207,6 +207,7 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
     places[i] = starts[chosen[i]]++;  // from here on the end of the expert's rows
     std::memcpy(sorted + places[i] * bytes, (const char*)x + i / count * bytes, bytes);
   }
+  const int64_t* const place = places.data();  // of this thread: those that add rows beside it have vectors of their own
   if (!speak(model, step, experts, {sorted, starts.data()}, between, spoken)) return false;
   const bool fast = model.ranks && model.ranks->fast;
   if (experts.shared_gate_up) {
@@ -219,7 +220,7 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
     for (int64_t i = 0; i < hidden; i += 16) {
       V16 sum{};
       for (int64_t slot = 0; slot < count; slot++)
-        sum = sum + read16(kind, spoken, places[t * count + slot] * hidden + i) * weights[t * count + slot];
+        sum = sum + read16(kind, spoken, place[t * count + slot] * hidden + i) * weights[t * count + slot];
       if (experts.shared_gate_up) sum = sum + read16(kind, shared, t * hidden + i) * share;
       write16(kind, to, t * hidden + i, sum);
     }
