@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ctypes import Array
 from weakref import WeakKeyDictionary
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.adapters.adapters import Adapter
@@ -15,6 +16,7 @@ from baton.engine.core.batch import AdapterRows
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _LINEARS = ("qkv", "output", "gate_up", "down")  # as `Adapted` of native/layers/fused.h numbers them
 _VECTOR = 16  # outputs
+_RANKS, _INPUTS = 4, 32  # of a tile of A
 
 
 class _Up(ctypes.Structure):
@@ -39,11 +41,11 @@ class _AdapterRows(ctypes.Structure):
 
 
 class NativeLowRank(LowRank):
-    """The pairs of one linear layer; B in vectors of outputs."""
+    """The pairs of one linear layer; A in tiles, B in vectors of outputs."""
 
     def __init__(self, down: Tensor, ups: Sequence[Tensor]):
         """Sizes of inputs and outputs are multiples of 16."""
-        self._down, self._ups, structs = down.contiguous(), [], []
+        self._down, self._ups, structs = _in_tiles(down), [], []
         first_out = first_rank = 0
         for up in ups:
             num_out, rank = up.shape
@@ -59,6 +61,12 @@ class NativeLowRank(LowRank):
     @property
     def num_bytes(self) -> int:
         return sum(values.nbytes for values in (self._down, *self._ups))
+
+
+def _in_tiles(down: Tensor) -> Tensor:
+    """Return A [rank, in] as the kernel reads it, one stretch of memory for each tile of ranks."""
+    padded = F.pad(down, (0, -down.shape[1] % _INPUTS, 0, -down.shape[0] % _RANKS))
+    return padded.unflatten(1, (-1, _INPUTS)).unflatten(0, (-1, _RANKS)).transpose(1, 2).contiguous()
 
 
 class NativeAdapters:

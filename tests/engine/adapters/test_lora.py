@@ -134,6 +134,20 @@ def test_mixed_as_alone(folders, options):
     assert len(answers) == len(requests)
 
 
+def test_threads_share_an_adapter(folders):
+    """With the bits that one thread gives, of a prompt and of decode."""
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            engine = load(*folders, threads=threads)
+            records = run(engine, mix(engine))
+            found.append({key: record.logprobs for key, record in records.items()})
+    finally:
+        torch.set_num_threads(num_threads)
+    assert found[0] == found[1]
+
+
 def test_base_as_without_adapters(folders):
     requests = [request for request in mix(load(*folders)) if not request.adapter]
     plain, beside = run(load(folders[0]), requests), run(load(*folders), requests)

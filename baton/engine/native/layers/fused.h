@@ -60,7 +60,7 @@ struct Up {
 };
 // What an adapter adds to a linear layer: up (down x). No `down`: nothing.
 struct LowRank {
-  const void* down;  // [rank][num_in], of all modules one above the other
+  const void* down;  // of all modules one above the other, padded with zeros: [rank / 4][num_in / 32][4][32]
   const Up* ups;
   int64_t num_ups, rank;
   int64_t num_in, num_out;  // of a row of x and of y; multiples of 16

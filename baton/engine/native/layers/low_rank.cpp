@@ -1,14 +1,17 @@
 // What adapters add to the linear layers of a step, up (down x): of each adapter all its rows together, wherever they lie,
 // so that its weights are read once.
 //
-// A sum has one order, whatever is beside it in the step: that of down 16 lanes along the inputs, that of up one rank after
-// the other, both in fp32. What is added is rounded with what it is added to, once.
+// A sum has one order, whatever is beside it in the step: that of down 16 lanes along the inputs (of bf16 by pairs where
+// there are products of pairs), that of up one rank after the other, both in fp32. What is added is rounded with what it is
+// added to, once.
 #include "fused.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t TILE = 4;  // ranks, or vectors of outputs
+constexpr int64_t TILE = 4;     // ranks, or vectors of outputs
+constexpr int64_t INPUTS = 32;  // of a rank that lie side by side, those of the next rank behind them
+constexpr int64_t AHEAD = 4096; // bytes, as far as weights are fetched: each is read once a step
 #ifdef BATON_AVX512
 constexpr int MOST_ROWS = 4;  // of a tile: 16 sums in 32 registers
 #else
@@ -41,26 +44,50 @@ void in_tiles(int64_t num_rows, Tile tile) {
   for (; row < num_rows; row++) tile(row, std::integral_constant<int, 1>());
 }
 
-// Behind the last rank that one is summed again, and not kept.
+void fetch(const char* from, int64_t num_bytes) {
+  for (int64_t line = 0; line < num_bytes; line += 64) __builtin_prefetch(from + AHEAD + line, 0, 2);
+}
+
+// Sums of a TILE of ranks; those behind the last rank, of zeros, are not kept.
 template <int64_t KIND, int ROWS>
 void go_down(const Task& task, const void* x, int64_t first) {
+  constexpr int64_t WIDTH = KIND == FP32 ? 4 : 2, BYTES = TILE * INPUTS * WIDTH;
   const LowRank& pair = *task.run.pair;
-  const int64_t size = pair.num_in, num_ranks = std::min(TILE, pair.rank - task.rank);
-  int64_t weights[TILE], from[ROWS];
-  for (int64_t r = 0; r < TILE; r++) weights[r] = (task.rank + std::min(r, num_ranks - 1)) * size;
+  const int64_t size = pair.num_in, num_blocks = (size + INPUTS - 1) / INPUTS;
+  const char* weights = (const char*)pair.down + task.rank / TILE * num_blocks * BYTES;
+  int64_t from[ROWS];
   for (int m = 0; m < ROWS; m++) from[m] = task.run.rows[first + m] * size;
   V16 sums[ROWS][TILE] = {};
-  for (int64_t i = 0; i < size; i += 16) {
-    V16 w[TILE];
+  for (int64_t i = 0; i < size; i += INPUTS, weights += BYTES) {
+    fetch(weights, BYTES);
+#ifdef BATON_VNNI_BF16
+    if constexpr (KIND == BF16) {
+      const __mmask32 mask = size - i < INPUTS ? 0xffff : ~0u;
+      __m512bh w[TILE];
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < TILE; r++) w[r] = read16(KIND, pair.down, weights[r] + i);
+      for (int64_t r = 0; r < TILE; r++) w[r] = (__m512bh)_mm512_loadu_si512(weights + r * INPUTS * WIDTH);
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++) {
-      const V16 values = read16(KIND, x, from[m] + i);
+      for (int m = 0; m < ROWS; m++) {
+        const __m512bh values = (__m512bh)_mm512_maskz_loadu_epi16(mask, (const uint16_t*)x + from[m] + i);
 #pragma GCC unroll 4
-      for (int64_t r = 0; r < TILE; r++) sums[m][r] = fma16(w[r], values, sums[m][r]);
+        for (int64_t r = 0; r < TILE; r++) sums[m][r] = (V16)_mm512_dpbf16_ps((__m512)sums[m][r], w[r], values);
+      }
+      continue;
+    }
+#endif
+    for (int64_t half = 0; half < INPUTS && i + half < size; half += 16) {
+      V16 w[TILE];
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < TILE; r++) w[r] = read16(KIND, weights, r * INPUTS + half);
+#pragma GCC unroll 4
+      for (int m = 0; m < ROWS; m++) {
+        const V16 values = read16(KIND, x, from[m] + i + half);
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < TILE; r++) sums[m][r] = fma16(w[r], values, sums[m][r]);
+      }
     }
   }
+  const int64_t num_ranks = std::min(TILE, pair.rank - task.rank);
   for (int m = 0; m < ROWS; m++)
     for (int64_t r = 0; r < num_ranks; r++) task.run.sums[(first + m) * pair.rank + task.rank + r] = sum16(sums[m][r]);
 }
@@ -73,6 +100,8 @@ void go_up(const Run& run, const Up& up, int64_t block, int64_t end, int64_t fir
   int64_t weights[TILE];
   for (int64_t v = 0; v < TILE; v++) weights[v] = (block + std::min(v, num_blocks - 1)) * up.rank * 16;
   const float* narrow = run.sums + first * run.pair->rank + up.first_rank;
+  constexpr int64_t WIDTH = KIND == FP32 ? 4 : 2;
+  if (first == 0) fetch((const char*)up.values + weights[0] * WIDTH, std::min(AHEAD, num_blocks * up.rank * 16 * WIDTH));
   V16 sums[ROWS][TILE] = {};
   for (int64_t r = 0; r < up.rank; r++) {
     V16 w[TILE];
@@ -107,10 +136,13 @@ void add_outputs(const Run& run, int64_t begin, int64_t end, void* y) {
 template <int64_t KIND>
 void add_runs(const std::vector<Run>& runs, const std::vector<Task>& tasks, const void* x, void* y, int64_t num_threads) {
   const Task* const all = tasks.data();
-  const int64_t num_tasks = int64_t(tasks.size()), num_out = runs[0].pair->num_out, width = 16 * TILE;
+  const int64_t num_tasks = int64_t(tasks.size()), num_out = runs[0].pair->num_out, tile = 16 * TILE;
+  const int64_t num_turns = 4 * num_threads;  // of all threads, each among weights that lie together
+  const int64_t neighbours = std::max<int64_t>(1, num_tasks / num_turns);
+  const int64_t width = (num_out + num_turns * tile - 1) / (num_turns * tile) * tile;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, neighbours)
     for (int64_t i = 0; i < num_tasks; i++)
       in_tiles(all[i].run.num_rows, [&](int64_t row, auto rows) { go_down<KIND, decltype(rows)::value>(all[i], x, row); });
 #pragma omp for schedule(dynamic)
