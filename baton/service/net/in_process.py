@@ -92,7 +92,7 @@ class InProcessCall:
             return message
         self._answers.put_nowait(_END)  # it stays the last
         self._handling.result()
-        return grpc.aio.EOF
+        return grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
     def cancel(self) -> None:
         """End the call on both sides."""
@@ -119,7 +119,8 @@ class InProcessCall:
         self._answers.put_nowait(message)
 
     def _end(self, handling: asyncio.Task) -> None:
-        handling.cancelled() or handling.exception()  # it may go unread
+        if not handling.cancelled():
+            handling.exception()  # seen: it may go unread
         self._answers.put_nowait(_END)
 
 
