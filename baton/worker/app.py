@@ -226,6 +226,17 @@ async def running(settings: WorkerSettings, role: str, table: Table) -> AsyncIte
     one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     joining = await listen_for_ranks(settings)
+    try:
+        return await _serve(settings, role, table, stop, bound, joining)
+    finally:
+        if joining is not None:
+            await joining.stop()
+
+
+async def _serve(
+    settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event, bound: BoundServer,
+    joining: RankListener | None,
+) -> NextRole | int:  # fmt: skip
     memory = PoolMemory(settings.kv_mirror_gib)
     with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
         digest = tokenizer_digest(settings.engine.model)

@@ -62,8 +62,9 @@ def staged(config: EngineConfig, num_stages: int, whole: KVPool) -> Iterator[Mod
     model = load_model(config, stage=first, pipeline=pipeline)
 
     def run(stage: PipelineStage, theirs: socket.socket) -> None:
+        own = whole.part(whole.heads)  # a pool remembers the slots of the step that it wrote last
         with suppress(RankLost), torch.inference_mode():
-            follow_stage(load_model(config, stage=stage), PipelineFollower(SocketStream(theirs), rows), whole)
+            follow_stage(load_model(config, stage=stage), PipelineFollower(SocketStream(theirs), rows), own)
 
     threads = [
         threading.Thread(target=run, args=(stage, theirs)) for stage, (_, theirs) in zip(others, pairs, strict=True)
