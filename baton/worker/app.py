@@ -86,14 +86,19 @@ def bind_server(settings: WorkerSettings) -> BoundServer:
     return BoundServer(server, port, guard)
 
 
-async def listen_for_ranks(settings: WorkerSettings) -> RankListener | None:
-    """Open the port where ranks of other hosts join, if there are any. Raises ListenError."""
+@asynccontextmanager
+async def listening_for_ranks(settings: WorkerSettings) -> AsyncIterator[RankListener | None]:
+    """Within the block the port is open where ranks of other hosts join, if there are any. Raises ListenError."""
     if settings.rank_listen is None:
-        return None
+        yield None
+        return
     joining = RankListener(settings.rank_listen, settings.tls, settings.engine.remote_stages)
     await joining.start()
     log.info("waits for %d ranks of other hosts at %s", settings.engine.remote_stages, joining.address)
-    return joining
+    try:
+        yield joining
+    finally:
+        await joining.stop()
 
 
 class Worker:
@@ -225,26 +230,15 @@ async def running(settings: WorkerSettings, role: str, table: Table) -> AsyncIte
     """A worker with its model, which serves within the block. Raises ListenError, ModelError, SettingsError or ValueError,
     one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
-    joining = await listen_for_ranks(settings)
-    try:
-        return await _serve(settings, role, table, stop, bound, joining)
-    finally:
-        if joining is not None:
-            await joining.stop()
-
-
-async def _serve(
-    settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event, bound: BoundServer,
-    joining: RankListener | None,
-) -> NextRole | int:  # fmt: skip
-    memory = PoolMemory(settings.kv_mirror_gib)
-    with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
-        digest = tokenizer_digest(settings.engine.model)
-        engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining)
-    _log_start(settings, engine)
-    roofline = await asyncio.to_thread(of_engine, engine)
-    async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
-        yield worker
+    async with listening_for_ranks(settings) as joining:
+        memory = PoolMemory(settings.kv_mirror_gib)
+        with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
+            digest = tokenizer_digest(settings.engine.model)
+            engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining)
+        _log_start(settings, engine)
+        roofline = await asyncio.to_thread(of_engine, engine)
+        async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
+            yield worker
 
 
 async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:

@@ -38,7 +38,7 @@ class KVTransfer:
         numerics = (engine.layout, identity.numerics_class)
         ranks = [] if engine.ranks is None else [rank for rank in engine.ranks.joined if isinstance(rank, JoiningRank)]
         self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-        self.takes = [] if ranks else takes(*numerics, is_strict=settings.strict_numerics)
+        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self._spread = SpreadSource(ranks, self.holders.lease_over) if ranks else None

@@ -20,8 +20,12 @@ class Adapter:
     """An adapter ready to be applied. Who holds it may use it, whatever becomes of its name meanwhile."""
 
     name: str
-    identity: bytes
-    layers: tuple[Mapping[str, LowRank], ...]  # by the field of `Layer` that each adds to
+    source: LoraFolder
+    layers: tuple[Mapping[str, LowRank], ...]  # by the field of `Layer` that each adds to; none where others have it
+
+    @property
+    def identity(self) -> bytes:
+        return self.source.identity
 
     @property
     def num_bytes(self) -> int:

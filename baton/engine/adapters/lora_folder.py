@@ -2,13 +2,14 @@
 matrices by the module that they add to. What cannot be added row by row is refused in one line."""
 
 import hashlib
+import json
 import math
 import re
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
 from baton.engine.core.model_errors import ModelError, read_json
@@ -28,16 +29,27 @@ _PLAIN = {
 class LoraFolder:
     """The pairs of one adapter, whole in memory: the folder may change or go once this is made."""
 
-    def __init__(self, folder: Path):
-        """Raise ModelError for a folder that cannot be read, or that is no plain LoRA."""
+    def __init__(self, folder: Path, files: tuple[bytes, bytes] | None = None):
+        """`files`: what `files` of another process has returned, in place of the folder's. Raise ModelError for a folder that
+        cannot be read, or that is no plain LoRA."""
         self.folder = folder
-        self._config = read_json(folder / CONFIG)
+        self._config = read_json(folder / CONFIG) if files is None else json.loads(files[0])
         self._check_config()
-        config, weights = self._bytes(CONFIG), self._bytes(WEIGHTS)
+        config, weights = files or (self._bytes(CONFIG), self._bytes(WEIGHTS))
         self.identity = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (config, weights))).digest()
         self._pairs: dict[str, dict[str, Tensor]] = {}
         self._read_tensors(weights)
         self._left = dict.fromkeys(self._pairs)
+
+    @property
+    def files(self) -> tuple[bytes, bytes]:
+        """Return config and weights for another process, which has the same pairs from them."""
+        tensors = {
+            f"base_model.model.{module}.lora_{part}.weight": tensor
+            for module, pair in self._pairs.items()
+            for part, tensor in pair.items()
+        }
+        return json.dumps(self._config).encode(), save(tensors)
 
     def pair(self, module: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor] | None:
         """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves the

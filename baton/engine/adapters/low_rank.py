@@ -48,8 +48,12 @@ class ComposedLowRank(LowRank):
 class LowRanks:
     """Reads the pairs of one adapter by the calls that read the modules of its base (models.linears.Linears)."""
 
-    def __init__(self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device):
-        self._folder, self._make, self._dtype, self._device = folder, make, dtype, device
+    def __init__(
+        self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device,
+        share: Callable[[int], range] = range,
+    ):  # fmt: skip
+        """`share`: which of so many outputs this process has, where ranks share them."""
+        self._folder, self._make, self._dtype, self._device, self._share = folder, make, dtype, device, share
 
     def read(
         self,
@@ -64,8 +68,8 @@ class LowRanks:
         row_parallel: bool = False,
         column_parallel: bool = False,
     ) -> LowRank | None:
-        """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read, of a model
-        that is not divided among ranks."""
+        """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read; of inputs that
+        ranks share it takes all."""
         found = [self._folder.pair(module, size, in_features) for module, size in zip(modules, sizes, strict=True)]
         if not any(found):
             return None
@@ -74,7 +78,8 @@ class LowRanks:
         for pair, size, order in zip(found, sizes, orders or [None] * len(found), strict=True):
             up = torch.zeros(size, 0) if pair is None else pair[1]
             up = up if order is None else up[order]
-            ups.append(torch.cat([F.pad(part, (0, 0, 0, rows)) for part in up.chunk(parts)]))
+            padded = [F.pad(part, (0, 0, 0, rows)) for part in up.chunk(parts)]
+            ups.append(torch.cat([part[self._share(len(part))] for part in padded] if column_parallel else padded))
         return self._make(self._held(F.pad(down, (0, columns))), [self._held(up) for up in ups])
 
     def _held(self, values: Tensor) -> Tensor:

@@ -154,9 +154,7 @@ class EngineConfig:
         check_model_name(self.served_model_name, "served_model_name")
         self._check_speculation()
         self._check_ranks()
-        folders = self.adapter_folders  # checks them
-        if (folders or self.adapter_root) and self.num_ranks > 1:
-            raise ValueError(f"adapter: adapters are not served on several ranks; leave {self.ranks_option} at 1")
+        _ = self.adapter_folders  # checks them
         if self.adapter_slots is not None and self.adapter_slots < 1:
             raise ValueError(f"adapter_slots {self.adapter_slots}: must be at least 1")
         if self.adapter_slots is not None and not self.may_adapt:

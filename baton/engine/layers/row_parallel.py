@@ -24,10 +24,14 @@ class RowParallelLinear(LinearKernel):
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """x [T, inputs of this rank] -> [T, out_features] on every rank."""
         if self.order is not None:
-            x = self._of_all(x).transpose(0, 1).flatten(1)[:, self.order]
+            x = self.inputs_of_all(x)[:, self.order]
         if self.part.scaled_by_row and not self._collectives.fast:
             largest = self._of_all(self._largest(x)).amax(dim=0)
         return self._collectives.sum(self.part(x, largest), x.dtype, self.bias)
+
+    def inputs_of_all(self, x: Tensor) -> Tensor:
+        """Return the inputs of all ranks, one after the other, [T, in_features]."""
+        return self._of_all(x).transpose(0, 1).flatten(1)
 
     def _of_all(self, own: Tensor) -> Tensor:
         gathered = self._collectives.gather(own)

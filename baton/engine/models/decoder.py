@@ -24,6 +24,7 @@ from baton.engine.layers.activation import by_rows, make_between, soft_capped
 from baton.engine.layers.embedding import tied
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.layers.row_parallel import RowParallelLinear
 from baton.engine.layers.temperature import Temperature
 from baton.engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from baton.engine.models.experts import MakeRouter
@@ -120,19 +121,19 @@ class Model:
 
     def read_adapter(self, folder: Path) -> LoraFolder:
         """Read an adapter for this model. Raises ModelError for one that is none, or that this model can have none."""
-        if self.spec.latent is not None or self.collectives is not None or self.spec.state is not None:
+        if self.spec.latent is not None or self.spec.state is not None:
             why = "latent attention" if self.spec.state is None else "layers with a state"
-            why = why if self.collectives is None else "layers that ranks share"
             raise ModelError(f"{folder}: adapters are not served on {why}")
         return LoraFolder(folder)
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
-        """Make an adapter ready to be applied. Raises ModelError for one of another base."""
+        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base."""
+        shard = WHOLE if self.collectives is None else self.collectives.shard
         make = NativeLowRank if self.layers_name == FusedLayers.name else partial(ComposedLowRank, self._make)
-        low_ranks = LowRanks(lora, make, self.dtype, self.device)
-        layers = tuple(read_low_ranks(self.spec, index, low_ranks) for index in range(self.spec.num_layers))
+        low_ranks = LowRanks(lora, make, self.dtype, self.device, shard.share)
+        layers = [read_low_ranks(self.spec, index, low_ranks, shard) for index in range(self.spec.num_layers)]
         lora.check_all_read()
-        return Adapter(name, lora.identity, layers)
+        return Adapter(name, lora, tuple(each if index in self.own_layers else {} for index, each in enumerate(layers)))
 
     @property
     def layers_name(self) -> str:
@@ -234,8 +235,12 @@ class Model:
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
     def _apply(self, adapters: Sequence[AdapterRows], index: int, layer: Layer, name: str, x: Tensor) -> Tensor:
-        """Return the product of rows x and a linear of a layer, with what adapters add to theirs."""
-        y = getattr(layer, name)(x)
+        """Return the product of rows x and a linear of a layer, with what adapters add to theirs: of inputs that ranks share,
+        from those of all, so that it has the bits of one process."""
+        linear = getattr(layer, name)
+        y = linear(x)
+        if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
+            x = linear.inputs_of_all(x)
         for begin, end, adapter in adapters:
             if (pair := adapter.layers[index].get(name)) is not None:
                 y[begin:end] += pair(x[begin:end])

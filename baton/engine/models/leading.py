@@ -1,20 +1,24 @@
 """The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it gives
 them a step in parts behind its own layers; and what the others do with that."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from baton.engine.adapters.adapters import Adapter
+from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.adapters import Files, HeldAdapters, ToldAdapters
+from baton.engine.parallel.collectives import Collectives, RankLost
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
-from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
-from baton.engine.parallel.stage import micro_batches
+from baton.engine.parallel.pipeline import COPY, PUT, PipelineFollower, PipelineLeader
+from baton.engine.parallel.stage import PipelineStage, micro_batches
 from baton.engine.parallel.sums import SumSpeed, copy_bytes_per_s, sum_often
 from kvtransfer.layout import KVLayout
 
@@ -22,9 +26,13 @@ from kvtransfer.layout import KVLayout
 class LeadingModel(Model):
     """See the module. Where a step raises in the middle no later one is told: the ranks would be in different places."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._told_ranks = ToldAdapters()
+
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         with self._all_or_none() as collectives:
-            tell_step(collectives, batch)
+            tell_step(collectives, batch, self._told_ranks)
             return super().hidden(batch, pool, on_layer)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -68,16 +76,18 @@ class FirstStage(Model):
 
     def __init__(self, pipeline: PipelineLeader, *arguments):
         super().__init__(*arguments)
-        self.pipeline = pipeline
+        self.pipeline, self._told_stages = pipeline, ToldAdapters()
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         pipeline = self.pipeline
         try:
+            for key, data in self._told_stages.news(batch):
+                pipeline.tell_adapter(key, data)
             parts = micro_batches(batch, pipeline.degree)
             for number, (first_row, part) in enumerate(parts):
                 rows = pipeline.rows[first_row : first_row + len(part.token_ids)]
                 rows.copy_(super().hidden(part, pool)[: len(rows)])
-                pipeline.send(number, first_row, part)
+                pipeline.send(number, first_row, self._told_stages.numbered(part))
             _tell(on_layer, self.own_layers)
             for _ in parts:
                 pipeline.receive()
@@ -93,15 +103,25 @@ class FirstStageOfRanks(FirstStage, LeadingModel):
 
 
 class SpreadPool(KVPool):
-    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there."""
+    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there, and what comes
+    from another worker goes on to them."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader):
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader,
+        stages: Sequence[PipelineStage],
+    ):  # fmt: skip
         super().__init__(layout, num_blocks, memory)
-        self._leader = leader
+        self._leader, self._stages = leader, stages
 
     def copy_block(self, src: int, dst: int) -> None:
         super().copy_block(src, dst)
         self._leader.copy_block(src, dst)
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        with suppress(RankLost):  # the worker ends: who watches the ranks says why
+            for stage in self._stages[1:]:
+                for block_id in block_ids:
+                    self._leader.put_block(stage.index, block_id, self.layers_of_block(block_id, stage.layers))
 
 
 def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
@@ -113,10 +133,21 @@ def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
     """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a rank
     is lost: raises RankLost."""
+    held, told = HeldAdapters(partial(_made_of, model)), ToldAdapters()
+
+    def hear(kind: int, number: int, other: int, data: Tensor) -> None:
+        if kind == COPY:
+            pool.copy_block(number, other)
+        elif kind == PUT:
+            pool.put_layers_of_block(number, model.own_layers, data)
+        else:
+            held.hear(number, data)
+
     while True:
-        part, rows = follower.receive(pool.copy_block)
+        part, rows = follower.receive(hear)
+        part = held.named(part)
         if model.collectives is not None:
-            tell_step(model.collectives, part, rows)
+            tell_step(model.collectives, part, told, rows)
         rows.copy_(model.run_layers(rows, part, pool)[: len(rows)])
         follower.send(rows)
 
@@ -129,11 +160,18 @@ def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
         CommandKind.SCORED: model.scored,
         CommandKind.SUMMED: partial(sum_often, collectives),
     }
+    held = HeldAdapters(partial(_made_of, model))
     while True:
-        kind, batch, rows = hear(collectives, model.spec.hidden_size, model.dtype)
+        kind, batch, rows, key = hear(collectives, model.spec.hidden_size, model.dtype)
         if batch is not None and rows is not None:
-            model.run_layers(rows, batch, pool)
+            model.run_layers(rows, held.named(batch), pool)
         elif batch is not None:
-            model.hidden(batch, pool)
+            model.hidden(held.named(batch), pool)
+        elif kind == CommandKind.ADAPTER and rows is not None:
+            held.hear(key, rows)
         else:
             ask[kind](rows)
+
+
+def _made_of(model: Model, files: Files) -> Adapter:
+    return model.make_adapter("", LoraFolder(Path("told by the first rank"), files))

@@ -162,10 +162,11 @@ def _read_delta_net(
     return DeltaNetMixer(spec, parameters, projection, output, weight.dtype)
 
 
-def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks) -> dict[str, LowRank]:
-    """Return what an adapter adds to layer `index`, by the field of Layer: to attention, and to an MLP that is no mixture.
-    Raises ModelError for shapes that differ."""
-    prefix, heads, kv_heads = f"model.layers.{index}.", range(spec.num_heads), range(spec.num_kv_heads)
+def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks, shard: Shard) -> dict[str, LowRank]:
+    """Return what an adapter adds to the part `shard` of layer `index`, by the field of Layer: to attention, and to an MLP
+    that is no mixture. Raises ModelError for shapes that differ."""
+    prefix = f"model.layers.{index}."
+    heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
     found = {
         "qkv": _read_qkv(spec, prefix, _order(spec, index), low_ranks, heads, kv_heads),

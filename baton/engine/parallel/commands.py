@@ -1,8 +1,8 @@
 """What the first rank tells the others to compute: a step, or something of rows. Told as int64 and as rows.
 
-header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences]
+header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences, rows of adapters]
 step     token_ids, positions, slots, logit_rows; query_start, query_len, kv_len and number of blocks of each
-         sequence; their block ids
+         sequence; their block ids; begin, end and number of each adapter's rows
 layers   a step, then its rows [tokens, hidden_size]
 """
 
@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.parallel.adapters import ToldAdapters
 from baton.engine.parallel.collectives import Collectives
 
-HEADER = 5
+HEADER = 6
 
 
 class CommandKind(IntEnum):
@@ -27,38 +28,46 @@ class CommandKind(IntEnum):
     SCORED = 4  # what the head says of rows [R, hidden_size]
     LAYERS = 5  # a step, from its rows as the stage before left them
     SUMMED = 6  # rows [R, hidden_size], several times (sums.py)
+    ADAPTER = 7  # its bytes and its number: hold it, or where there are none let it go
 
 
 def packed(batch: ForwardBatch) -> Tensor:
-    """Return a step as int64: header, then its parts."""
+    """Return a step as int64: header, then its parts. Its adapters are numbers."""
     seqs = [number for seq in batch.seqs for number in (seq.query_start, seq.query_len, seq.kv_len, len(seq.block_ids))]
     block_ids = torch.cat([seq.block_ids for seq in batch.seqs])
-    parts = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows, torch.tensor(seqs), block_ids)
-    counts = (len(batch.token_ids), len(batch.logit_rows), len(batch.seqs), len(block_ids))
+    adapters = torch.tensor(batch.adapters, dtype=torch.int64).flatten()
+    parts = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows, torch.tensor(seqs), block_ids, adapters)
+    counts = (len(batch.token_ids), len(batch.logit_rows), len(batch.seqs), len(block_ids), len(batch.adapters))
     return torch.cat((torch.tensor((CommandKind.STEP, *counts)), *parts))
 
 
 def sizes_of(header: list[int]) -> tuple[int, ...]:
     """Return the numbers in each part of the step that has this header."""
-    _, num_tokens, num_rows, num_seqs, num_blocks = header
-    return num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks
+    _, num_tokens, num_rows, num_seqs, num_blocks, num_adapters = header
+    return num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks, 3 * num_adapters
 
 
 def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
     """Return the step of which `told` is what follows the header."""
-    token_ids, positions, slots, logit_rows, seqs, block_ids = told.split(sizes_of(header))
+    token_ids, positions, slots, logit_rows, seqs, block_ids, adapters = told.split(sizes_of(header))
     fields = seqs.view(-1, 4).tolist()
     tables = block_ids.split([field[3] for field in fields])
     slices = [
         SeqSlice(query_start, query_len, kv_len, table)
         for (query_start, query_len, kv_len, _), table in zip(fields, tables, strict=True)
     ]
-    return ForwardBatch(token_ids, positions, slots, slices, logit_rows)
+    adapted = tuple(AdapterRows(*rows) for rows in adapters.view(-1, 3).tolist())
+    return ForwardBatch(token_ids, positions, slots, slices, logit_rows, adapters=adapted)
 
 
-def tell_step(collectives: Collectives, batch: ForwardBatch, rows: Tensor | None = None) -> None:
-    """Tell all ranks the inputs of a step; `rows` of one that goes on behind another stage."""
-    told = packed(batch)
+def tell_step(
+    collectives: Collectives, batch: ForwardBatch, adapters: ToldAdapters, rows: Tensor | None = None
+) -> None:
+    """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another stage."""
+    for key, data in adapters.news(batch):
+        collectives.tell(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
+        collectives.tell(data)
+    told = packed(adapters.numbered(batch))
     if rows is not None:
         told[0] = CommandKind.LAYERS
     collectives.tell(told[:HEADER])
@@ -69,7 +78,7 @@ def tell_step(collectives: Collectives, batch: ForwardBatch, rows: Tensor | None
 
 def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
     """Tell all ranks the rows, or token ids, of which something is wanted."""
-    collectives.tell(torch.tensor((kind, len(rows), 0, 0, 0)))
+    collectives.tell(torch.tensor((kind, len(rows), 0, 0, 0, 0)))
     collectives.tell(rows.contiguous())
 
 
@@ -78,7 +87,8 @@ class Told(NamedTuple):
 
     kind: CommandKind
     batch: ForwardBatch | None  # of STEP and LAYERS
-    rows: Tensor | None  # of all but STEP; of EMBEDDED token ids
+    rows: Tensor | None  # of all but STEP; of EMBEDDED token ids, of ADAPTER bytes
+    key: int = 0  # of ADAPTER
 
 
 def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Told:
@@ -93,6 +103,10 @@ def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Told
         batch = unpacked(numbers, told)
         if kind == CommandKind.STEP:
             return Told(kind, batch, None)
+    if kind == CommandKind.ADAPTER:
+        data = torch.empty(num_rows, dtype=torch.uint8)
+        collectives.tell(data)
+        return Told(kind, None, data, key=numbers[2])
     are_ids = kind == CommandKind.EMBEDDED
     rows = torch.empty(num_rows, dtype=torch.int64) if are_ids else torch.empty(num_rows, hidden_size, dtype=dtype)
     collectives.tell(rows)

@@ -4,6 +4,8 @@
                   ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
     every stage   [BEAT], often: it runs
     first stage   [COPY, block, to block] ──► stages that have a pool of their own
+                  [PUT, block, bytes] and its KV of the stage's layers ──► one of these
+                  [ADAPTER, its number, bytes] and these ──► all stages (adapters.py)
 
 The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
 has its own, and rows follow the message.
@@ -23,7 +25,7 @@ from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.commands import HEADER, packed, sizes_of, unpacked
 from baton.engine.parallel.stream import RankStream
 
-STEP, DONE, BEAT, COPY = range(4)
+STEP, DONE, BEAT, COPY, PUT, ADAPTER = range(6)
 PREFIX = 3  # int64 in front of every message
 Part = tuple[int, int, Tensor]  # number, first row, the part as int64
 
@@ -43,8 +45,20 @@ class PipelineLeader:
             threading.Thread(target=self._read, args=(index,), name=f"stage {index + 1}", daemon=True).start()
 
     def send(self, number: int, first_row: int, batch: ForwardBatch) -> None:
-        """Give a part of a step, whose rows are in `rows` from `first_row` on, to the second stage."""
+        """Give a part of a step, whose adapters are numbers and whose rows are in `rows` from `first_row` on, to the second
+        stage."""
         self._give(0, (number, first_row, packed(batch)))
+
+    def put_block(self, stage: int, block: int, data: Tensor) -> None:
+        """Let a stage of another host write its layers' KV of a block. From any thread."""
+        stream = self._streams[stage - 1]
+        if not stream.shares_memory:
+            stream.send(_bytes(torch.tensor((PUT, block, len(data)))), _bytes(data))
+
+    def tell_adapter(self, key: int, data: Tensor) -> None:
+        """Give all stages what HeldAdapters hears."""
+        for stream in self._streams:
+            stream.send(_bytes(torch.tensor((ADAPTER, key, len(data)))), *([_bytes(data)] if len(data) else []))
 
     def receive(self) -> None:
         """Wait until one more part has left the last stage. Raises RankLost."""
@@ -117,13 +131,14 @@ class PipelineFollower:
         self._stream, self._rows = stream, rows
         self._waited_ns = self._number = 0
 
-    def receive(self, copy_block: Callable[[int, int], None]) -> tuple[ForwardBatch, Tensor]:
-        """Wait for a part of a step, and return it with its rows as the stage before left them. Blocks that are to be
-        copied before are. Raises RankLost."""
+    def receive(self, hear: Callable[[int, int, int, Tensor], None]) -> tuple[ForwardBatch, Tensor]:
+        """Wait for a part of a step, and return it with its rows as the stage before left them. `hear` is called with the
+        numbers and the bytes, uint8, of all else that is told before it. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
-        while (told := _numbers(message, PREFIX).tolist())[0] == COPY:
-            copy_block(*told[1:])
+        while (told := _numbers(message, PREFIX).tolist())[0] != STEP:
+            kind, number, other = told
+            hear(kind, number, other, _octets(message[8 * PREFIX :]))
             message = self._stream.receive()
         self._waited_ns += time.monotonic_ns() - begun
         _, self._number, first_row, *header = _numbers(message, PREFIX + HEADER).tolist()
@@ -152,6 +167,10 @@ def rows_over(memory: memoryview, hidden_size: int, dtype: torch.dtype) -> Tenso
 def _numbers(message: memoryview, count: int) -> Tensor:
     """The first int64 of a message."""
     return torch.frombuffer(message, dtype=torch.int64, count=count) if count else torch.empty(0, dtype=torch.int64)
+
+
+def _octets(message: memoryview) -> Tensor:
+    return torch.frombuffer(message, dtype=torch.uint8) if len(message) else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

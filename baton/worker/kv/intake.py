@@ -38,12 +38,15 @@ class EngineBlocks:
         self._engine = engine
         self._key = key
         self._on_verified = on_verified
+        self._refs: list[BlockRef] = []
+        self._num_landed = num_cached_tokens
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
         try:
-            return self._engine.admission.set_aside(self._key, upto_token)
+            self._refs = self._engine.admission.set_aside(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
+        return self._refs
 
     def state_block(self) -> BlockRef:
         try:
@@ -53,6 +56,10 @@ class EngineBlocks:
         return block
 
     def verified(self, upto_token: int) -> None:
+        size = self._engine.layout.block_size
+        blocks = self._refs[self._num_landed // size : -(-upto_token // size)]
+        self._engine.pool.landed([block.block_id for block in blocks])
+        self._num_landed = upto_token
         try:
             self._engine.admission.verified(self._key, upto_token)
         except LookupError:

@@ -1,7 +1,6 @@
 """Adapters against the weights that PEFT merges; and in mixed batches, bit for bit as alone."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -292,8 +291,3 @@ def test_latent_attention_has_none(tmp_path, folders):
 def test_settings_that_are_refused(folders, given, words):
     with pytest.raises(ValueError, match=words):
         EngineConfig(folders[0], adapter=given)
-
-
-def test_ranks_share_no_adapters(folders):
-    with pytest.raises(ValueError, match="leave tensor_parallel at 1"):
-        replace(EngineConfig(folders[0], adapter=(f"a={folders[1]}",)), tensor_parallel=2)

@@ -39,7 +39,7 @@ class Shelf:
     def make_adapter(self, name: str, copy) -> Adapter:
         self.gate.wait()
         self.made[copy.identity] += 1
-        return Adapter(name, copy.identity, ())
+        return Adapter(name, copy, ())
 
     def ask(self, identity: bytes) -> str:
         """Hold it for a request; return why not."""

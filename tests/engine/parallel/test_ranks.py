@@ -217,7 +217,6 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
             {"pipeline_parallel": 2, "tensor_parallel": 2, "remote_stages": 1},
             "remote_stages: a stage of another host has one rank; leave tensor_parallel at 1",
         ),
-        ({"pipeline_parallel": 2, "adapter": ("a=b",)}, "several ranks; leave pipeline_parallel at 1"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel; leave it out"),
         ({"all_reduce": "fast"}, "all_reduce has no effect without tensor_parallel; leave it out"),
         ({"all_reduce": "ring", "tensor_parallel": 2}, "all_reduce 'ring': one of exact, fast"),

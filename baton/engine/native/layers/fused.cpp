@@ -123,7 +123,7 @@ bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x,
   adapt(model, step, index, GATE_UP, x, wide);
   activate(model, step, model.intermediate_size, wide, narrow);
   if (!sum_linear(model, step, layer.down, layer.down_shared, narrow, to)) return false;
-  return adapt(model, step, index, DOWN, narrow, to), true;
+  return adapt(model, step, index, DOWN, narrow, to);
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
     char* const attended = model->parallel ? d : c;
     if (!sum_linear(*model, *step, layer.output, layer.output_shared, b, attended)) return 1;
-    adapt(*model, *step, index, OUTPUT, b, attended);
+    if (!adapt(*model, *step, index, OUTPUT, b, attended)) return 1;
     if (model->parallel) {
       if (!run_mlp(*model, *step, index, asked, a, b, c)) return 1;
       add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);

@@ -98,6 +98,10 @@ void activate(const Model& model, const Step& step, int64_t size, const void* fr
 // row, of a `size`, normed by the weights of `of` from `index` on.
 void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row);
 
+// Of rows x, of which every rank has num_in inputs, those of all ranks, one rank's after the other's, [num_tokens]
+// [degree * num_in]; good until the next call of this thread. Null: a rank is lost.
+const void* inputs_of_all(const Model& model, const Step& step, int64_t num_in, const void* x);
+
 // Norms all heads of q, and those of k, as one row that ranks have parts of, in qkv. False: a rank is lost.
 bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& layer, void* qkv);
 
@@ -110,8 +114,9 @@ bool part_of_sum(const Model& model, const Step& step, const Linear* linear, con
 bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
                 void* to);
 
-// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows.
-void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y);
+// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows. Of inputs that ranks
+// share it takes those of all, so that it has the bits of one process. False: a rank is lost.
+bool adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y);
 
 // Of step's rows x, normed, [num_tokens][hidden_size] -> to, of the same kind. False: a rank is lost.
 bool mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to);

@@ -153,7 +153,7 @@ void add_runs(const std::vector<Run>& runs, const std::vector<Task>& tasks, cons
 
 }  // namespace
 
-void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
+bool adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
   thread_local std::vector<char> memory;
   thread_local std::vector<Run> runs;
   thread_local std::vector<Task> tasks;
@@ -166,7 +166,9 @@ void adapt(const Model& model, const Step& step, int64_t index, Adapted which, c
     runs.push_back({&pair, of.rows, of.num_rows, nullptr});
     num_sums += of.num_rows * pair.rank, work += of.num_rows * pair.rank * (pair.num_in + pair.num_out);
   }
-  if (runs.empty()) return;
+  if (runs.empty()) return true;
+  if (model.ranks && (which == OUTPUT || which == DOWN))
+    if (!(x = inputs_of_all(model, step, runs[0].pair->num_in / model.ranks->degree, x))) return false;
   float* sums = (float*)scratch(memory, num_sums * 4);
   for (Run& run : runs) {
     run.sums = sums, sums += run.num_rows * run.pair->rank;
@@ -176,6 +178,7 @@ void adapt(const Model& model, const Step& step, int64_t index, Adapted which, c
   }
   const int64_t num_threads = work < SERIAL_WORK ? 1 : step.num_threads;
   (model.kind == FP32 ? add_runs<FP32> : add_runs<BF16>)(runs, tasks, x, y, num_threads);
+  return true;
 }
 
 }  // namespace baton

@@ -69,6 +69,18 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
   return true;
 }
 
+const void* inputs_of_all(const Model& model, const Step& step, int64_t num_in, const void* x) {
+  thread_local std::vector<char> memory;
+  const int64_t row = num_in * (model.kind == FP32 ? 4 : 2), bytes = step.num_tokens * row, degree = model.ranks->degree;
+  char* rows = scratch(memory, 2 * bytes * degree);
+  char* all = rows + bytes * degree;
+  if (baton_gather_ranks(model.ranks, x, bytes, all)) return nullptr;
+  for (int64_t t = 0; t < step.num_tokens; t++)
+    for (int64_t rank = 0; rank < degree; rank++)
+      std::memcpy(rows + (t * degree + rank) * row, all + rank * bytes + t * row, row);
+  return rows;
+}
+
 bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
                  void* part) {
   if (shared.order && !(x = inputs_in_order(model, step, linear->num_in, shared.order, x))) return false;
