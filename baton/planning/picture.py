@@ -21,12 +21,19 @@ def day_picture(title: str, workers: Mapping[str, Sequence[int]], needed: Mappin
     names = ("workers that run", "the least that hold the load")
     drawn = []
     for role in workers:
-        curves = {
-            name: [(minute / 60, float(number)) for minute, number in enumerate(numbers)]
-            for name, numbers in zip(names, (workers[role], needed[role]))
-        }
+        curves = {name: _steps(numbers) for name, numbers in zip(names, (workers[role], needed[role]))}
         drawn.append(plot.curves(curves, "hour", f"{role} workers"))
     return _alone(title, drawn, names)
+
+
+def _steps(numbers: Sequence[int]) -> list[tuple[float, float]]:
+    """Return (hour, number) of each minute at which a step begins or ends: most of a day's 1,440 lie on level lines."""
+    last = len(numbers) - 1
+    return [
+        (minute / 60, float(number))
+        for minute, number in enumerate(numbers)
+        if minute in (0, last) or not numbers[minute - 1] == number == numbers[minute + 1]
+    ]
 
 
 def _alone(title: str, drawn: Sequence[str], names: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """The plan: the smallest that holds, said so that it can be started."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from baton.loadgen.workload import Shape
 from baton.planning import answer, search
 from baton.planning.devices import GPUS, find_device
 from baton.planning.efficiency import shipped
-from baton.planning.picture import goodput_picture
+from baton.planning.picture import day_picture, goodput_picture
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
 
@@ -99,6 +100,14 @@ def test_the_picture_has_a_line_for_each_of_the_best(plan):
     drawn = goodput_picture("a plan & more", answer.curves_of(choices), 40)
     assert drawn.startswith("<svg xmlns=") and drawn.count("<polyline") == len(choices)
     assert "a plan &amp; more" in drawn and "asked: 40/s" in drawn
+
+
+def test_a_day_is_drawn_by_its_steps():
+    """Four points a line: where it begins, both sides of its step, and where it ends."""
+    numbers = [1] * 700 + [3] * 740
+    drawn = day_picture("a day", {"prefill": numbers}, {"prefill": numbers})
+    lines = re.findall(r'<polyline points="([^"]*)"', drawn)
+    assert [len(line.split()) for line in lines] == [4, 4]
 
 
 def test_the_command_prints_a_plan(tmp_path, capsys):
