@@ -1,5 +1,6 @@
 """compose.yaml and the Dockerfile: valid by the schema, and every command, flag, address, path and variable exists."""
 
+import ast
 import ipaddress
 import os
 import re
@@ -317,6 +318,9 @@ def test_build_targets_and_files_exist():
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE):
         for name in source.split():
             assert (ROOT / name).exists() and f"!{name}" in (ROOT / ".dockerignore").read_text().split()
+    shipped = re.search(r"^SHIPPED = (\(.*?\))", (ROOT / "setup.py").read_text(), re.MULTILINE | re.DOTALL)[1]
+    for name in ast.literal_eval(shipped):  # or our wheel is not built there
+        assert re.search(rf"^COPY {name} /src/", DOCKERFILE, re.MULTILINE), name
     assert (ROOT / "demo" / "target" / "config.json").is_file()  # MODEL_DIR's default
 
 
