@@ -43,6 +43,8 @@ def read_folder(path: Path) -> ModelFolder:
     """Read a Hugging Face folder. Raises SettingsError: one line that names the file."""
     config, generation = path / "config.json", path / "generation_config.json"
     said, preferred = _read_json(config), _read_json(generation, optional=True)
+    if isinstance(text := said.get("text_config"), dict):  # of a model around a text model
+        said |= text
     tokenizer_config = path / "tokenizer_config.json"
     of_tokenizer = _read_json(tokenizer_config, optional=True)
     special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer

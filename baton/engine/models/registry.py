@@ -1,6 +1,7 @@
 """The table of served families, and from a model folder or a .gguf file to its spec."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from baton.engine.core.model_errors import ModelError, read_json
@@ -48,6 +49,10 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
 }
 
+# Models around a text model, whose config is `text_config` and whose tensors stand below TEXT: what is around stays unread.
+AROUND = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
+TEXT = "language_model."
+
 
 def read_spec(folder: str | Path) -> ModelSpec:
     """Return what config.json and, where there is one, generation_config.json say; or the metadata of a .gguf file.
@@ -89,4 +94,13 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
     for architecture in config.get("architectures") or ():
         if architecture in ARCHITECTURES:
             return ARCHITECTURES[architecture](Config(folder, config, generation))
-    raise ValueError(refusal(config, tuple(ARCHITECTURES)))
+        if architecture in AROUND:
+            return _within(ARCHITECTURES[AROUND[architecture]], folder, config, generation)
+    raise ValueError(refusal(config, (*ARCHITECTURES, *AROUND)))
+
+
+def _within(read: Callable[[Config], ModelSpec], folder: Path, config: dict, generation: dict) -> ModelSpec:
+    if not isinstance(text := config.get("text_config"), dict):
+        raise ValueError(f"text_config is {text!r:.40}, not an object")
+    spec = read(Config(folder, config | text, generation))
+    return replace(spec, names=replace(spec.names, renamed=(("", TEXT), *spec.names.renamed)))

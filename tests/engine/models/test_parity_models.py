@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids
 
@@ -103,6 +105,26 @@ def test_old_config_spelling(tmp_path, name):
     ids = random_ids(100, 4)
     logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_a_text_model_within_another(tmp_path):
+    """Llama 4 as it is published: beside a vision model, which is not read."""
+    reference = make_folder(tmp_path, "llama4")
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())
+    outer = {"architectures": ["Llama4ForConditionalGeneration"], "dtype": text.pop("dtype", "float32")}
+    del text["architectures"]
+    path.write_text(json.dumps(outer | dict(text_config=text, vision_config=dict(hidden_size=32))))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {f"language_model.{name}": value for name, value in tensors.items()}
+    save_file(tensors | {"vision_model.class_embedding": torch.ones(4)}, tmp_path / "model.safetensors")
+    ids = random_ids(60, 9)
+    torch.testing.assert_close(
+        Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0
+    )
+    path.write_text(json.dumps(outer))
+    with pytest.raises(ModelError, match="config.json: text_config is None, not an object"):
+        load_model(EngineConfig(tmp_path))
 
 
 def test_sharded_equals_single(tmp_path):

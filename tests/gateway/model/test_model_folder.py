@@ -32,6 +32,13 @@ def refusal(folder, name: str) -> str:
     return told
 
 
+def test_a_text_model_within_another(copied):
+    expected, path = read_folder(copied), copied / "config.json"
+    path.write_text(json.dumps({"text_config": json.loads(path.read_text())}))
+    found = read_folder(copied)
+    assert (found.context, found.vocab_size, found.eos_ids) == (expected.context, expected.vocab_size, expected.eos_ids)
+
+
 @pytest.mark.parametrize(
     "values, expected",
     [
