@@ -127,10 +127,13 @@ def load_predictor(model: Model, config: EngineConfig, block_size: int) -> Predi
     attention, _ = choose_attention(config.attention, shape, config.batch_invariant)
     size = spec.hidden_size
     project = Linears(source, make).read([f"{PREDICTOR}.project"], [size], 2 * size, False)
-    norms = [read_norm(spec.norm, source, f"{PREDICTOR}.{name}norm", size) for name in ("embedding_", "features_", "")]
+    embedding_norm, features_norm, norm = (
+        read_norm(spec.norm, source, f"{PREDICTOR}.{name}", size)
+        for name in ("embedding_norm", "features_norm", "norm")
+    )
     stage = PipelineStage(1, range(index, index + 1))
     layer = Model(own, model.dtype, source, make, attention, model.ropes, make_router, stage=stage)
-    return PredictorModules(project, *norms, layer)
+    return PredictorModules(project, embedding_norm, features_norm, norm, layer)
 
 
 def _trim() -> None:

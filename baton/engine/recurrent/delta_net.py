@@ -43,7 +43,7 @@ class DeltaNetParameters:
     norm_weight: Tensor  # [value_dim], of every head
 
 
-class DeltaNetMixer(Mixer):
+class DeltaNetMixer(Mixer[DeltaNetSpec]):
     """One layer of gated delta net."""
 
     def __init__(

@@ -47,7 +47,7 @@ class MambaParameters:
     skip: Tensor  # [inner]
 
 
-class MambaMixer(Mixer):
+class MambaMixer(Mixer[MambaSpec]):
     """One layer of Mamba."""
 
     def __init__(

@@ -42,7 +42,7 @@ class Mamba2Parameters:
     norm_weight: Tensor | None  # [inner]
 
 
-class Mamba2Mixer(Mixer):
+class Mamba2Mixer(Mixer[Mamba2Spec]):
     """One layer of Mamba-2."""
 
     def __init__(

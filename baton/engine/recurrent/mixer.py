@@ -4,6 +4,7 @@ sequence, in C++ (native/layers) or here in torch: the text to read."""
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +18,13 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.recurrent.native import INT, POINTER
 from baton.engine.recurrent.plan import StatePlan
 
+Spec = TypeVar("Spec", bound=StateSpec)
 
-class Mixer(ABC):
+
+class Mixer(ABC, Generic[Spec]):
     """One layer. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
 
-    spec: StateSpec
+    spec: Spec
 
     def __init__(self, projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None, function: str):
         """`struct`: of the layer, as the native `function` takes it; None: torch computes it."""

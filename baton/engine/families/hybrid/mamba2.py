@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, TensorNames
-from baton.engine.core.state_spec import Mamba2Spec
+from baton.engine.core.state_spec import Mamba2Spec, StateSpec
 from baton.engine.families.config import Config
 from baton.protocol import UNLIMITED_CONTEXT
 
@@ -53,7 +53,7 @@ def state_of_mamba(
     )  # fmt: skip
 
 
-def mixed(config: Config, layer: LayerSpec, state: Mamba2Spec, types: object) -> tuple[LayerSpec, ...]:
+def mixed(config: Config, layer: LayerSpec, state: StateSpec, types: object) -> tuple[LayerSpec, ...]:
     """Return layers like `layer`, of which those that `types` calls mamba have a state in place of attention; no `types`:
     all of them. Raises ValueError for types that are unknown or too few."""
     types = [MAMBA] * config.num_layers if types is None else types

@@ -85,7 +85,9 @@ class MultiTokenPredictor(Proposer):
             for ask, draft in zip(asks, drafts, strict=True)
             if ask.draftee.state is not None and ask.draftee.state.rows
         ]
-        features = self._catch_up([draftee for draftee, _, _ in active]) if active else None
+        if not active:
+            return drafts
+        features = self._catch_up([draftee for draftee, _, _ in active])
         while active:
             draftees, so_far = [draftee for draftee, _, _ in active], [draft for _, draft, _ in active]
             logits = self.model.scored(self._modules.norm(features)).float()

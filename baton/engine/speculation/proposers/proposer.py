@@ -23,7 +23,7 @@ config.json `"speculator": "medusa" | "eagle"`; a folder without that key is a d
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Draftee:
     request: Request
     choice: int
     token_ids: list[int]  # the live record, prompt and output: it grows by itself; read it, never change or keep it
-    state: object = None  # whatever the proposer wants to keep of the sequence
+    state: Any = None  # whatever the proposer wants to keep of the sequence
 
 
 class DraftRequest(NamedTuple):
