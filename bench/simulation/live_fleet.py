@@ -56,10 +56,14 @@ class Asked:
     def ended(self) -> bool:
         return bool(self.refused or self.last_s)
 
+    @property
+    def tpot_s(self) -> float | None:
+        num = self.entry.num_output
+        return (self.last_s - self.first_s) / (num - 1) if num > 1 else None
+
     def met(self, slo: Slo) -> bool:
-        at_s, num = self.entry.at_s, self.entry.num_output
-        tpot_s = (self.last_s - self.first_s) / (num - 1) if num > 1 else None
-        return not self.refused and slo.met(self.first_s - at_s, tpot_s, self.last_s - at_s)
+        at_s = self.entry.at_s
+        return not self.refused and slo.met(self.first_s - at_s, self.tpot_s, self.last_s - at_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -423,6 +427,7 @@ class LiveFleet(Fleet):
             sum(written) / len(written) if written else math.nan,
             sum(len(gateway.queues) for gateway in self._gateways),
             percentile([one.first_s - one.entry.at_s for one in ended if not one.refused], 95),
+            percentile([tpot_s for one in ended if not one.refused and (tpot_s := one.tpot_s) is not None], 95),
             serving=serving, starting={role: self._starting[role] for role in ROLES},
         )  # fmt: skip
         decision = scaler.decide(seen)

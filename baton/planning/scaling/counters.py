@@ -19,6 +19,7 @@ class FleetCounters(NamedTuple):
     output_tokens: float  # a request
     num_waiting: float = 0.0
     ttft_p95_s: float = NAN
+    tpot_p95_s: float = NAN
     read_ratio: float = NAN
     write_ratio: float = NAN
     serving: Mapping[str, int] = dict.fromkeys(ROLES, 0)

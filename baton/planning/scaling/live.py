@@ -64,6 +64,7 @@ class FleetWatch:
             output / num if num else NAN,
             sum(look.requests.num_waiting for look in looks.values()) if looks else NAN,
             percentile([view.timing.ttft_s for view in recent], 95),
+            percentile([view.timing.tpot_s for view in recent if view.timing.tpot_s > 0], 95),
             self._read_ratio(recent),
             self._write_ratio(recent, streams),
             serving,

@@ -4,8 +4,9 @@
     down    what came at most in the last minutes is less than the survivors hold, and no worker was added lately
     else    as it is: between the two bounds lies a gap, so that a load at a boundary moves nothing
 
-Latencies are not steered by: a queue adds a worker where the model says that there is room, once for each time that a worker takes to
-start, and only while the role is busy; so a TTFT that no number of workers mends adds none without end.
+Latencies are not steered by: a queue, or tokens that come too slowly in p95, add a worker where the model says that there is room, once
+for each time that a worker takes to start, and only while the role is busy; so a latency that no number of workers mends adds none without
+end.
 """
 
 import math
@@ -183,24 +184,31 @@ class Scaler:
         return have, f"{expected:.2f} workers' work"
 
     def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:
-        """Count one more where requests wait and the role is busy, though the model finds room; take it back once none wait."""
+        """Count one more where the role is busy and misses the objective, though the model finds room; take it back once the
+        others would meet it too."""
         history = self._roles[role]
-        late = self._slo.ttft_s is not None and is_number(seen.ttft_p95_s) and seen.ttft_p95_s > self._slo.ttft_s
-        waits = is_number(seen.num_waiting) and seen.num_waiting > 0
-        busiest = max(
-            ROLES,
-            key=lambda each: (
-                self._roles[each].work[-1][1] / max(1, seen.serving[each]) if self._roles[each].work else 0
-            ),
-        )
         is_busy = history.work[-1][1] > _BUSY * MOST_BUSY * max(1, have)
-        if waits and late and role == busiest and is_busy and not seen.starting[role]:
+        waits = is_number(seen.num_waiting) and seen.num_waiting > 0
+        late = waits and role == self._busiest(seen) and _misses(self._slo.ttft_s, seen.ttft_p95_s)
+        # Tokens come slower the more streams share a worker; one worker fewer shares them among the others.
+        slow = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s)
+        too_few = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s * have / max(1, have - 1))
+        if (late or slow) and is_busy and not seen.starting[role]:
             if seen.at_s - history.nudged_at >= self._start_s + DECIDE_S:
                 history.extra += 1
                 history.nudged_at = seen.at_s
-        elif history.extra and not waits and seen.at_s - history.nudged_at > _STAY_S:
+        elif history.extra and not waits and not too_few and seen.at_s - history.nudged_at > _STAY_S:
             history.extra -= 1
             history.nudged_at = seen.at_s
+
+    def _busiest(self, seen: FleetCounters) -> str:
+        """Return the role with the most work a worker."""
+
+        def share(role: str) -> float:
+            work = self._roles[role].work
+            return work[-1][1] / max(1, seen.serving[role]) if work else 0.0
+
+        return max(ROLES, key=share)
 
     def _within(self, wanted: dict[str, int], reasons: dict[str, str]) -> dict[str, int]:
         """Keep the bounds, those of both roles together by the part of each."""
@@ -216,3 +224,7 @@ class Scaler:
 def _holding(work: float, part: float) -> int:
     """Return how many workers hold so much work, none of them busier than `part` of MOST_BUSY."""
     return math.ceil(work / (MOST_BUSY * part) - 1e-9)
+
+
+def _misses(objective_s: float | None, seen_s: float) -> bool:
+    return objective_s is not None and is_number(seen_s) and seen_s > objective_s

@@ -117,7 +117,7 @@ def test_what_is_no_number_decides_nothing(value):
     fleet.follow(20, minutes=15)
     assert fleet.ask(value) is None
     before = dict(fleet.serving)
-    for name in ("read_ratio", "write_ratio", "ttft_p95_s", "num_waiting"):
+    for name in ("read_ratio", "write_ratio", "ttft_p95_s", "tpot_p95_s", "num_waiting"):
         assert fleet.follow(20, **{name: value})[-1] == before
     assert fleet.follow(20, prompt=value, output=value)[-1] == before
 
@@ -125,7 +125,7 @@ def test_what_is_no_number_decides_nothing(value):
 def test_nan_never_blocks_the_way_down():
     fleet = Fleet()
     fleet.follow(80, minutes=5)
-    lost = dict(read_ratio=NAN, write_ratio=NAN, ttft_p95_s=NAN, num_waiting=NAN)
+    lost = dict(read_ratio=NAN, write_ratio=NAN, ttft_p95_s=NAN, tpot_p95_s=NAN, num_waiting=NAN)
     assert fleet.follow(10, minutes=40, **lost)[-1]["prefill"] == 2
 
 
@@ -170,6 +170,23 @@ def test_what_a_queue_asked_for_is_given_back():
     before = dict(fleet.serving)
     fleet.follow(20, minutes=5, num_waiting=50, ttft_p95_s=9.0)
     assert fleet.follow(20, minutes=60)[-1] == before
+
+
+def test_tokens_that_come_too_slowly_add_a_decode_worker():
+    fleet = Fleet(slo=Slo(ttft_s=1.0, tpot_s=0.05))
+    fleet.follow(80, minutes=10)
+    before = dict(fleet.serving)
+    assert fleet.follow(80, tpot_p95_s=0.06)[-1] == {**before, "decode": before["decode"] + 1}
+
+
+def test_a_worker_that_slow_tokens_asked_for_stays_while_the_others_would_miss_the_objective():
+    """One of five goes only once four would write within it: 0.8 of it becomes all of it."""
+    fleet = Fleet(slo=Slo(ttft_s=1.0, tpot_s=0.05))
+    fleet.follow(80, minutes=10)
+    before = fleet.serving["decode"]
+    fleet.follow(80, tpot_p95_s=0.06)
+    assert fleet.follow(80, minutes=60, tpot_p95_s=0.046)[-1]["decode"] == before + 1
+    assert fleet.follow(80, minutes=60, tpot_p95_s=0.03)[-1]["decode"] == before
 
 
 # ---- bounds and changes ----
