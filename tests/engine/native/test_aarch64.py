@@ -16,9 +16,14 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSROOT = "/usr/aarch64-linux-gnu"
 KERNELS = (
     "baton_attention",
+    "baton_delta_net",
     "baton_draft",
+    "baton_draw",
     "baton_layers",
     "baton_linear",
+    "baton_mamba2",
+    "baton_mamba_convolve",
+    "baton_mamba_scan",
     "baton_norm",
     "kv_copy_runs",
     "kv_word_sums",

@@ -34,8 +34,8 @@ class Recorder(build.NativeLibrary):
         if restype is not None and not argtypes:
             return real
 
-        def call(*arguments: int | None) -> int | None:
-            values = [argument or 0 for argument in arguments]
+        def call(*arguments: int | ctypes.Array | None) -> int | None:
+            values = [ctypes.addressof(one) if isinstance(one, ctypes.Array) else one or 0 for one in arguments]
             reached = _reach([value for value, kind in zip(values, argtypes, strict=True) if kind is ctypes.c_void_p])
             before = [ctypes.string_at(start, size) for start, size, _ in reached]
             returned = real(*arguments)
@@ -85,7 +85,7 @@ def _regions() -> Iterator[tuple[int, int, bool]]:
                 yield storage.data_ptr(), storage.nbytes(), False
             case np.ndarray():
                 low, high = np.lib.array_utils.byte_bounds(thing)
-                yield low, high - low, False
+                yield low, high - low, thing.dtype == np.int64
             case ctypes.Structure() | ctypes.Array():
                 yield ctypes.addressof(thing), ctypes.sizeof(thing), True
             case array():
@@ -197,6 +197,16 @@ def _adapters() -> None:
                 engine.step()
 
 
+def _states() -> None:
+    from tests.engine.recurrent.test_mixers import SPECS, Steps, make_mixer
+
+    for spec in SPECS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            steps = Steps(make_mixer(spec, dtype), [9, 4], dtype)
+            steps.step([5, 2])
+            steps.step([1, 1], drafts=[2, 0], accepted=[1, 0])
+
+
 def _copies_and_digests() -> None:
     from baton.worker.kv.native_digests import NativeMemoryKernels
 
@@ -213,9 +223,8 @@ def _copies_and_digests() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    calls = record(
-        lambda: [work() for work in (_linears, _attention, _layers_and_drafts, _adapters, _copies_and_digests)]
-    )
+    kinds = (_linears, _attention, _layers_and_drafts, _adapters, _states, _copies_and_digests)
+    calls = record(lambda: [work() for work in kinds])
     Path(sys.argv[1]).write_bytes(b"".join(calls))
     print(len(calls), "calls by", build.library().tier.name)
 
