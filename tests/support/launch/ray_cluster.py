@@ -67,7 +67,8 @@ class RayCluster:
 
 def up_argv(cluster: RayCluster, model: Path, certs: Path, *options: str) -> list[str]:
     argv = [sys.executable, "-m", "baton.cli", "up", "--launcher", "ray", "--address", cluster.address]
-    return [*argv, "--model", str(model), "--certs", str(certs), "--listen", f"{cluster.host}:0", *options]
+    argv += ["--model", str(model), "--certs", str(certs), "--control", "127.0.0.1:0"]  # other tests have stacks too
+    return [*argv, "--listen", f"{cluster.host}:0", *options]
 
 
 @contextmanager
