@@ -79,9 +79,10 @@ class InProcessCall:
     async def write(self, message: Any) -> None:
         """Hand over a message, which nobody may change from here on. Waits while too many are unread. Raises
         asyncio.InvalidStateError once the call has ended."""
+        if not self._handling.done():
+            await self._commands.put(message)
         if self._handling.done():
             raise asyncio.InvalidStateError("the call has ended")
-        await self._commands.put(message)
 
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF. Raises AioRpcError where the call has ended with another status
@@ -122,6 +123,8 @@ class InProcessCall:
         if not handling.cancelled():
             handling.exception()  # seen: it may go unread
         self._answers.put_nowait(_END)
+        while not self._commands.empty():  # so that nobody waits to write where nobody reads any more
+            self._commands.get_nowait()
 
 
 class _Context:

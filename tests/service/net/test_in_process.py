@@ -103,6 +103,22 @@ def test_what_is_not_read_is_not_written():
     called(test)
 
 
+def test_a_write_that_waits_ends_with_the_call():
+    async def test(servicer, call):
+        async def write_all():
+            while True:
+                await call.write(command(b"more"))
+
+        writing = asyncio.create_task(write_all())
+        await asyncio.sleep(0.05)
+        assert not writing.done()
+        call.cancel()
+        with pytest.raises(asyncio.InvalidStateError):
+            await asyncio.wait_for(writing, 10)
+
+    called(test)
+
+
 def test_cancelled_on_both_sides():
     async def test(servicer, call):
         await call.write(command(b"first"))
