@@ -236,8 +236,10 @@ class Pair:
         reached("fetching")
         first_tokens = answer.add_first(await self.prefill.next(request_id, "done"))
         reached("done")
-        if not first_tokens:
-            await self.cancel(request_id)
+        if not first_tokens:  # the taker first: from a source that was cancelled it would hear of a lease that is over
+            await self.decode.send(cancel=pb.Cancel(key=key))
+            await self.decode.wait_ended(request_id)
+            await self.prefill.send(cancel=pb.Cancel(key=key))
             return answer
         await self.decode.send(start=pb.Start(key=key, first_tokens=first_tokens))
         reached("started")
