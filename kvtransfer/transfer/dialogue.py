@@ -24,10 +24,9 @@ RENEW_S = 1.0
 LAST_WORDS_S = 1.0
 # One Ready. Each range has as many bytes as all before it, within these: a taker has something to do at once, works on
 # one range while the source digests the next, and a prompt is few frames (seen: 64 MiB in ranges of 8 MiB took 2 ms
-# more, most of it threads waking each other; a range takes each side 0.3 ms of CPU, and behind the last one nothing is
-# left for the source to do: from 4 to 16 MiB takes less of both sides than from 1 to 32).
-FIRST_RANGE_BYTES = 4 << 20
-MAX_RANGE_BYTES = 16 << 20
+# more, most of it threads waking each other).
+FIRST_RANGE_BYTES = 1 << 20
+MAX_RANGE_BYTES = 32 << 20
 MAX_SENT_BYTES = 8 << 20  # where the source sends, the taker digests a range only when it is there
 MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small a token is
 
