@@ -12,7 +12,7 @@ POINTER, INT, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class Convolution(ctypes.Structure):
-    """`Convolution` of native/layers/convolution.h."""
+    """`Convolution` of native/layers/recurrent.h."""
 
     _fields_ = [
         *((name, INT) for name in ("kind", "first", "size", "taps", "row_size", "num_scalars", "first_scalar")),

@@ -11,7 +11,7 @@ NUM_NEW, NUM_PENDING, _STATE, _DRAFTS = 1, 3, 5, 6  # columns of `segments`
 
 
 class StatePlan:
-    """One step. `segments`: int64 [S, 7] as `Segment` of native/layers/convolution.h, of the first layer."""
+    """One step. `segments`: int64 [S, 7] as `Segment` of native/layers/recurrent.h, of the first layer."""
 
     def __init__(self, spec: StateSpec, batch: ForwardBatch, states: StatePool):
         self.seqs, self._states, self._spec = batch.seqs, states, spec

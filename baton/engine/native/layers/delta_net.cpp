@@ -3,7 +3,7 @@
 //   state = g state      state = state + k (b (v - k state))      y = q state      [key_dim][value_dim] of each head, fp32
 //
 // Sixteen values of a head depend on no others, so their part of the state stays in the first cache over a tile of tokens.
-#include "convolution.h"
+#include "recurrent.h"
 
 namespace baton {
 
@@ -24,11 +24,6 @@ namespace {
 
 constexpr int64_t TILE = 32;  // tokens at a time: their q and k stay in the first cache while a head's values pass
 constexpr int CHAINS = 4;     // sums that do not wait for each other
-
-struct Work {
-  Inputs inputs;
-  float *written, *kept, *convolved, *y;  // of all rows, pending ones first
-};
 
 // Some tokens of a segment, of one head.
 struct Tile {
@@ -116,7 +111,7 @@ void prepare_row(const DeltaNet& layer, const Work& work, int64_t t) {
 }
 
 // y, of one row, with its norms and its gates -> out.
-void finish_row(const DeltaNet& layer, const void* rows, int64_t row, const float* y, void* out) {
+void finish_row(const DeltaNet& layer, const void* rows, int64_t row, float* y, void* out) {
   const int64_t kind = layer.conv.kind, inner = layer.inner(), size = layer.value_dim;
   for (int64_t begin = 0; begin < inner; begin += size) {
     const float scale = 1.0f / std::sqrt(sum16(squares_of(y + begin, size)) / float(size) + float(layer.eps));
@@ -133,49 +128,7 @@ void finish_row(const DeltaNet& layer, const void* rows, int64_t row, const floa
 
 using namespace baton;
 
-// rows: projected, of conv.row_size elements, out: rows of inner elements, both of conv.kind. States are folded forward.
 extern "C" void baton_delta_net(const DeltaNet* layer, const Segment* segments, int64_t num_segments, const void* rows,
                                 void* out, int64_t num_threads) {
-  const Convolution& conv = layer->conv;
-  const int64_t heads = layer->num_heads, inner = layer->inner();
-  thread_local std::vector<char> memory;
-  thread_local std::vector<Work> works;
-  const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
-  int64_t total = 0;
-  for (int64_t s = 0; s < num_segments; s++) {
-    const int64_t count = segments[s].num_rows();
-    total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
-  }
-  float* at = (float*)scratch(memory, total * 4);
-  works.resize(num_segments);
-  const auto take = [&](int64_t floats) { return at += floats, at - floats; };
-  for (int64_t s = 0; s < num_segments; s++) {
-    const int64_t count = segments[s].num_rows();
-    Work& work = works[s];
-    work.inputs.channels = take((conv.taps - 1 + count) * conv.size);
-    work.inputs.scalars = take(rounded(count * conv.num_scalars));
-    work.written = take(rounded(count * heads)), work.kept = take(rounded(count * heads));
-    work.convolved = take(count * conv.size), work.y = take(count * inner);
-  }
-  const Work* own = works.data();
-  num_threads = std::max<int64_t>(1, num_threads);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-#pragma omp for schedule(static)
-    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.read(conv, segments[s], rows);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].num_rows(); t++) prepare_row(*layer, own[s], t);
-    }
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < num_segments * heads; item++)
-      scan_head(*layer, segments[item / heads], own[item / heads], item % heads);
-#pragma omp for schedule(static)
-    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].query_len; t++)
-        finish_row(*layer, rows, segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner, out);
-    }
-  }
+  fold_heads<DeltaNet>(*layer, {prepare_row, scan_head, finish_row}, segments, num_segments, rows, out, num_threads);
 }

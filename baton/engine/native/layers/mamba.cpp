@@ -3,7 +3,7 @@
 //   state = state * exp(dt A) + (dt x) B       y = state C + D x       [state_size][channels], fp32
 //
 // dt, B and C are products of convolved rows, so that there are two calls: up to those products, and behind them.
-#include "convolution.h"
+#include "recurrent.h"
 
 namespace baton {
 

@@ -3,7 +3,7 @@
 //   state = state * exp(dt A) + (dt x) B       y = state C + D x       [head_dim][state_size] of each head, fp32
 //
 // A row of a head's state stays in registers over all tokens of a segment, so that its cost is in products, not memory.
-#include "convolution.h"
+#include "recurrent.h"
 
 namespace baton {
 
@@ -90,11 +90,6 @@ float step_of(const Mamba2& layer, int64_t head, float raw) {
   return std::min(std::max(step, float(layer.least_step)), float(layer.largest_step));
 }
 
-struct Work {
-  Inputs inputs;
-  float *steps, *decays, *convolved, *y;  // of all rows, pending ones first
-};
-
 // All rows of a segment through one head: those that are kept in tiles, then proposals, whose state nobody keeps.
 void scan_head(const Mamba2& layer, const Segment& segment, const Work& work, int64_t head) {
   const int64_t heads = layer.num_heads, inner = layer.inner(), size = layer.state_size, stride = layer.conv.size;
@@ -104,10 +99,21 @@ void scan_head(const Mamba2& layer, const Segment& segment, const Work& work, in
     const bool keeps = begin < segment.kept();
     end = std::min(begin + TILE, keeps ? segment.kept() : segment.num_rows());
     const float* row = work.convolved + begin * stride;
-    const Tile tile{row, row + b, row + c, stride, work.steps + begin * heads + head,
-                    work.decays + begin * heads + head, heads, end - begin, segment.begins && begin == 0, keeps};
+    const Tile tile{row, row + b, row + c, stride, work.written + begin * heads + head,
+                    work.kept + begin * heads + head, heads, end - begin, segment.begins && begin == 0, keeps};
     for (int64_t p = head * layer.head_dim; p < (head + 1) * layer.head_dim; p++)
       scan_channel(tile, size, p, layer.skip[head], state + p * size, work.y + begin * inner + p, inner);
+  }
+}
+
+// Row t of a segment, up to its recurrence.
+void prepare_row(const Mamba2& layer, const Work& work, int64_t t) {
+  work.inputs.convolve(layer.conv, t, work.convolved + t * layer.conv.size);
+  const int64_t heads = layer.num_heads;
+  for (int64_t h = 0; h < heads; h++) {
+    const float step = step_of(layer, h, work.inputs.scalars[t * heads + h]);
+    work.written[t * heads + h] = step;
+    work.kept[t * heads + h] = std::exp(step * layer.decay[h]);
   }
 }
 
@@ -116,56 +122,7 @@ void scan_head(const Mamba2& layer, const Segment& segment, const Work& work, in
 
 using namespace baton;
 
-// rows: projected, of conv.row_size elements, out: rows of inner elements, both of conv.kind. States are folded forward.
 extern "C" void baton_mamba2(const Mamba2* layer, const Segment* segments, int64_t num_segments, const void* rows,
                              void* out, int64_t num_threads) {
-  const Convolution& conv = layer->conv;
-  const int64_t heads = layer->num_heads, inner = layer->inner();
-  thread_local std::vector<char> memory;
-  thread_local std::vector<Work> works;
-  const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
-  int64_t total = 0;
-  for (int64_t s = 0; s < num_segments; s++) {
-    const int64_t count = segments[s].num_rows();
-    total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
-  }
-  float* at = (float*)scratch(memory, total * 4);
-  works.resize(num_segments);
-  const auto take = [&](int64_t floats) { return at += floats, at - floats; };
-  for (int64_t s = 0; s < num_segments; s++) {
-    const int64_t count = segments[s].num_rows();
-    Work& work = works[s];
-    work.inputs.channels = take((conv.taps - 1 + count) * conv.size);
-    work.inputs.scalars = take(rounded(count * heads));
-    work.steps = take(rounded(count * heads)), work.decays = take(rounded(count * heads));
-    work.convolved = take(count * conv.size), work.y = take(count * inner);
-  }
-  const Work* own = works.data();
-  num_threads = std::max<int64_t>(1, num_threads);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-#pragma omp for schedule(static)
-    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.read(conv, segments[s], rows);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].num_rows(); t++) {
-        own[s].inputs.convolve(conv, t, own[s].convolved + t * conv.size);
-        for (int64_t h = 0; h < heads; h++) {
-          const float step = step_of(*layer, h, own[s].inputs.scalars[t * heads + h]);
-          own[s].steps[t * heads + h] = step;
-          own[s].decays[t * heads + h] = std::exp(step * layer->decay[h]);
-        }
-      }
-    }
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < num_segments * heads; item++)
-      scan_head(*layer, segments[item / heads], own[item / heads], item % heads);
-#pragma omp for schedule(static)
-    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].query_len; t++)
-        finish_row(*layer, rows, segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner, out);
-    }
-  }
+  fold_heads<Mamba2>(*layer, {prepare_row, scan_head, finish_row}, segments, num_segments, rows, out, num_threads);
 }

@@ -1,4 +1,5 @@
-// What layers with a state share: segments of sequences, and the short convolution in front of the recurrence.
+// What layers with a state share: segments of sequences, the short convolution in front of the recurrence, and the walk of a
+// step through a recurrence of heads.
 //
 // A state block holds of each layer the last inputs of the convolution (its tail), then the recurrence's own state, fp32.
 // A token is folded into it by the same operations in the same order wherever a chunk begins, so that reading a prompt in
@@ -83,5 +84,68 @@ struct Inputs {
     }
   }
 };
+
+// What a segment's rows need on their way through a recurrence of heads, pending ones first.
+struct Work {
+  Inputs inputs;
+  float *written, *kept;   // [num_rows][num_heads]: how much of a row goes into the state, and how much of the state stays
+  float *convolved, *y;    // [num_rows][conv.size], [num_rows][inner]
+};
+
+// The parts of a recurrence of heads. They run over rows, heads and rows again, on several threads.
+template <class Layer>
+struct HeadParts {
+  void (*prepare_row)(const Layer&, const Work&, int64_t t);  // row t of a segment, up to its recurrence
+  void (*scan_head)(const Layer&, const Segment&, const Work&, int64_t head);
+  void (*finish_row)(const Layer&, const void* rows, int64_t row, float* y, void* out);  // y with its gates and its norm
+};
+
+// rows: projected, of conv.row_size elements, out: rows of inner elements, both of conv.kind. States are folded forward.
+template <class Layer>
+void fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segment* segments, int64_t num_segments,
+                const void* rows, void* out, int64_t num_threads) {
+  const Convolution& conv = layer.conv;
+  const int64_t heads = layer.num_heads, inner = layer.inner();
+  thread_local std::vector<char> memory;
+  thread_local std::vector<Work> works;
+  const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
+  int64_t total = 0;
+  for (int64_t s = 0; s < num_segments; s++) {
+    const int64_t count = segments[s].num_rows();
+    total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
+  }
+  float* at = (float*)scratch(memory, total * 4);
+  works.resize(num_segments);
+  const auto take = [&](int64_t floats) { return at += floats, at - floats; };
+  for (int64_t s = 0; s < num_segments; s++) {
+    const int64_t count = segments[s].num_rows();
+    Work& work = works[s];
+    work.inputs.channels = take((conv.taps - 1 + count) * conv.size);
+    work.inputs.scalars = take(rounded(count * conv.num_scalars));
+    work.written = take(rounded(count * heads)), work.kept = take(rounded(count * heads));
+    work.convolved = take(count * conv.size), work.y = take(count * inner);
+  }
+  const Work* own = works.data();  // threads would each find their own vector
+  num_threads = std::max<int64_t>(1, num_threads);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.read(conv, segments[s], rows);
+    for (int64_t s = 0; s < num_segments; s++) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < segments[s].num_rows(); t++) parts.prepare_row(layer, own[s], t);
+    }
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_segments * heads; item++)
+      parts.scan_head(layer, segments[item / heads], own[item / heads], item % heads);
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
+    for (int64_t s = 0; s < num_segments; s++) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < segments[s].query_len; t++)
+        parts.finish_row(layer, rows, segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner, out);
+    }
+  }
+}
 
 }  // namespace baton
