@@ -23,7 +23,9 @@ from baton.service.slo import Slo
 from bench.arms.routing_fleet import Machine, copies
 from bench.lib.report import Report, finish, start
 from bench.routing import SLO, TRACE, WORKERS_A_TRACE, busy
-from bench.simulation.live_fleet import LiveFleet, MachineModel, drawn_load, met_between
+from bench.simulation.drawn_load import drawn_load
+from bench.simulation.live_fleet import LiveFleet, met_between
+from bench.simulation.machine_model import MachineModel
 
 SCALER_SLO = Slo(2.0, 0.05)
 START_S = 60.0

@@ -9,10 +9,8 @@ empty; workers that are added and drained. Not modelled: the network between gat
 import heapq
 import itertools
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from baton.loadgen.summary import percentile
 from baton.loadgen.trace import TraceEntry
@@ -21,11 +19,13 @@ from baton.planning.scaling.scaler import DECIDE_S, Scaler
 from baton.protocol import ROLES
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Request, Worker
+from bench.arms.routing_fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Worker
+from bench.simulation.simulated_gateway import SimulatedGateway
+from bench.simulation.simulated_request import Asked, Attempt
 from gateway.fleet.candidates import NUM_SEEN
-from gateway.link.worker_breaker import BreakerState, WorkerBreaker
+from gateway.link.worker_breaker import BreakerState
 from gateway.prefix.prefix_matches import Matches, WorkerBits
-from gateway.queue.admission import AdmissionControl, QueuedRequest, QueueEntry, WaitingQueues, rank
+from gateway.queue.admission import QueuedRequest, QueueEntry, rank
 from gateway.queue.quotas import Reservation
 from gateway.routing.routing import Candidate, RoutingRequest, choose, shortlist
 
@@ -34,63 +34,6 @@ NOTICED_S = 2.0  # until a dead worker's silence is noticed
 FAILED_S = 0.05  # until a worker of the bad version has failed a request
 ANNOUNCE_S = 10.0  # in which all workers have told a new Redis what they hold
 RETRY_S, ASK_S = 0.25, 0.01
-MAX_REQUESTS = 100_000  # open in one gateway
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """A user's request, and what became of it."""
-
-    entry: TraceEntry
-    number: int
-    gateway: int
-    first_s: float = 0.0
-    last_s: float = 0.0
-    num_done: int = 0  # tokens that the user has
-    num_attempts: int = 0
-    num_cached: int = 0  # of its last attempt
-    refused: str = ""
-    queue_entry: QueueEntry | None = None
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.refused or self.last_s)
-
-    @property
-    def tpot_s(self) -> float | None:
-        num = self.entry.num_output
-        return (self.last_s - self.first_s) / (num - 1) if num > 1 else None
-
-    def met(self, slo: Slo) -> bool:
-        at_s = self.entry.at_s
-        return not self.refused and slo.met(self.first_s - at_s, self.tpot_s, self.last_s - at_s)
-
-
-@dataclass(slots=True, eq=False)
-class Attempt(Request):
-    """One try of it, on one or two workers; a dead one's events mean nothing any more."""
-
-    asked: Asked = field(kw_only=True)
-    names: tuple[str, ...] = ()
-    is_dead: bool = False
-
-
-class SimulatedGateway:
-    """What one gateway keeps."""
-
-    def __init__(self, number: int, clock):
-        self.number = number
-        self.admission = AdmissionControl(MAX_REQUESTS)
-        self.queues = WaitingQueues(MAX_REQUESTS, clock=clock)
-        self.breakers: dict[str, WorkerBreaker] = {}
-        self.sent: dict[str, tuple[float, int, int]] = {}  # worker -> the report since when, sequences, tokens
-        self.has_timer = False  # it asks again soon, for who waits
-
-    def breaker(self, name: str) -> WorkerBreaker:
-        if name not in self.breakers:
-            self.breakers[name] = WorkerBreaker()
-            self.breakers[name].note_work(0.0)
-        return self.breakers[name]
 
 
 class LiveFleet(Fleet):
@@ -464,42 +407,7 @@ class LiveFleet(Fleet):
             self._remove(worker)
 
 
-class MachineModel:
-    """The load model of a Machine, for the scaler."""
-
-    def __init__(self, machine: Machine, slo: Slo):
-        self._machine = machine
-        step_s, each_s = machine.step_s, machine.sequence_s
-        most = machine.max_sequences if slo.tpot_s is None else int((slo.tpot_s - step_s) / each_s)
-        self._num = max(1, min(most, machine.max_sequences))
-
-    def read_s(self, prompt_tokens: float) -> float:
-        return self._machine.prompt_s + prompt_tokens * self._machine.token_s
-
-    def write_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        return output_tokens * self.token_s(self._num, prompt_tokens) / self._num
-
-    def token_s(self, num_streams: float, context: float) -> float:
-        return self._machine.step_s + self._machine.sequence_s * num_streams
-
-
 def met_between(asked: Sequence[Asked], slo: Slo, begin_s: float, end_s: float) -> float:
     """Return the share of requests that came in this time and met the SLO; nan of none."""
     found = [one.met(slo) for one in asked if begin_s <= one.entry.at_s < end_s]
     return sum(found) / len(found) if found else math.nan
-
-
-def drawn_load(
-    rate_at, until_s: float, shape: tuple[int, int], seed: int = 0, num_prefixes: int = 40
-) -> list[TraceEntry]:
-    """Return requests at a rate that changes over time (a function of the second), whose prompts share prefixes."""
-    rng, at_s, found = random.Random(seed), 0.0, []
-    prompt, output = shape
-    while True:
-        at_s += rng.expovariate(max(1e-6, rate_at(at_s)))
-        if at_s >= until_s:
-            return found
-        num = max(1, round(prompt * rng.uniform(0.5, 1.5)))
-        group = rng.randrange(num_prefixes)
-        ids = (group, *(1_000_000 + len(found) * 1000 + place for place in range(max(0, num // 512 - 1))))
-        found.append(TraceEntry(at_s, num, max(1, round(output * rng.uniform(0.5, 1.5))), ids))

@@ -7,7 +7,9 @@ import pytest
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
 from baton.service.slo import Slo
 from bench.arms.routing_fleet import DecodeWorker, Machine
-from bench.simulation.live_fleet import NOTICED_S, LiveFleet, MachineModel, drawn_load, met_between
+from bench.simulation.drawn_load import drawn_load
+from bench.simulation.live_fleet import NOTICED_S, LiveFleet, met_between
+from bench.simulation.machine_model import MachineModel
 
 MACHINE, SLO = Machine(), Slo(2.0, 0.05)
 
