@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from baton.engine.adapters.low_rank import LowRank, LowRanks
 from baton.engine.core.model_spec import ModelSpec, Multipliers, NormSpec
@@ -97,6 +98,11 @@ def read_mixer(model: ModelSpec, spec: StateSpec, module: str, source: WeightSou
     return _read_mamba2(model, spec, module, source, linears)
 
 
+def _taps_first(weight: Tensor) -> Tensor:
+    """A convolution's weight of each channel [channels, 1, taps] -> fp32 [taps, channels]."""
+    return weight.float().squeeze(1).t().contiguous()
+
+
 def _read_mamba2(
     model: ModelSpec, spec: Mamba2Spec, module: str, source: WeightSource, linears: Linears
 ) -> Mamba2Mixer:  # fmt: skip
@@ -104,7 +110,7 @@ def _read_mamba2(
     heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
     parameters = Mamba2Parameters(
-        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        conv_weight=_taps_first(weight),
         conv_bias=source.tensor(f"{module}.conv1d.bias", channels).float() if spec.conv_bias else None,
         step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
         decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
@@ -125,7 +131,7 @@ def _read_mamba(
     weight = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps)
     norms = zip(("dt", "b", "c"), spec.selected_sizes, strict=True)
     parameters = MambaParameters(
-        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        conv_weight=_taps_first(weight),
         conv_bias=source.tensor(f"{module}.conv1d.bias", inner).float() if spec.conv_bias else None,
         selection=linears.read([f"{module}.x_proj"], [sum(spec.selected_sizes)], inner, False),
         norms=tuple(source.tensor(f"{module}.{name}_layernorm.weight", size).float() for name, size in norms),
@@ -145,7 +151,7 @@ def _read_delta_net(
     heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
     parameters = DeltaNetParameters(
-        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        conv_weight=_taps_first(weight),
         step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
         decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
         norm_weight=source.tensor(f"{module}.norm.weight", spec.value_dim).float(),
