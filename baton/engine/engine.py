@@ -315,7 +315,7 @@ class Engine:
 
     def _fly(self, slices: list[Slice], before: Flight | None = None) -> Flight:
         self._goes_out(slices, time.monotonic())
-        return self.runner.launch(slices, before, layer_watermark(slices, self.on_progress))
+        return self.runner.launch(slices, before, layer_watermark(slices, self.layout, self.on_progress))
 
     def _goes_out(self, slices: list[Slice], launched_at: float) -> None:
         for seq, _, _ in slices:
@@ -329,7 +329,7 @@ class Engine:
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
         several = None if self.speculator.proposers or self._compiling else self._multi_step
-        on_layer = layer_watermark(slices, self.on_progress)
+        on_layer = layer_watermark(slices, self.layout, self.on_progress)
         drawn, num_steps = compute(self.runner, several, slices, self.scheduler, on_layer)
         self.step_number += num_steps
         self.work.add(slices, num_steps)

@@ -247,6 +247,7 @@ def test_layers_are_told_when_their_events_have_passed():
 
 def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, monkeypatch):
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watermark, "MIN_BYTES", 0)
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=2)
     engine = Engine.load(EngineConfig(tmp_path, device="cpu", attention="triton", num_blocks=8, max_num_seqs=1))
     engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)

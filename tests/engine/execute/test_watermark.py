@@ -18,9 +18,10 @@ def engine(tmp_path):
     )
 
 
-def reports(engine, request, interval_s, monkeypatch) -> tuple[list[Progress], list[Progress]]:
+def reports(engine, request, interval_s, monkeypatch, min_bytes=0) -> tuple[list[Progress], list[Progress]]:
     """In mid-step, and after the steps."""
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", interval_s)
+    monkeypatch.setattr(watermark, "MIN_BYTES", min_bytes)
     within: list[Progress] = []
     engine.on_progress = within.extend
     engine.admission.accept(request)
@@ -49,8 +50,20 @@ def test_layers_that_pass_quickly_are_told_together(engine, monkeypatch):
     assert not within and len(after) == 1
 
 
+def test_layers_with_few_bytes_are_told_together(engine, monkeypatch):
+    layer_bytes = 96 * engine.layout.block_bytes // (engine.layout.block_size * 4)
+    told = []
+    for num_layers in (2, 3, 5):
+        request = make_request(f"of {num_layers}", random_ids(96, num_layers), max_tokens=1)
+        within, after = reports(engine, request, 0.0, monkeypatch, num_layers * layer_bytes)
+        told.append([progress.upto_layer for progress in within])
+        assert len(after) == 1
+    assert told == [[2, 4], [3], []]
+
+
 def test_what_is_decoded_here_is_not_told(engine, monkeypatch):
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watermark, "MIN_BYTES", 0)
     within = []
     engine.on_progress = within.extend
     engine.submit(make_request("local", random_ids(100, 3), max_tokens=3))

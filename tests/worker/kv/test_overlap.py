@@ -40,6 +40,7 @@ def slow_layers(monkeypatch):
 
     monkeypatch.setattr(watermark.LayerWatermark, "__call__", slow)
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", 0.0)  # its first layer takes less
+    monkeypatch.setattr(watermark, "MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
