@@ -58,7 +58,7 @@ def main(
     try:
         if find_device(settings.engine.device).type == "cuda":
             settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.gpu_defaults)
-        ended = run(lambda stop: (serve or app.serve)(settings, role.name, table, stop), use_uvloop=serve is not None)
+        ended = run(lambda stop: (serve or app.serve)(settings, role.name, table, stop), use_uvloop=True)
         if isinstance(ended, app.NextRole):
             _become(ended, sys.argv[1:] if argv is None else argv)
         return ended
