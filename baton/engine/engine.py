@@ -28,6 +28,7 @@ from baton.engine.execute.throughput import Rate
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
+from baton.engine.kv.window import Window
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec
@@ -72,9 +73,9 @@ class Engine:
         self.layout: KVLayout = pool.layout
         self.model_identity = identity
         self.attention_name: str = model.attention.name
-        self.num_blocks = pool.num_blocks
-        self.pool = pool
-        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size, 0 if pool.states is None else len(pool.states))
+        self.pool, self.num_blocks = pool, pool.num_blocks
+        window = Window(self.spec.kv_window, pool.layout.block_size, config.max_num_batched_tokens)
+        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size, len(pool.states or ()), window)
         self.inbox = Inbox()
         groups, lengths = Groups(), OutputLengths()
         shares = Shares(config, pool.layout, self.ledger, groups)
@@ -230,11 +231,8 @@ class Engine:
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        return (
-            bool(self.inbox or self._deferred or self._compiling)
-            or self._flight is not None
-            or self.scheduler.has_work()
-        )
+        is_told = bool(self.inbox or self._deferred or self._compiling)
+        return is_told or self._flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
         """One step: all that it gives out. Where the launcher overlaps, a step is only launched, and read by the next call,

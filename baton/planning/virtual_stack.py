@@ -349,6 +349,7 @@ class VirtualStack:
         source.engine.admission.release_lease(key)
         going_on = tuple(first for first in done.first_tokens if first.finish_reason is None)
         admission = taker.engine.admission
+        admission.skip(key, num_prompt)
         admission.set_aside(key, num_prompt)
         admission.verified(key, num_prompt)
         admission.fetch_settled(key)

@@ -257,6 +257,14 @@ class ModelSpec:
         return tuple(layer.window for layer in self.layers if layer.has_attention)
 
     @property
+    def kv_window(self) -> int | None:
+        """Return how many positions its farthest-seeing layer sees; None: all, or states are kept, which stand beside whole
+        prefixes. KV further back is never read."""
+        if not self.windows or None in self.windows or self.state is not None:
+            return None
+        return max(window for window in self.windows if window is not None)
+
+    @property
     def context(self) -> int:
         """Tokens of a sequence, where nothing else is asked for."""
         return min((rope.context for rope in self.ropes), default=self.unroped_context)
@@ -330,7 +338,7 @@ class ModelSpec:
         return (2 + self.gated) * sum(count * size for count, size in zip(counts, sizes, strict=True))
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""
+        """Return the layout of this model's KV in a pool: all layers have the same blocks."""
         kind = "paged" if self.latent is None else "latent"
         return KVGroup(kind, len(self.kv_layers), self.num_kv_heads, self.head_dim, form, block_size)
 

@@ -10,7 +10,7 @@ from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent, GroupState
-from baton.engine.schedule.step_draws import Drawn
+from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.verify import num_right
 
 BY_ITSELF = Ending()

@@ -28,7 +28,7 @@ from baton.engine.sampling.native_sampler import NativeRow, NativeSampler, chang
 from baton.engine.sampling.sampler import Sampled, SampleRow, sample_row
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Sequence
-from baton.engine.schedule.step_draws import Drawn
+from baton.engine.schedule.step_work import Drawn
 
 MOST_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them

@@ -22,7 +22,7 @@ from baton.engine.sampling.on_device import plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, label_logprobs, prompt_logprobs, sample_row
 from baton.engine.schedule.scheduler import Slice
 from baton.engine.schedule.sequence import Sequence
-from baton.engine.schedule.step_draws import Drawn
+from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.verify import verify
 
 EMPTY: Mapping[Sequence, int] = {}

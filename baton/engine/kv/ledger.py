@@ -26,6 +26,7 @@ from enum import IntEnum
 from typing import Any
 
 from baton.engine.kv.prefix import PrefixCache
+from baton.engine.kv.window import ALL, Window
 from kvtransfer.layout import BlockRef
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -55,12 +56,12 @@ class Ledger:
     """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
     make several calls one. No call does more than a microsecond or so of work per block it names."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0, lock: Any = None):
+    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None):
         """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind the
         same lock. In its cache a name is that of the span behind which the state stood: a checkpoint."""
         self.lock = lock or threading.RLock()
         self.states = Ledger(num_states, SPAN_TOKENS, lock=self.lock) if num_states else None
-        self.num_blocks = num_blocks
+        self.num_blocks, self.window = num_blocks, window
         self.cache = PrefixCache(block_size)
         self._words = [0] * num_blocks
         self._generations = [0] * num_blocks
@@ -160,11 +161,12 @@ class Ledger:
 
     # ---- prefix cache ----
 
-    def find(self, span_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+    def find(self, span_hashes: Sequence[bytes], num_tokens: int, whole: bool = False) -> list[int]:
         """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens; where sequences have a state, that has a
-        checkpoint too. No holder is taken."""
+        checkpoint too. What lies outside the window of the next token need not be cached, unless it is to be `whole`: the
+        first block inside stands in its places. No holder is taken."""
         with self.lock:
-            found = self.cache.find(span_hashes, num_tokens)
+            found = self.cache.find(span_hashes, num_tokens, ALL if whole else self.window)
             if self.states is None:
                 return found
             for num_units in range(len(found) // self.cache.blocks_per_unit, 0, -1):

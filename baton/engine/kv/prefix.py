@@ -14,6 +14,7 @@ keeps the names, the order of eviction, and the changes since the last report to
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
+from baton.engine.kv.window import ALL, Window
 from kvtransfer.naming import SPAN_TOKENS
 
 
@@ -46,17 +47,30 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._units)
 
-    def find(self, span_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed."""
-        block_ids: list[int] = []
-        last = self.spans_per_unit - 1
-        for index in range((num_tokens - 1) // self.unit_tokens):
-            at = index * self.spans_per_unit + last
-            unit = self._units.get(span_hashes[at]) if at < len(span_hashes) else None
-            if unit is None:
-                break
-            block_ids.extend(unit.block_ids)
-        return block_ids
+    def find(self, span_hashes: Sequence[bytes], num_tokens: int, window: Window = ALL) -> list[int]:
+        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed. What is outside the
+        `window` of the token behind the prefix is not looked for: the first block inside stands in its places."""
+        names = span_hashes[self.spans_per_unit - 1 :: self.spans_per_unit]
+        most = min((num_tokens - 1) // self.unit_tokens, len(names))
+        if window.num_positions is None:
+            num_units = next((index for index in range(most) if names[index] not in self._units), most)
+            first = 0
+        else:
+            num_units, first = self._find_inside(names, most, window)
+        block_ids = [block_id for name in names[first:num_units] for block_id in self._units[name].block_ids]
+        num_before = first * self.blocks_per_unit
+        num_outside = window.num_outside(num_units * self.unit_tokens)
+        inside = block_ids[num_outside - num_before :]
+        return inside[:1] * num_outside + inside
+
+    def _find_inside(self, names: Sequence[bytes], most: int, window: Window) -> tuple[int, int]:
+        """Return the most units, up to `most`, whose window is cached, and the first unit inside it."""
+        num_units = index = most
+        while index > (first := window.num_outside(num_units * self.unit_tokens) // self.blocks_per_unit):
+            index -= 1
+            if names[index] not in self._units:
+                num_units = index
+        return num_units, first
 
     def get(self, span: bytes) -> tuple[int, ...]:
         """Blocks of the unit that a span names; none where there is no such unit."""

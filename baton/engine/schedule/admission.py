@@ -62,7 +62,8 @@ class Admission:
             trunk = group.trunk
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            credit = min(missing + self._growth(request), self.ledger.num_blocks - len(trunk.block_ids))
+            most = self.ledger.window.most_blocks(missing + self._growth(request), request.sampling.n)
+            credit = min(most, self.ledger.num_blocks - trunk.num_held)
             promised = self.shares.has_blocks(request, credit) and trunk.recurrent.promise(
                 self.ledger.states, request.sampling.n
             )
@@ -74,6 +75,15 @@ class Admission:
             group.num_owned = len(trunk.block_ids)
             self.lifecycle.happen(group, GroupEvent.ADMIT)
             return group.num_cached_tokens
+
+    def skip(self, key: Key, num_tokens: int) -> int:
+        """Return the token before which a fetch of [0, num_tokens) has nothing to bring to an admitted key: none that is
+        computed behind them sees what is there. 0 when the key has ended."""
+        with self.ledger.lock:
+            if (group := self.groups.get(key)) is None:
+                return 0
+            self.lifecycle.happen(group, GroupEvent.SKIP, num_tokens)
+            return group.trunk.num_outside * self.layout.block_size
 
     def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
         """Return blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`.
@@ -159,7 +169,7 @@ class Admission:
         with self.ledger.lock:
             if key in self.groups:
                 raise ValueError(f"{key} is in use")
-            block_ids = self.ledger.find(span_hashes, len(span_hashes) * SPAN_TOKENS + 1)
+            block_ids = self.ledger.find(span_hashes, len(span_hashes) * SPAN_TOKENS + 1, whole=True)
             if not block_ids or not self.ledger.share(block_ids, Holder.LEASED):
                 return Acceptance((), 0)
             request = Request(key, (), 0, SamplingParams(), max_tokens=0)
@@ -251,20 +261,23 @@ class Admission:
         return Refusal(KV_FULL, retry_after_s=0.02)
 
     def _find(self, trunk: Sequence) -> list[int]:
-        """Return the blocks of the cached prefix, where the request may read one."""
-        return self.ledger.find(trunk.hashes, trunk.num_tokens) if trunk.group.reads_cache else []
+        """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later from
+        where on."""
+        group = trunk.group
+        return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_held) if group.reads_cache else []
 
     def _pin(self, trunk: Sequence) -> None:
         """Takes the cached prefix. Refusal where its blocks are promised to others."""
         block_ids = self._find(trunk)
-        if not self.ledger.share(block_ids, trunk.group.holder):
-            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
-        trunk.block_ids = block_ids
         num_tokens = len(block_ids) * self.layout.block_size
+        num_outside = 0 if trunk.group.is_held else self.ledger.window.num_outside(num_tokens)
+        if not self.ledger.share(block_ids[num_outside:], trunk.group.holder):
+            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
+        trunk.block_ids, trunk.num_outside = block_ids, num_outside
         if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):
             trunk.give_back(self.ledger)
             raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
-        trunk.num_computed = trunk.group.num_cached_tokens = len(block_ids) * self.layout.block_size
+        trunk.num_computed = trunk.group.num_cached_tokens = num_tokens
         trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens
 
     def _state_refs(self, trunk: Sequence) -> tuple[BlockRef, ...]:

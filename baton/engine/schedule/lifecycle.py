@@ -67,7 +67,7 @@ class GroupLifecycle:
         for group in self.groups.values():
             for seq in group.live:
                 num_owned = group.num_owned if group.state is GroupState.FETCHING else len(seq.block_ids)
-                held.append((group.holder, seq.block_ids[:num_owned]))
+                held.append((group.holder, seq.leaving + seq.block_ids[seq.num_outside : num_owned]))
                 held.append((Holder.FETCHING, seq.block_ids[num_owned:]))
         return held
 
@@ -122,6 +122,17 @@ class GroupLifecycle:
             raise LookupError(f"{group.key} has a state, behind which it is computed here")
         group.fetch_settled = False
 
+    def skip(self, group: Group, num_tokens: int) -> None:
+        """Begin behind what no token behind `num_tokens` sees, in whole units, before anything is set aside. A prompt that a
+        taker will read, or of whose tokens something is asked, is fetched whole."""
+        trunk, unit = group.trunk, self.ledger.cache.blocks_per_unit
+        num_outside = self.ledger.window.num_outside(min(num_tokens, trunk.num_tokens - 1)) // unit * unit
+        if group.is_held or not group.reads_cache or len(trunk.block_ids) > group.num_owned:
+            return
+        if num_outside * self.layout.block_size > trunk.num_computed:
+            trunk.skip(num_outside, self.ledger)
+            group.num_owned = num_outside
+
     def set_aside(self, group: Group, upto_token: int) -> None:
         """Take blocks for tokens [0, upto_token): the cached ones, then new ones, held `fetching`. Raises Refusal
         (kv_full) where too few are left, ValueError beyond the prompt."""
@@ -136,6 +147,7 @@ class GroupLifecycle:
                 raise Refusal(KV_FULL)
             trunk.reserve -= min(missing, trunk.reserve)
             trunk.block_ids += block_ids
+            trunk.pass_over(trunk.num_outside)
             group.fetch_settled = False
 
     def verify(self, group: Group, upto_token: int) -> None:
@@ -256,17 +268,21 @@ class GroupLifecycle:
         trunk = group.trunk
         num_missing = len(trunk.block_ids) - group.num_owned
         self._give_back_fetching(group)
+        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
+        is_inside = self.ledger.window.num_outside(trunk.num_computed) >= trunk.num_outside
+        # A state stands behind the last token, which is computed again, or what the next token sees was skipped: from the
+        # cache on.
+        if trunk.recurrent.is_ready or not is_inside:
+            num_missing = self.ledger.window.most_blocks(self.layout.num_blocks(trunk.num_tokens))
+            group.num_owned = group.num_cached_tokens = 0
+            trunk.give_back(self.ledger)
         if self.ledger.states is not None:
-            if trunk.recurrent.is_ready:  # it stands behind the last token, which is computed again: from the cache on
-                num_missing, group.num_owned = self.layout.num_blocks(trunk.num_tokens), 0
-                trunk.give_back(self.ledger)
             lacking = group.request.sampling.n - trunk.recurrent.reserve
             if not trunk.recurrent.promise(self.ledger.states, lacking):
                 raise Refusal(KV_FULL)
         if not self.ledger.reserve(num_missing):
             raise Refusal(KV_FULL)
         trunk.reserve += num_missing
-        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
 
     def _give_back_fetching(self, group: Group) -> None:
         """Blocks that a fetch may still write into are quarantined until it has settled."""
@@ -315,6 +331,7 @@ def _table() -> dict[tuple[GroupState, GroupEvent], GroupTransition]:
         (s.NEW, e.ACCEPT_PREFIX): to(act.register, s.FETCHING),
         (s.NEW, e.OFFER): to(act.register, s.HELD),
         (s.FETCHING, e.FETCH): to(act.begin_fetch, s.FETCHING),
+        (s.FETCHING, e.SKIP): to(act.skip, s.FETCHING),
         (s.FETCHING, e.SET_ASIDE): to(act.set_aside, s.FETCHING),
         (s.FETCHING, e.VERIFY): to(act.verify, s.FETCHING),
         (s.FETCHING, e.START): to(act.start, s.WAITING),

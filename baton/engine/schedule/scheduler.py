@@ -21,8 +21,9 @@ from typing import NamedTuple
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
+from baton.engine.schedule.counters import Lacks
 from baton.engine.schedule.output_lengths import OutputLengths
-from baton.engine.schedule.sequence import Copies, Lacks, Sequence
+from baton.engine.schedule.sequence import Copies, Sequence
 from baton.engine.schedule.tenant_shares import Shares, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
@@ -54,8 +55,7 @@ class Scheduler:
         self.config = config
         self.layout = layout
         self.ledger = ledger
-        self.shares = shares
-        self.lengths = lengths
+        self.shares, self.lengths = shares, lengths
         self.copies = copies
         self.lacks = Lacks()
         self.waiting: list[Sequence] = []  # both in rank order
@@ -143,12 +143,11 @@ class Scheduler:
 
     def _schedule_decode(self, batch: list[Slice]) -> None:
         block_size = self.layout.block_size
-        for seq in self._in_place(self.running):
-            num_computed = seq.num_computed
-            if len(seq.token_ids) - num_computed != 1 or not seq.block_ids:
-                continue  # its prompt is being read, or it has parked for one before it
-            if num_computed < len(seq.block_ids) * block_size or self._grow(seq):
-                batch.append(Slice(seq, num_computed, num_computed + 1))
+        for seq in (each for each in self._in_place(self.running) if each.block_ids):  # else parked for one before it
+            begin, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + SPAN_TOKENS)  # the least chunk
+            has_room = end <= len(seq.block_ids) * block_size or self._grow(seq, end)
+            if has_room and len(seq.token_ids) == begin + 1:
+                batch.append(Slice(seq, begin, end))
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
         """Add prompts that are being read, then waiting ones, as far as the step has room: a tenant's turn at a time.
@@ -212,6 +211,8 @@ class Scheduler:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
         begin = self._begin(seq)
         end = min(seq.num_tokens, begin + budget)
+        if (missing := self._lacking(seq, end)) > 0 and not self._take(seq, missing):  # of a window, as it goes
+            end = min(end, len(seq.block_ids) * self.layout.block_size)
         if self.ledger.states is not None:
             end = min(end, seq.next_checkpoint(begin, self.config.checkpoint_tokens))
         if end < seq.num_tokens:
@@ -220,8 +221,11 @@ class Scheduler:
 
     # ---- blocks ----
 
-    def _missing(self, seq: Sequence) -> int:
-        return self.layout.num_blocks(seq.num_tokens) - len(seq.block_ids)
+    def _lacking(self, seq: Sequence, num_tokens: int) -> int:
+        return self.layout.num_blocks(num_tokens) - len(seq.block_ids)
+
+    def _missing(self, seq: Sequence) -> int:  # before it is read
+        return self.ledger.window.most_blocks(self._lacking(seq, seq.num_tokens))
 
     def _take(self, seq: Sequence, num: int) -> bool:
         """`num` more blocks for a sequence, from its promise first."""
@@ -234,9 +238,9 @@ class Scheduler:
         seq.block_table = None
         return True
 
-    def _grow(self, seq: Sequence) -> bool:
-        """A block for the token to be computed; parks the last behind it until there is one. False: that was `seq`."""
-        while (missing := self._missing(seq)) and not self._take(seq, missing):
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """The blocks of `num_tokens`; parks the last behind it until there are as many. False: that was `seq`."""
+        while (missing := self._lacking(seq, num_tokens)) > 0 and not self._take(seq, missing):
             victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
             self.park(victim)
             if victim is seq:
@@ -246,7 +250,7 @@ class Scheduler:
     def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` proposals after its last token a sequence has blocks for. It takes more from
         its promise, or if every other that runs could still grow: no sequence parks for a guess."""
-        missing = self.layout.num_blocks(seq.num_tokens + num_tokens) - len(seq.block_ids)
+        missing = self._lacking(seq, seq.num_tokens + num_tokens)
         if missing > 0:
             unpromised = missing - seq.reserve
             spare = self.ledger.num_available - len(self.running)
@@ -324,7 +328,7 @@ class Scheduler:
     def _blocks(self) -> Counter[bytes]:
         held = Counter[bytes]()
         for seq in (*self.running, *self.waiting):
-            held[seq.group.tenant] += len(seq.block_ids) + seq.reserve
+            held[seq.group.tenant] += num_blocks([seq])
         return held
 
     def _part(self, num_tenants: int) -> int:

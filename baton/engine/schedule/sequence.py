@@ -15,6 +15,7 @@ from baton.engine.core.request import DecodeReport, FinishReason, Request, Token
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.sequence_state import CopyState, SequenceState
 from baton.engine.sampling.step_masks import StepMasks, step_masks
+from baton.engine.schedule.counters import DraftCounts
 from baton.engine.schedule.states import GroupState
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
 
@@ -41,8 +42,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
-        "block_table", "recurrent", "draft_ids", "masks", "lacked", "_cursor",
+        "group", "choice", "token_ids", "num_computed", "block_ids", "num_outside", "leaving", "reserve", "num_sealed",
+        "hashes", "rank", "block_table", "recurrent", "draft_ids", "masks", "lacked", "_cursor",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -52,6 +53,8 @@ class Sequence:
         self.hashes = hashes  # of the full spans, as far as they are named yet
         self.num_computed = 0
         self.block_ids: list[int] = []
+        self.num_outside = 0  # of these, the first: no token to come sees them; in their places stands the next one
+        self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
         self.num_sealed = 0  # units
         self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
@@ -70,6 +73,15 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose KV is not computed yet: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def held_ids(self) -> list[int]:
+        """Return the blocks that it holds."""
+        return self.leaving + self.block_ids[self.num_outside :]
+
+    @property
+    def num_held(self) -> int:
+        return len(self.leaving) + len(self.block_ids) - self.num_outside
 
     @property
     def num_output(self) -> int:
@@ -101,20 +113,24 @@ class Sequence:
         others."""
         with ledger.lock:
             self.name_spans(self.num_tokens)
-            found = ledger.find(self.hashes, self.num_tokens)[len(self.block_ids) :]
-            promised = min(len(found), self.reserve)
+            found = ledger.find(self.hashes, self.num_tokens)
+            num_own, num_tokens = len(self.block_ids), max(len(self.block_ids), len(found)) * block_size
+            num_outside = max(self.num_outside, ledger.window.num_outside(num_tokens))
+            new = found[max(num_own, num_outside) :]
+            promised = min(len(new), self.reserve)
             ledger.unreserve(promised)
-            if not ledger.share(found, Holder.RUNNING):
+            if not ledger.share(new, Holder.RUNNING):
                 ledger.reserve(promised)
                 return
-            num_tokens = (len(self.block_ids) + len(found)) * block_size
-            if found and not self.recurrent.pin(ledger, self.hashes, num_tokens, Holder.RUNNING):
-                ledger.release(found, Holder.RUNNING)
+            if new and not self.recurrent.pin(ledger, self.hashes, num_tokens, Holder.RUNNING):
+                ledger.release(new, Holder.RUNNING)
                 ledger.reserve(promised)
                 return
             self.reserve -= promised
-            self.block_ids += found
-            self.block_table = None
+            if new:
+                ledger.release(self.leaving + self.block_ids[self.num_outside : num_outside], Holder.RUNNING)
+                self.leaving, self.block_ids = [], self.block_ids + found[num_own:]
+                self.pass_over(num_outside)
             self.num_computed = num_tokens
             self.num_sealed = self.num_computed // ledger.cache.unit_tokens
             if self.group.launched_at is None:
@@ -123,10 +139,41 @@ class Sequence:
     def give_back(self, ledger: Ledger) -> None:
         """Release its blocks and its promise; whole units of it stay in the cache."""
         with ledger.lock:
-            ledger.release(self.block_ids, self.group.holder)
+            ledger.release(self.held_ids, self.group.holder)
             ledger.unreserve(self.reserve)
             self.recurrent.give_back(ledger.states, self.group.holder)
-            self.block_ids, self.reserve, self.num_computed, self.num_sealed, self.block_table = [], 0, 0, 0, None
+            self.block_ids, self.leaving, self.num_outside, self.block_table = [], [], 0, None
+            self.reserve, self.num_computed, self.num_sealed = 0, 0, 0
+
+    def pass_over(self, num_outside: int) -> None:
+        """Put the first block that is still seen in the places of all before it: what gathers all of them before it looks
+        reads its own memory there."""
+        self.num_outside = num_outside
+        self.block_ids[:num_outside] = self.block_ids[num_outside : num_outside + 1] * num_outside
+        self.block_table = None
+
+    def skip(self, num_outside: int, ledger: Ledger) -> None:
+        """Begin behind so many blocks, whole units that no token to be computed sees; what it has goes back. The blocks
+        behind them are taken next."""
+        ledger.release(self.held_ids, self.group.holder)
+        self.block_ids, self.num_outside = [0] * num_outside, num_outside
+        self.num_sealed = num_outside // ledger.cache.blocks_per_unit
+        self.num_computed = self.num_sealed * ledger.cache.unit_tokens
+
+    def leave_window(self, ledger: Ledger) -> None:
+        """Give back what left its table with its last step, and take out of it what no token to come sees and is named: a
+        step that was launched since may have that in its own. What is leased stays whole."""
+        if ledger.window.num_positions is None or self.group.is_held:
+            return
+        if self.leaving:
+            ledger.release(self.leaving, self.group.holder)
+            self.leaving = []
+        num_outside = ledger.window.num_outside(self.num_computed)
+        if self.group.is_named:
+            num_outside = min(num_outside, self.num_sealed * ledger.cache.blocks_per_unit)
+        if num_outside > self.num_outside:
+            self.leaving = self.block_ids[self.num_outside : num_outside]
+            self.pass_over(num_outside)
 
     def share_prompt(self, other: "Sequence", ledger: Ledger, block_size: int, copies: "Copies") -> None:
         """Give another choice the blocks of the prompt: full ones are shared, the tail is copied, and so is the state. It
@@ -140,8 +187,9 @@ class Sequence:
             other.recurrent.give_back(ledger.states, Holder.RUNNING)
             return
         self.reserve -= reserved
-        ledger.share(self.block_ids[:num_full], Holder.RUNNING)
+        ledger.share(self.block_ids[self.num_outside : num_full], Holder.RUNNING)
         other.block_ids = self.block_ids[:num_full] + own
+        other.pass_over(self.num_outside)
         other.num_computed, other.num_sealed = self.num_computed, self.num_sealed
         if own:
             copies.block(self.block_ids[num_full], own[0])
@@ -153,7 +201,8 @@ class Sequence:
         return last if begin < last < regular else regular
 
     def passed(self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies") -> None:
-        """Its tokens [begin, end) are computed: name what is whole, and keep the state where one is kept."""
+        """Its tokens [begin, end) are computed: name what is whole, keep the state where one is kept, and let go of what is
+        not seen any more."""
         self.num_computed = end
         self.seal(ledger)
         self.recurrent.num_pending = 0
@@ -161,6 +210,7 @@ class Sequence:
             self.name_spans(end)
             with ledger.lock:
                 self.recurrent.keep(ledger.states, self.hashes[end // SPAN_TOKENS - 1], copies.state)
+        self.leave_window(ledger)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Append its next token; return why the choice ends with it, or None."""
@@ -209,53 +259,6 @@ class Sequence:
     def is_full(self) -> bool:
         """Return whether its next token is its last whichever it is."""
         return self.num_output + 1 >= self.group.request.max_tokens
-
-
-class DraftCounts:
-    """Count proposed and accepted tokens by position behind the last token, of one request or of all."""
-
-    __slots__ = ("num_drafts", "proposed", "accepted")
-
-    def __init__(self):
-        self.num_drafts = 0  # steps of one sequence with at least one proposal
-        self.proposed: list[int] = []
-        self.accepted: list[int] = []
-
-    def add(self, num_proposed: int, num_accepted: int) -> None:
-        self.num_drafts += 1
-        if (missing := num_proposed - len(self.proposed)) > 0:
-            self.proposed += [0] * missing
-            self.accepted += [0] * missing
-        for position in range(num_proposed):
-            self.proposed[position] += 1
-        for position in range(num_accepted):
-            self.accepted[position] += 1
-
-
-class Lacks:
-    """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited for
-    is what was added meanwhile."""
-
-    PLACE, BLOCKS = Waits._fields
-
-    def __init__(self) -> None:
-        self._seconds, self._lack, self._at = Waits(), "", 0.0
-
-    def look(self) -> None:
-        """A step is chosen: what there was no room for until now is tried again."""
-        self._seconds, self._lack, self._at = self.seconds, "", time.monotonic()
-
-    def note(self, lack: str) -> None:
-        """A sequence lacks PLACE or BLOCKS; what the first one lacks counts until the next step is chosen."""
-        self._lack = self._lack or lack
-
-    @property
-    def seconds(self) -> Waits:
-        """Return them, since the engine was made."""
-        if not self._lack:
-            return self._seconds
-        lacked_s = getattr(self._seconds, self._lack) + time.monotonic() - self._at
-        return self._seconds._replace(**{self._lack: lacked_s})
 
 
 class Group:

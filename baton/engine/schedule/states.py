@@ -29,6 +29,7 @@ class GroupEvent(Enum):
     OFFER = "offer"  # what is cached
     # on any thread
     FETCH = "fetch"  # bytes may land from here on
+    SKIP = "skip"  # what no token that is computed sees is not fetched
     SET_ASIDE = "set aside"
     VERIFY = "verify"
     START = "start"  # its first tokens were drawn elsewhere

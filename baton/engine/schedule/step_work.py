@@ -1,4 +1,4 @@
-"""The work of an engine's steps, counted from their slices: how often weights are read, how much is computed."""
+"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed."""
 
 import time
 from collections import deque
@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
+from baton.engine.sampling.sampler import Sampled
 from baton.engine.schedule.scheduler import Slice
+from baton.engine.schedule.sequence import Sequence
+
+Drawn = tuple[Sequence, list[Sampled]]  # at the end of a prompt a token for each choice, then those it continues with
 
 WINDOW_S = 5  # whole seconds, those before the present one
 

@@ -20,7 +20,7 @@ _SPARE_SHARE = 8  # one in this many blocks, and at most those of one context, i
 
 def num_blocks(seqs: Iterable[Sequence]) -> int:
     """That these hold, or have been promised."""
-    return sum(len(seq.block_ids) + seq.reserve for seq in seqs)
+    return sum(seq.num_held + seq.reserve for seq in seqs)
 
 
 class Shares:

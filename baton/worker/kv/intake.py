@@ -124,7 +124,8 @@ class Intake:
         leg.fetching.cancel()
 
     def _fetch(self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
-        begin = leg.num_cached_tokens // SPAN_TOKENS * SPAN_TOKENS
+        skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
+        begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
         blocks = EngineBlocks(self._engine, leg.key, min(begin, decoded.num_tokens), on_verified)
         fetch = self._fetcher.fetch(handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.get_running_loop().create_task(fetch, name=f"fetch {leg.key}")

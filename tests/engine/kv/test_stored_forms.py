@@ -199,7 +199,8 @@ def test_engine(folder, kernels, form):
     truth = [run(engine(num_blocks=64, max_num_batched_tokens=512), [request]) for request in requests("alone")]
     small = engine(num_blocks=29, max_num_batched_tokens=72)
     first = run(small, requests("first"))
-    assert sum(record.ended.report.num_preemptions for record in first.values())
+    # Where all layers see 24 tokens, sequences that decode hold seven blocks at most: none parks.
+    assert any(record.ended.report.num_preemptions for record in first.values()) == ("mistral" not in folder.name)
     again = [run(small, [request]) for request in requests("again")]
     assert all(record.first.num_cached_tokens for records in again for record in records.values())
     answers = [record.answer() for records in truth for record in records.values()]

@@ -88,6 +88,7 @@ class Bench:
         if event is E.LAUNCH and group.state is S.WAITING and group.trunk in self.scheduler.waiting:
             self.scheduler.schedule()
         subject = {
+            E.SKIP: NUM_TOKENS,
             E.SET_ASIDE: NUM_TOKENS,
             E.VERIFY: NUM_TOKENS if Holder.FETCHING in self.holders() else 0,
             E.START: FIRST,

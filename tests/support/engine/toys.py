@@ -55,11 +55,12 @@ def _logits_of(state: int) -> torch.Tensor:
 
 
 class ToyModel:
-    """The interface of a model, counting its steps; `before_forward` is called with the batch."""
+    """The interface of a model, counting its steps; `before_forward` is called with the batch. `window`: the tokens that it
+    sees at most; None: all."""
 
-    def __init__(self, max_model_len: int):
+    def __init__(self, max_model_len: int, window: int | None = None):
         self.attention = SimpleNamespace(name="toy")
-        self.spec = SimpleNamespace(context=max_model_len, vocab_size=VOCAB)
+        self.spec = SimpleNamespace(context=max_model_len, vocab_size=VOCAB, kv_window=window)
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
 
@@ -76,12 +77,14 @@ class ToyModel:
         found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
         for piece in batch.seqs:
             k, _ = pool.gather(0, piece.block_ids, piece.kv_len)
-            assert torch.equal(k[0, :, 1], torch.arange(piece.kv_len).float()), "a token out of its place"
+            window = self.spec.kv_window or piece.kv_len
+            seen = torch.arange(max(0, piece.kv_len - piece.query_len + 1 - window), piece.kv_len)
+            assert torch.equal(k[0, seen, 1], seen.float()), "a token out of its place"
             tokens = k[0, :, 0].long().tolist()
             for row in range(piece.query_start, piece.query_start + piece.query_len):
                 if row in wanted:
                     num_seen = piece.kv_len - piece.query_len + row - piece.query_start + 1
-                    found[row] = toy_logits(tokens[:num_seen])
+                    found[row] = toy_logits(tokens[max(0, num_seen - window) : num_seen])
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,8 +115,9 @@ def _folded(token_ids: Sequence[int]) -> float:
     return float(found)
 
 
-def toy_engine(*proposers, **options) -> Engine:
-    """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too."""
+def toy_engine(*proposers, window: int | None = None, **options) -> Engine:
+    """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too. `window`: it sees no
+    further."""
     defaults = dict(
         checkpoint_tokens=128,
         block_size=16,
@@ -129,7 +133,7 @@ def toy_engine(*proposers, **options) -> Engine:
     layout, num_states = KVLayout(tuple(groups)), config.num_states or 0
     memory = memoryview(bytearray(layout.pool_bytes(config.num_blocks, num_states)))
     pool = KVPool(layout, config.num_blocks, memory, num_states=num_states)
-    return Engine(config, ToyModel(config.max_model_len), pool, b"toy", Sampler(), proposers)
+    return Engine(config, ToyModel(config.max_model_len, window), pool, b"toy", Sampler(), proposers)
 
 
 def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attempt: int = 0, **options) -> Request:
@@ -142,7 +146,7 @@ def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attem
     return Request(Key(name, attempt), tuple(token_ids), num_prompt, sampling, max_tokens, **names, **options)
 
 
-def toy_answer(request: Request) -> dict[int, tuple[list[int], FinishReason]]:
+def toy_answer(request: Request, window: int = 1 << 30) -> dict[int, tuple[list[int], FinishReason]]:
     """Return the expected answer of every choice, computed without engine, blocks or batches. No penalties."""
     sampler, answers = Sampler(), {}
     for choice in range(request.sampling.n):
@@ -151,7 +155,7 @@ def toy_answer(request: Request) -> dict[int, tuple[list[int], FinishReason]]:
             num_output = len(tokens) - request.num_prompt_tokens
             banned = request.stop_token_ids if num_output < request.min_tokens else frozenset()
             row = SampleRow(request.sampling, choice, len(tokens), (), (), banned)
-            tokens.append(sampler.sample(toy_logits(tokens).unsqueeze(0), [row])[0].token_id)
+            tokens.append(sampler.sample(toy_logits(tokens[-window:]).unsqueeze(0), [row])[0].token_id)
             if tokens[-1] in request.stop_token_ids:
                 reason = FinishReason.STOP
                 break
@@ -247,7 +251,8 @@ def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> t
         acceptance = prefill.admission.accept(request)
         while firsts[request.key].first is None:
             firsts.take(prefill.step())
-        num_tokens, skip = len(request.token_ids), num_cached // decode.layout.block_size
+        num_tokens = len(request.token_ids)
+        skip = max(num_cached, decode.admission.skip(request.key, num_tokens)) // decode.layout.block_size
         refs = decode.admission.set_aside(request.key, num_tokens)
         copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
         for mine, theirs in zip(decode.admission.state_blocks(request.key), acceptance.states, strict=True):

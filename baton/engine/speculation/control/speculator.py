@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.engine.schedule.counters import DraftCounts
 from baton.engine.schedule.scheduler import Scheduler, Slice
-from baton.engine.schedule.sequence import DraftCounts, Group, Sequence
-from baton.engine.schedule.step_draws import Drawn
+from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import Controller, limit_of
 from baton.engine.speculation.control.verify import num_right
