@@ -325,6 +325,12 @@ def test_a_file_owns_one_noun(path):
     assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines, at most {MAX_LINES}"
 
 
+def test_a_family_is_small():
+    """What a family adds is read from one file of at most 80 lines."""
+    files = (ROOT / "baton/engine/families").glob("*/*.py")
+    assert not [str(path) for path in files if len(path.read_text().splitlines()) > 80]
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=str)
 def test_a_folder_has_few_files_and_says_what_they_are(folder):
     files = [path.name for path in FILES if path.parent == folder and not path.name.startswith("__")]

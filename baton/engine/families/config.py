@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from baton.engine.core.model_spec import PREDICTOR, LayerSpec, ModelSpec, NormSpec, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -191,6 +191,12 @@ class Config:
         if name not in DTYPES:
             raise ValueError(f"dtype {name!r} is not supported, one of {', '.join(DTYPES)}")
         return DTYPES[name]
+
+
+def around_predictor(names: dict[str, str], prefix: str) -> tuple[tuple[str, str], ...]:
+    """Return where the checkpoint has what stands around a layer that predicts further tokens: `names` of modules as
+    PredictorSpec has them, and as they are below `prefix`."""
+    return tuple((f"{PREDICTOR}.{own}.", f"{prefix}{name}.") for own, name in names.items())
 
 
 def counted(key: str, value: object) -> int:

@@ -1,8 +1,8 @@
 """Qwen3-Next: three layers of gated delta net to one of gated attention, Qwen2-MoE's experts, zero-centred norms."""
 
-from baton.engine.core.model_spec import PREDICTOR, ExpertsSpec, LayerSpec, ModelSpec, PredictorSpec, TensorNames
+from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, PredictorSpec, TensorNames
 from baton.engine.core.state_spec import DeltaNetSpec
-from baton.engine.families.config import Config
+from baton.engine.families.config import Config, around_predictor
 from baton.engine.families.hybrid.mamba2 import ATTENTION, MAMBA, mixed
 from baton.engine.families.mixture.qwen_moe import NAMES, SHARED, sparse
 
@@ -24,12 +24,11 @@ def qwen3_next(config: Config) -> ModelSpec:
         types = [MAMBA if (index + 1) % every else ATTENTION for index in range(config.num_layers)]
     layers = sparse(config, mixed(config, LayerSpec(), state, types), experts)
     theirs = {"project": "fc", "embedding_norm": "pre_fc_norm_embedding", "features_norm": "pre_fc_norm_hidden"}
-    renamed = [(f"{PREDICTOR}.{own}.", f"mtp.{name}.") for own, name in theirs.items()]
-    renamed += [(f"model.layers.{config.num_layers}.", "mtp.layers.0.")]
+    renamed = (*around_predictor(theirs, "mtp."), (f"model.layers.{config.num_layers}.", "mtp.layers.0."))
     bias = config.flag("attention_bias")
     return config.spec(
         "qwen3_next", [config.rope(32768, partial=0.25)], layers, num_kv_heads=2, head_dim=256,
         norm=config.norm(offset=1.0), names=TensorNames(state="linear_attn"), qk_norm="head", qkv_bias=bias,
         output_bias=bias, attention_gate=True,
-        predictor=PredictorSpec(LayerSpec(experts=experts), tuple(renamed)),
+        predictor=PredictorSpec(LayerSpec(experts=experts), renamed),
     )  # fmt: skip

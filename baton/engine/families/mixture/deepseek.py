@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from baton.engine.core.model_spec import (
-    PREDICTOR,
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
@@ -13,9 +12,14 @@ from baton.engine.core.model_spec import (
     RopeSpec,
     yarn_scale,
 )  # fmt: skip
-from baton.engine.families.config import Config
+from baton.engine.families.config import Config, around_predictor
 
 NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
+# Embedding and head are copies of the model's.
+PREDICTOR = {
+    "project": "eh_proj", "embedding_norm": "enorm", "features_norm": "hnorm", "norm": "shared_head.norm",
+    "embedding": "embed_tokens", "head": "shared_head.head",
+}  # fmt: skip
 SHARED = ("", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
 
 
@@ -55,25 +59,16 @@ def _spec(config: Config, family: str, num_dense: int, router: dict[str, Any], r
     )  # fmt: skip
     first = config.values.get("first_k_dense_replace", num_dense) or 0
     num_extra = config.values.get("num_nextn_predict_layers") or 0
+    around = around_predictor(PREDICTOR, f"model.layers.{config.num_layers}.")
     layers = tuple(LayerSpec(experts=experts if index >= first else None) for index in range(config.num_layers))
     rope = config.rope(4096, interleaved=config.flag("rope_interleave", True))
     bias = config.flag("attention_bias")
     spec = config.spec(
         family, [replace(rope, rotary_dim=latent.rope_dim)], layers, latent=latent, qkv_bias=bias, output_bias=bias,
         attention_scale=_scale(latent, rope), num_extra_layers=num_extra,
-        predictor=_predictor(config.num_layers, LayerSpec(experts=experts)) if num_extra else None,
+        predictor=PredictorSpec(LayerSpec(experts=experts), around) if num_extra else None,
     )  # fmt: skip
     return replace(spec, num_kv_heads=1, head_dim=latent.row_dim)
-
-
-def _predictor(index: int, layer: LayerSpec) -> PredictorSpec:
-    """Embedding and head of the layer are copies of the model's."""
-    theirs = {
-        "project": "eh_proj", "embedding_norm": "enorm", "features_norm": "hnorm", "norm": "shared_head.norm",
-        "embedding": "embed_tokens", "head": "shared_head.head",
-    }  # fmt: skip
-    prefix = f"model.layers.{index}."
-    return PredictorSpec(layer, tuple((f"{PREDICTOR}.{own}.", f"{prefix}{name}.") for own, name in theirs.items()))
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
