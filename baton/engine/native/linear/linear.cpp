@@ -22,6 +22,7 @@ constexpr int64_t LEAST_RUNS = 4;      // of a thread, where there are panels en
 constexpr int64_t MOST_RUN_ROWS = 16;  // of more a panel takes so long that threads end together only if they take one
 
 int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP32 ? 4 : 2; }
+bool in_parts(const Linear& linear) { return linear.num_leaves > 1 && !adds_leaves(linear); }
 const void* moved(const void* from, int64_t bytes) { return from ? static_cast<const char*>(from) + bytes : nullptr; }
 
 void multiply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
@@ -119,7 +120,7 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
   for (int64_t i = 0; i < num_products; ++i) {
     const Linear& linear = *products[i].linear;
     num_bytes += bytes_of_rows(linear, products[i].num_rows);
-    num_leaves += linear.num_leaves > 1 ? linear.num_leaves : 0;
+    num_leaves += in_parts(linear) ? linear.num_leaves : 0;
     work += products[i].num_rows * linear.num_out * linear.padded_in;
     weight_bytes += linear.num_panels() * panel_bytes(linear, linear.padded_in);
   }
@@ -130,7 +131,7 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
     const Linear& linear = *products[i].linear;
     const Rows rows = rows_at(linear, products[i].num_rows, at);
     prepared.push_back({products[i], rows, leaves.data() + leaves.size(), num_rows, num_panels});
-    for (int64_t leaf = 0; linear.num_leaves > 1 && leaf < linear.num_leaves; ++leaf)
+    for (int64_t leaf = 0; in_parts(linear) && leaf < linear.num_leaves; ++leaf)
       leaves.push_back(leaf_of(linear, rows, leaf));
     at += bytes_of_rows(linear, rows.num_rows), num_rows += rows.num_rows, num_panels += linear.num_panels();
   }
@@ -164,8 +165,9 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
       const uint8_t* ahead = next < num_panels ? then->values(next) : nullptr;
       const Linear& linear = *own->product.linear;
       const int64_t of_own = panel - own->first_panel;
-      if (linear.num_leaves == 1) multiply(linear, of_own, ahead, own->rows, own->product.y, own_memory);
-      else multiply_leaves(linear, own->leaves, of_own, ahead, own->rows, own->product.y, own_memory, own_sums);
+      if (in_parts(linear))
+        multiply_leaves(linear, own->leaves, of_own, ahead, own->rows, own->product.y, own_memory, own_sums);
+      else multiply(linear, of_own, ahead, own->rows, own->product.y, own_memory);
     }
   }
 }

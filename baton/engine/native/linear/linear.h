@@ -43,7 +43,7 @@ struct Linear {
   int64_t kind, scale_kind;
   int64_t activations;
   int64_t x_kind, y_kind;
-  int64_t num_leaves;  // a power of two; divides num_groups
+  int64_t num_leaves;  // 1, 2, 4 or 8; divides num_groups
   float input_scale;   // of E4M3_STATIC
 
   // Whether a kernel may put its sums where they belong by itself.

@@ -56,27 +56,49 @@ inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, in
   }
 }
 
+// Whether a panel's kernel adds the leaves by itself, and not one call a leaf.
+inline bool adds_leaves(const Linear& linear) { return !linear.num_outliers; }
+
+// Sums of leaves are put down in planes: a leaf, or a branch, that waits for its neighbour lies a plane before it. A leaf that
+// has been summed, NUM_VECS vectors of each row, is added to those that wait for it; returns where the next one goes.
+template <int NUM_ROWS, int NUM_VECS>
+inline float* next_leaf(float* sums, int64_t plane, int64_t leaf) {
+  for (; leaf & 1; leaf >>= 1, sums -= plane)
+    for (int m = 0; m < NUM_ROWS; ++m)
+      for (int v = 0; v < NUM_VECS; ++v) {
+        float *right = sums + m * PANEL + 8 * v, *left = right - plane;
+        _mm256_storeu_ps(left, _mm256_add_ps(_mm256_loadu_ps(left), _mm256_loadu_ps(right)));
+      }
+  return sums + plane;
+}
+
+constexpr int64_t MOST_PLANES = 4;  // of 8 leaves
+inline int64_t num_planes(const Linear& linear) { return 1 + __builtin_ctzll(linear.num_leaves); }
+
 // Inputs [k0, k1) of 16 outputs, unpacked.
 struct Slice {
   const Linear& linear;
   const Rows& rows;
   int64_t panel, first, k0, k1;  // first: output of the panel
   const char* values;
+  int64_t plane;  // floats of one
   int64_t group = k0 / linear.group;
+  int64_t leaf_groups = linear.num_groups / linear.num_leaves, leaf = group / leaf_groups;
+  int64_t leaf_left = leaf_groups - group % leaf_groups;  // groups of the leaf that are not summed
   int64_t scale = (panel * linear.num_scales + group / linear.groups_per_scale) * PANEL + first;
   int64_t scale_left = linear.groups_per_scale - group % linear.groups_per_scale;  // groups that share it
 };
 
-// Inputs of a chunk: whole groups where there are several.
+// Inputs of a chunk: whole groups where a leaf has several.
 inline int64_t chunk_of(const Linear& linear) {
   const int64_t most = CHUNK_OF_ROW / bytes_of_x(linear);
-  if (linear.num_groups == 1) return std::min(most, linear.padded_in);
+  if (linear.num_groups == linear.num_leaves) return std::min(most, linear.padded_in);
   return std::max<int64_t>(1, most / linear.group) * linear.group;
 }
 
 // All rows of a panel. Kernel: bytes(inputs) of a panel; TURN inputs, whose values of the 64 outputs lie side by side;
 // SLICE_BYTES of an unpacked input; unpack(values of 16 outputs, inputs, slice); tile<rows>(slice, first row, its sums, ahead).
-// Sums are side by side between two chunks, [rows][64].
+// Sums are side by side between two chunks, [planes][rows][64].
 template <class Kernel>
 void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory) {
@@ -84,23 +106,22 @@ void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const R
   const int64_t slice_bytes = chunk * Kernel::SLICE_BYTES, stored_bytes = Kernel::bytes(Kernel::TURN) / (PANEL / SLICE);
   const uint8_t* values = linear.values + panel * Kernel::bytes(in);
   if (!next) next = values;
-  char* unpacked = scratch(memory, slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
-  const bool in_place = linear.is_plain_leaf() && linear.y_kind == SUMS;
+  const int64_t plane = std::min(rows.num_rows, BLOCK) * PANEL;
+  char* unpacked = scratch(memory, slice_bytes + num_planes(linear) * plane * 4);
   for (int64_t begin = 0, end; begin < rows.num_rows; begin = end) {
     end = std::min(begin + BLOCK, rows.num_rows);
     const int64_t num_tiles = (end - begin + 5) / 6;
-    float* sums = in_place ? static_cast<float*>(y) + begin * PANEL
-                           : reinterpret_cast<float*>(unpacked + slice_bytes);
+    float* sums = reinterpret_cast<float*>(unpacked + slice_bytes);
     for (int64_t k0 = 0; k0 < in; k0 += chunk) {
       const int64_t k1 = std::min(in, k0 + chunk);
       const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next;
       Ahead ahead{from, from + Kernel::bytes(std::min(chunk, k1 < in ? in - k1 : in))};
       for (int64_t first = 0; first < PANEL; first += SLICE) {
         Kernel::unpack(values + Kernel::bytes(k0) + first / SLICE * stored_bytes, k1 - k0, unpacked);
-        const Slice slice{linear, rows, panel, first, k0, k1, unpacked};
+        const Slice slice{linear, rows, panel, first, k0, k1, unpacked, plane};
         for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
           const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
-          float* at = sums + (row - begin) * PANEL + first;
+          float* at = sums + __builtin_popcountll(slice.leaf) * plane + (row - begin) * PANEL + first;
           switch (upto - row) {
             case 1: Kernel::template tile<1>(slice, row, at, ahead); break;
             case 2: Kernel::template tile<2>(slice, row, at, ahead); break;
@@ -113,7 +134,7 @@ void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const R
         }
       }
     }
-    for (int64_t row = begin; !in_place && row < end; ++row)
+    for (int64_t row = begin; row < end; ++row)
       finish_row(linear, panel, rows, row, sums + (row - begin) * PANEL, y);
   }
 }

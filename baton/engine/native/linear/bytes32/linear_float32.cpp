@@ -74,6 +74,7 @@ struct Floats {
     Ahead ahead = shared;
     fetch_rows<NUM_ROWS>(sums + NUM_ROWS * PANEL, PANEL);
     int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
+    int64_t leaf = slice.leaf, leaf_left = slice.leaf_left;
     for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
       end = std::min(slice.k1, (g + 1) * linear.group);
       const bool goes_on = k > g * linear.group;
@@ -107,7 +108,7 @@ struct Floats {
 #pragma GCC unroll 8
             for (int m = 0; m < NUM_ROWS; ++m) {
               const __m256 sx = _mm256_broadcast_ss(slice.rows.scales + (row + m) * slice.rows.num_groups + g);
-              const __m256 before = g ? _mm256_loadu_ps(sums + m * PANEL + 8 * v) : _mm256_setzero_ps();
+              const __m256 before = leaf_left < slice.leaf_groups ? _mm256_loadu_ps(sums + m * PANEL + 8 * v) : _mm256_setzero_ps();
               acc[m][v] = _mm256_fmadd_ps(_mm256_mul_ps(acc[m][v], sx), s, before);
             }
           }
@@ -118,6 +119,8 @@ struct Floats {
       for (int m = 0; m < NUM_ROWS; ++m)
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) _mm256_storeu_ps(sums + m * PANEL + 8 * v, acc[m][v]);
+      if (end == (g + 1) * linear.group && --leaf_left == 0)
+        sums = next_leaf<NUM_ROWS, 2>(sums, slice.plane, leaf++), leaf_left = slice.leaf_groups;
     }
     shared = ahead;
   }
@@ -177,7 +180,9 @@ template <int64_t KIND>
 void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
   const float* x = reinterpret_cast<const float*>(rows.values);
-  float last[PANEL] = {};
+  float planes[MOST_PLANES * PANEL], *last = planes;
+  const int64_t leaf_groups = linear.num_groups / linear.num_leaves;
+  int64_t leaf = 0, leaf_left = leaf_groups;
   for (int64_t g = 0; g < linear.num_groups; ++g) {
     __m256 sums[8];
     add_row<KIND>(w + Floats<KIND>::bytes(g * linear.group), x + g * linear.group, linear.group, sums);
@@ -186,11 +191,12 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
       const __m256 sx = _mm256_broadcast_ss(rows.scales + g);
       for (int v = 0; v < 8; ++v)
         sums[v] = _mm256_fmadd_ps(_mm256_mul_ps(sums[v], sx), load8_scales(linear.scales, linear.scale_kind, scale + 8 * v),
-                                  _mm256_loadu_ps(last + 8 * v));
+                                  leaf_left < leaf_groups ? _mm256_loadu_ps(last + 8 * v) : _mm256_setzero_ps());
     }
     for (int v = 0; v < 8; ++v) _mm256_storeu_ps(last + 8 * v, sums[v]);
+    if (--leaf_left == 0) last = next_leaf<1, 8>(last, PANEL, leaf++), leaf_left = leaf_groups;
   }
-  finish_row(linear, panel, rows, 0, last, y);
+  finish_row(linear, panel, rows, 0, planes, y);
 }
 
 template <int64_t KIND>

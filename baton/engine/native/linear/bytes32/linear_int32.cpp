@@ -38,6 +38,7 @@ struct Integers {
     const float* row_scales = rows.scales + row * row_groups;
     Ahead ahead = shared;
     int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
+    int64_t leaf = slice.leaf, leaf_left = slice.leaf_left;
     for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
       end = std::min(slice.k1, (g + 1) * group);
       const int32_t* starts = row_starts + g;
@@ -55,7 +56,7 @@ struct Integers {
       }
       const __m256 s0 = load8_scales(linear.scales, linear.scale_kind, scale);
       const __m256 s1 = load8_scales(linear.scales, linear.scale_kind, scale + 8);
-      const __m256 not_first = _mm256_castsi256_ps(_mm256_set1_epi32(g ? -1 : 0));
+      const __m256 not_first = _mm256_castsi256_ps(_mm256_set1_epi32(leaf_left < slice.leaf_groups ? -1 : 0));
       const float* scales = row_scales + g;
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m) {
@@ -68,6 +69,7 @@ struct Integers {
       }
       if (linear.offsets) add_offsets<NUM_ROWS>(slice, row, g, scale, sums);
       if (--scale_left == 0) scale += PANEL, scale_left = linear.groups_per_scale;
+      if (--leaf_left == 0) sums = next_leaf<NUM_ROWS, 2>(sums, slice.plane, leaf++), leaf_left = slice.leaf_groups;
     }
     shared = ahead;
   }
@@ -90,23 +92,27 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const int64_t group = linear.group, step = Integers<KIND>::bytes(group);
   const uint8_t* w = linear.values + panel * Integers<KIND>::bytes(linear.padded_in);
   const char* x = rows.values;
-  float sums[PANEL] = {};
+  float planes[MOST_PLANES * PANEL] = {}, *sums = planes;
   int64_t scale = panel * linear.num_scales * PANEL, sums_left = linear.groups_per_scale;
+  const int64_t leaf_groups = linear.num_groups / linear.num_leaves;
+  int64_t leaf = 0, leaf_left = leaf_groups;
   for (int64_t g = 0; g < linear.num_groups; ++g, w += step, x += group * IntProducts<KIND>::BYTES_OF_X) {
     __m256i acc[8];
     for (int v = 0; v < 8; ++v) acc[v] = four_of(rows.starts + g);
     IntProducts<KIND>::add_row(w, x, group, acc);
     const __m256 sx = _mm256_broadcast_ss(rows.scales + g), shift = _mm256_broadcast_ss(rows.shifts + g);
+    const __m256 not_first = _mm256_castsi256_ps(_mm256_set1_epi32(leaf_left < leaf_groups ? -1 : 0));
     for (int v = 0; v < 8; ++v) {
       const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
-      __m256 sum = scaled(acc[v], sx, s, _mm256_loadu_ps(sums + 8 * v));
+      __m256 sum = scaled(acc[v], sx, s, _mm256_and_ps(_mm256_loadu_ps(sums + 8 * v), not_first));
       if (linear.offsets)
         sum = _mm256_fmadd_ps(shift, load8_scales(linear.offsets, linear.scale_kind, scale + 8 * v), sum);
       _mm256_storeu_ps(sums + 8 * v, sum);
     }
     if (--sums_left == 0) scale += PANEL, sums_left = linear.groups_per_scale;
+    if (--leaf_left == 0) sums = next_leaf<1, 8>(sums, PANEL, leaf++), leaf_left = leaf_groups;
   }
-  finish_row(linear, panel, rows, 0, sums, y);
+  finish_row(linear, panel, rows, 0, planes, y);
 }
 
 template <int64_t KIND>
