@@ -2,8 +2,9 @@
 
 Writes the file of efficiencies that `baton plan --efficiencies FILE` reads; baton/planning/measured/cpu.json is one. Measured
 are whole layers and the head of two models, the shipped one and one of random weights with layers ten times as large: steps of
-many short sequences are linear layers, what a longer context adds is attention. Costs of the host are what an idle stack
-takes beyond that.
+many short sequences are linear layers, what a longer context adds is attention. Each by weights from memory, turn by turn of as many
+copies as no cache holds, and where they fit by weights that stay in the cache. What counts is CPU time: on one thread that is what a
+kernel takes on a core of its own. Costs of the host are what an idle stack takes beyond that.
 """
 
 if not __package__:  # started by its path
@@ -13,13 +14,18 @@ if not __package__:  # started by its path
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -30,17 +36,18 @@ import torch
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import find_device
+from baton.engine.execute.multi_step import MOST_STEPS
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from baton.planning.devices import Device, this_cpu
+from baton.loadgen.outcome import Outcome
+from baton.planning.devices import CACHES_READ, Device, this_cpu
 from baton.planning.efficiency import Efficiencies, HostCosts, Point
 from baton.planning.step_time import Roofs, StepTimes
 from bench.lib import sending
 from bench.lib.large_model import write_large
-from bench.lib.limits import best_seconds
-from bench.lib.report import Report, finish, start
+from bench.lib.report import finish, start
 from kvtransfer.layout import KVLayout
 from tests.support.stack import Stack
 
@@ -49,14 +56,15 @@ MODEL = ROOT / "demo" / "target"
 FORMS = ("none", "int8", "int4-g32")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT, CONTEXTS = 16, (256, 1024, 1984)
-THREADS = 1
+THREADS, ROUNDS = 1, 9
 NOISE = 1.1  # a step that takes less of another's time cannot be told from it
 
 
 class Layers:
-    """One loaded model of one form and a pool, and the seconds of its steps."""
+    """A model of one form and a pool, and the seconds of its steps: loaded once, or as often as it takes to be read from
+    memory (`is_cached`: not)."""
 
-    def __init__(self, folder: Path, form: str, device: Device, num_rounds: int):
+    def __init__(self, folder: Path, form: str, device: Device, is_cached: bool, num_rounds: int):
         spec = read_spec(folder)
         most = max(ROWS)
         config = EngineConfig(
@@ -65,58 +73,102 @@ class Layers:
         )  # fmt: skip
         self.config, on = resolve(config, spec), find_device(device.kind)
         torch.set_num_threads(device.threads)
-        self.model: Model = load_model(self.config, on)
-        self.roofs, self.form, self._num_rounds = Roofs(spec, device, form, "bf16"), form, num_rounds
-        self._pool = KVPool(KVLayout((self.model.kv_group("bf16", 32),)), 2048, device=on)
+        self.roofs, self.form, self.is_cached = Roofs(spec, device, form, "bf16"), form, is_cached
+        weight_bytes = self.roofs.all_layer_bytes + self.roofs.head_bytes
+        num_copies = 1 if is_cached else 1 + int(CACHES_READ * device.cache_bytes / weight_bytes)
+        self._models: list[Model] = [load_model(self.config, on) for _ in range(num_copies)]
+        self._pool = KVPool(KVLayout((self._models[0].kv_group("bf16", 32),)), 2048, device=on)
+        self._num_rounds, self._turn = num_rounds, 0
 
     @torch.inference_mode()
     def hidden_s(self, pieces: Sequence[tuple[int, int]]) -> float:
-        batch = _batch(pieces, self._pool.num_blocks)
-        return best_seconds(lambda: self.model.hidden(batch, self._pool), self._num_rounds)
+        batches = [_batch(pieces, self._pool.num_blocks, number) for number in range(len(self._models))]
+
+        def step() -> float:
+            turn = self._next_turn()
+            return _cpu_s(lambda: self._models[turn].hidden(batches[turn], self._pool))
+
+        return self._usual_s(step)
 
     @torch.inference_mode()
     def head_s(self, num_rows: int) -> float:
-        rows = torch.zeros(num_rows, self.model.spec.hidden_size, dtype=torch.bfloat16)
-        return best_seconds(lambda: self.model.logits(rows), self._num_rounds)
+        """Return the seconds of the head, behind the layers of its step."""
+        before = _batch([(1, SHORT)], self._pool.num_blocks, 0)
+        rows = torch.zeros(num_rows, self.roofs.spec.hidden_size, dtype=torch.bfloat16)
 
-    def linear_points(self) -> Iterator[Point]:
+        def step() -> float:
+            model = self._models[self._next_turn()]
+            model.hidden(before, self._pool)
+            return _cpu_s(lambda: model.logits(rows))
+
+        return self._usual_s(step)
+
+    def points(self, attends: bool) -> Iterator[Point]:
+        yield from self._linear_points()
+        yield from self._head_points()
+        if attends:
+            yield from self._attention_points()
+
+    def _linear_points(self) -> Iterator[Point]:
         for rows in ROWS:
-            best_s, _ = self.roofs.linear_s(rows)
+            best_s, _ = self.roofs.linear_s(rows, self.is_cached)
             # Few sequences, or what each costs by itself would count: prompts that are read have many tokens of one.
             pieces = [(1, SHORT)] * rows if rows < 64 else [(32, 32)] * (rows // 32)
-            yield Point("linear", self.form, self.roofs.layer_bytes, rows, best_s / self.hidden_s(pieces))
+            yield self._point("linear", self.form, self.roofs.layer_bytes, rows, best_s / self.hidden_s(pieces))
 
-    def head_points(self) -> Iterator[Point]:
+    def _head_points(self) -> Iterator[Point]:
         for rows in ROWS[:7:2]:
-            best_s = self.roofs.head_s(rows)
-            yield Point("head", self.roofs.head_form, self.roofs.head_bytes, rows, best_s / self.head_s(rows))
+            best_s = self.roofs.head_s(rows, self.is_cached)
+            yield self._point("head", self.roofs.head_form, self.roofs.head_bytes, rows, best_s / self.head_s(rows))
 
-    def attention_points(self) -> Iterator[Point]:
-        """Those whose part of the step is larger than its noise."""
+    def _attention_points(self) -> Iterator[Point]:
+        """Those whose part of the step is larger than its noise; of weights in the cache only what decodes, since prompts
+        are bound by products."""
         roofs = self.roofs
         for context in CONTEXTS:
             size = context * roofs.kv_token_bytes
             for rows in (1, 4, 16):
-                best_s = roofs.decode_attention_s(rows * (context - SHORT))
+                if self.is_cached and not roofs.is_cached(rows * context):
+                    continue
+                best_s = roofs.decode_attention_s(rows * (context - SHORT), self.is_cached)
                 if seconds := self._more_s([(1, SHORT)] * rows, [(1, context)] * rows):
-                    yield Point("decode_attention", "*", size, rows, best_s / seconds)
-            for rows in (64, 128, 512):
+                    yield self._point("decode_attention", "*", size, rows, best_s / seconds)
+            for rows in () if self.is_cached else (64, 128, 512):
                 best_s = roofs.prefill_attention_s(roofs.pairs(rows, context) - roofs.pairs(rows, rows), context - rows)
                 if context > rows and (seconds := self._more_s([(rows, rows)], [(rows, context)])):
-                    yield Point("prefill_attention", "*", size, rows, best_s / seconds)
+                    yield self._point("prefill_attention", "*", size, rows, best_s / seconds)
 
     def _more_s(self, short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]]) -> float:
         """Return by how much one step takes longer than the other; 0: not by more than the noise."""
         short_s, long_s = self.hidden_s(short), self.hidden_s(long)
         return long_s - short_s if long_s > NOISE * short_s else 0.0
 
+    def _point(self, kind: str, form: str, size: float, rows: float, efficiency: float) -> Point:
+        return Point(kind, form, size, rows, efficiency, self.is_cached)
 
-def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int) -> ForwardBatch:
-    """Every sequence has blocks of its own, as far as there are enough."""
+    def _next_turn(self) -> int:
+        self._turn = (self._turn + 1) % len(self._models)
+        return self._turn
+
+    def _usual_s(self, step: Callable[[], float]) -> float:
+        step()
+        return statistics.median(step() for _ in range(self._num_rounds))
+
+
+def _cpu_s(action: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    action()
+    return time.thread_time() - begun
+
+
+def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int, number: int) -> ForwardBatch:
+    """Every sequence has blocks of its own, and other ones in each batch of another `number`, as far as there are enough."""
     block_size, begin, seqs, positions, slots, rows = 32, 0, [], [], [], []
-    for number, (num, kv_len) in enumerate(pieces):
+    taken = number * sum(-(-kv_len // block_size) for _, kv_len in pieces)
+    for num, kv_len in pieces:
         each = -(-kv_len // block_size)
-        blocks = [(number * each + index) % num_blocks for index in range(each)]
+        blocks = [(taken + index) % num_blocks for index in range(each)]
+        taken += each
         seqs.append(SeqSlice(begin, num, kv_len, torch.tensor(blocks)))
         for position in range(kv_len - num, kv_len):
             positions.append(position)
@@ -131,43 +183,83 @@ def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int) -> ForwardBatch:
 # ---- what is not kernels ----
 
 
+class _Asked(NamedTuple):
+    """Medians of one run, and the CPU seconds of gateway and client for a token."""
+
+    ttft_s: float
+    tpot_s: float
+    token_s: float
+
+
+_PROMPT, _OUTPUT, _APART_S = 64, 96, 0.2
+
+
 def host_costs(times: StepTimes, folder: Path, num_rounds: int) -> HostCosts:
-    """Ask an idle stack, alone and with eight streams, on one worker and split over two."""
-    with Stack(MODEL, folder, options=("--threads", str(THREADS)), gateway_options=("--split", "never")) as stack:
-        with asyncio.Runner() as runner:
-            return _host_costs(times, stack, runner, num_rounds)
-
-
-def _host_costs(times: StepTimes, stack: Stack, runner: asyncio.Runner, num_rounds: int) -> HostCosts:
-    sender, rng = runner.run(sending.connect(stack.target)), random.Random(0)
-    prompt, output = 64, 96
-
-    def ask(concurrency: int) -> tuple[float, float]:
-        """Return the medians of TTFT and TPOT."""
-        jobs = sending.draw_jobs(rng, [(prompt, output)] * concurrency * num_rounds, times.spec.vocab_size)
-        outcomes = runner.run(sending.closed(sender, jobs, concurrency))
-        ttfts, tpots = sorted(each.ttft_s for each in outcomes), sorted(each.tpot_s for each in outcomes)
-        return ttfts[len(ttfts) // 2], tpots[len(tpots) // 2]
-
-    ask(8)
-    processes = [psutil.Process(stack.gateways[0].pid), psutil.Process()]
-    ttft_s, alone_s = ask(1)
-    before = sum(sum(process.cpu_times()[:2]) for process in processes)
-    _, many_s = ask(8)
-    token_s = (sum(sum(process.cpu_times()[:2]) for process in processes) - before) / (8 * num_rounds * output)
-    runner.run(sender.close())
-    context, bare = prompt + output // 2, _without_host(times)
-    over_one, over_many = alone_s - bare.decode_s(1, context), many_s - bare.decode_s(8, context)
+    """Ask an idle stack, one at a time and eight at once, on one worker and split over two. `times`: without a host."""
+    options = ("--threads", str(THREADS))
+    found: dict[tuple[str, int], _Asked] = {}
+    for split, num_prefill in (("never", 0), ("always", 1)):
+        run = Stack(MODEL, folder / split, num_prefill=num_prefill, options=options, gateway_options=("--split", split))
+        with run as stack, asyncio.Runner() as runner:
+            for concurrency in (8, 1):
+                found[split, concurrency] = _asked(stack, runner, concurrency, num_rounds, times.spec.vocab_size)
+    alone, many, split = found["never", 1], found["never", 8], found["always", 1]
+    context = _PROMPT + _OUTPUT // 2
+    over_one = alone.tpot_s - times.decode_s(1, context)
+    over_many = many.tpot_s - times.decode_s(8, context)
     sequence_s = max(0.0, (over_many - over_one) / 7)
-    step_s = max(0.0, over_one - sequence_s)
-    request_s = max(0.0, ttft_s - bare.prefill_s(prompt, 512) - step_s)
-    return HostCosts(step_s, sequence_s, request_s, token_s, handover_s=0.004)
+    step_s = MOST_STEPS * max(0.0, over_one - sequence_s)  # of a call that does as many
+    request_s = max(0.0, alone.ttft_s - times.prefill_s(_PROMPT, 512) - step_s)
+    handover_s = max(0.0, (split.tpot_s - alone.tpot_s) * (_OUTPUT - 1))
+    split_s = max(0.0, split.ttft_s - alone.ttft_s)
+    return HostCosts(step_s, sequence_s, request_s, many.token_s, handover_s, split_s)
 
 
-def _without_host(times: StepTimes) -> StepTimes:
-    known = times.efficiencies
-    bare = Efficiencies(known.name, HostCosts(0, 0, 0, 0, 0), known.points, True)
-    return StepTimes(times.spec, times.device, bare, times.form, "bf16")
+def _asked(stack: Stack, runner: asyncio.Runner, concurrency: int, num_rounds: int, vocab_size: int) -> _Asked:
+    """Ask as many at once, for so many rounds behind one that warms up. One alone comes some time behind another, as requests
+    do: processes that slept take longer."""
+    sender, rng = runner.run(sending.connect(stack.target)), random.Random(0)
+
+    def ask(rounds: int) -> list[Outcome]:
+        jobs = sending.draw_jobs(rng, [(_PROMPT, _OUTPUT)] * concurrency * rounds, vocab_size)
+        if concurrency == 1:
+            apart = [replace(job, at_s=number * _APART_S) for number, job in enumerate(jobs)]
+            return runner.run(sending.arriving(sender, apart))
+        return runner.run(sending.in_batches(sender, jobs, concurrency))
+
+    ask(1)
+    processes = [psutil.Process(stack.gateways[0].pid), psutil.Process()]
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    outcomes = ask(num_rounds)
+    cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+    runner.run(sender.close())
+    ttft_s = statistics.median(each.ttft_s for each in outcomes)
+    tpot_s = statistics.median(each.tpot_s for each in outcomes)
+    return _Asked(ttft_s, tpot_s, cpu_s / (_OUTPUT * len(outcomes)))
+
+
+def measure(
+    models: Sequence[tuple[Path, Sequence[str]]],
+    folder: Path,
+    num_rounds: int,
+    say: Callable[[str, Point], None] = lambda model, point: None,
+) -> Efficiencies:
+    """Return the efficiencies of this machine by these models and forms, and the shipped one as the stack has it. `folder`
+    receives logs; each point is said when it is there, with the name of its model and form."""
+    device, points = this_cpu(THREADS), []
+    for model, forms in models:
+        for form, is_cached in itertools.product(forms, (False, True)):
+            if is_cached and not Roofs(read_spec(model), device, form, "bf16").is_cached(0):
+                continue
+            for point in Layers(model, form, device, is_cached, num_rounds).points(attends=form == forms[0]):
+                say(f"{model.name}, {form}", point)
+                points.append(point)
+    known = Efficiencies(
+        device.name, HostCosts(0, 0, 0, 0, 0, 0), points, True, THREADS, device.bytes_per_s,
+        device.cache_bytes_per_s, device.flops_per_s["bf16"],
+    )  # fmt: skip
+    times = StepTimes(read_spec(MODEL), device, known, "none", "bf16")
+    return replace(known, host=host_costs(times, folder, num_rounds))
 
 
 def main() -> int:
@@ -176,44 +268,31 @@ def main() -> int:
     chosen, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     arguments, report = start("kernels", "Efficiencies of kernels, for `baton plan`; --out FILE writes them.")
-    device = this_cpu(THREADS)
-    num_rounds = 3 if arguments.quick else 15
-    points: list[Point] = []
+
+    def say(model: str, point: Point) -> None:
+        name = f"{model}{' in the cache' if point.is_cached else ''}: {point.kind}, {point.rows:g} rows"
+        name += f", {point.size / 1e3:.0f} kB of KV" if "attention" in point.kind else ""
+        report.add(name, point.efficiency, "of the roofline")
+
     with tempfile.TemporaryDirectory() as name:
-        folders = {"shipped": MODEL, "large": write_large(Path(name) / "large")}
-        for shape, folder in folders.items():
-            for form in FORMS:
-                points += _measured(report, Layers(folder, form, device, num_rounds), shape)
-        times = StepTimes(
-            read_spec(MODEL), device, Efficiencies("", HostCosts(0, 0, 0, 0, 0), points, True), "none", "bf16"
-        )
-        host = host_costs(times, Path(name) / "stack", 3 if arguments.quick else 12)
-    for what, seconds in vars(host).items():
+        models = [(MODEL, FORMS), (write_large(Path(name) / "large"), FORMS)]
+        known = measure(models, Path(name), 3 if arguments.quick else ROUNDS, say)
+    for what, seconds in vars(known.host).items():
         report.add(f"host: {what}", 1e6 * seconds, "us")
     if chosen.out is not None:
-        chosen.out.write_text(as_file(device, points, host))
+        chosen.out.write_text(as_file(known))
     return finish(arguments, report)
 
 
-def _measured(report: Report, layers: Layers, shape: str) -> list[Point]:
-    found = [*layers.linear_points(), *layers.head_points()]
-    if layers.form == "none":
-        found += layers.attention_points()
-    for point in found:
-        name = f"{shape}, {layers.form}: {point.kind}, {point.rows:g} rows"
-        name += f", {point.size / 1e3:.0f} kB of KV" if "attention" in point.kind else ""
-        report.add(name, point.efficiency, "of the roofline")
-    return found
-
-
-def as_file(device: Device, points: Sequence[Point], host: HostCosts) -> str:
+def as_file(known: Efficiencies) -> str:
     """Return the file of efficiencies, a point a line."""
     head = {
-        "device": device.name, "measured": True, "threads": device.threads, "bytes_per_s": device.bytes_per_s,
-        "flops_per_s": device.flops_per_s["bf16"], "host": vars(host),
+        "device": known.name, "measured": True, "threads": known.threads, "bytes_per_s": known.bytes_per_s,
+        "cache_bytes_per_s": known.cache_bytes_per_s, "flops_per_s": known.flops_per_s, "host": vars(known.host),
     }  # fmt: skip
     lines = [
-        json.dumps([each.kind, each.form, round(each.size), each.rows, round(each.efficiency, 4)]) for each in points
+        json.dumps([each.kind, each.form, round(each.size), each.rows, round(each.efficiency, 4), each.is_cached])
+        for each in known.points
     ]
     text = json.dumps(head, indent=1)
     return text[:-2] + ',\n "points": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"

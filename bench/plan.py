@@ -1,10 +1,10 @@
-"""What `baton plan` says against what the CPU stack does: python bench/plan.py [--quick] [--efficiencies FILE] [--json FILE]
-[--only PART ...].
+"""What `baton plan` says against what the CPU stack does: python bench/plan.py [--quick] [--json FILE] [--only PART ...].
 
 A grid of model shapes, forms, lengths and rates, split over two workers and whole on one. Every point is served for real
 and in virtual time, by the same requests at the same times. Then six splits of one load: the one that the plan takes
-against the best of those measured. Run bench/kernels.py on the same machine first, and give its file. The whole takes 13
-minutes; with --only one FILE collects its parts, and the means are of the points that it has.
+against the best of those measured. Each run begins with the kernels of its models and forms, as bench/kernels.py measures
+them: what memory gives to a virtual machine changes by the hour. The whole takes 11 minutes; with --only one FILE collects
+its parts, and the means are of the points that it has.
 """
 
 if not __package__:  # started by its path
@@ -12,7 +12,6 @@ if not __package__:  # started by its path
 
     run()
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -32,24 +31,23 @@ from baton.engine.models.registry import read_spec
 from baton.loadgen.trace import TraceEntry
 from baton.loadgen.workload import Job
 from baton.planning.devices import this_cpu
-from baton.planning.efficiency import Efficiencies, read_efficiencies, shipped
+from baton.planning.efficiency import Efficiencies
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_stack import StackShape, VirtualStack
 from baton.service.slo import Slo
+from bench.kernels import MODEL, ROUNDS, measure
 from bench.lib import sending
 from bench.lib.large_model import write_large
 from bench.lib.report import Report, finish, start
 from bench.lib.tables.plan import PLANNED
 from tests.support.stack import Stack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 FORMS = ("none", "int8")
 LOADS = {
-    "shipped": ((128, 64, 6.0), (512, 64, 4.0), (1200, 32, 2.0)),
-    "large": ((128, 48, 3.0), (512, 32, 2.0), (1200, 24, 1.0)),
+    "shipped": ((1200, 32, 2.0), (512, 64, 4.0), (128, 64, 6.0)),
+    "large": ((1200, 24, 1.0), (512, 32, 2.0), (128, 48, 3.0)),
 }
-NUM_REQUESTS = {"shipped": 40, "large": 30}  # of a point: the slowest takes half a minute
+NUM_REQUESTS, NUM_OF_SPLITS = 24, 80  # of a point: the slowest takes half a minute
 PARTS = (*(f"{name}-{form}" for name in LOADS for form in FORMS), "splits")  # that --only names
 SPLITS = ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2))
 SPLIT_LOAD = (512, 48, 8.0)
@@ -144,15 +142,16 @@ def grid(report: Report, folders: dict[str, Path], parts: Sequence[str], efficie
                 folders[name], at / f"{name}-{form}-{split}", num_prefill=pair[0], num_decode=pair[1], options=options,
                 gateway_options=("--split", split),
             )  # fmt: skip
-            num = 12 if report.quick else NUM_REQUESTS[name]
+            num = 12 if report.quick else NUM_REQUESTS
             with run as stack, asyncio.Runner() as runner:
-                for load in map(Load._make, LOADS[name]):
+                loads = [Load(*each) for each in LOADS[name]]
+                for load in loads:
                     real, said = measured(stack, load, num, runner), plan.serve(load, num, pair, split)
                     point = f"{name} {form}, {pair[0]}:{pair[1]}, {load.words}"
                     for what in ("TTFT", "TPOT"):
                         planned, found = (1e3 * getattr(each, f"{what.lower()}_s") for each in (said, real))
                         report.add(f"{point}: {what}{PLANNED}", planned, "ms", against=found)
-                # The last point twice: what these differ by no plan can tell.
+                # The last point, which is a short one, twice: what these differ by no plan can tell.
                 again = measured(stack, load, num, runner)
                 report.add(f"{point}: A/A, TTFT", 1e3 * again.ttft_s, "ms", against=1e3 * real.ttft_s)
                 report.add(f"{point}: A/A, TPOT", 1e3 * again.tpot_s, "ms", against=1e3 * real.tpot_s)
@@ -195,18 +194,20 @@ def splits(report: Report, efficiencies: Efficiencies, num: int, at: Path) -> No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--efficiencies", type=Path)
-    chosen, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
     arguments, report = start("plan", "The plan against the CPU stack.", PARTS)
     parts = PARTS[:1] if arguments.quick else arguments.only
-    efficiencies = shipped("cpu") if chosen.efficiencies is None else read_efficiencies(chosen.efficiencies)
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
-        grid(report, {"shipped": MODEL, "large": write_large(at / "large")}, parts, efficiencies, at)
+        folders = {"shipped": MODEL, "large": write_large(at / "large")}
+        forms = {shape: [form for form in FORMS if f"{shape}-{form}" in parts] for shape in folders}
+        if "none" not in forms["shipped"]:
+            forms["shipped"].append("none")  # by which the host's costs are told from kernels, and splits are planned
+        efficiencies = measure(
+            [(folders[shape], each) for shape, each in forms.items()], at, 3 if report.quick else ROUNDS
+        )
+        grid(report, folders, parts, efficiencies, at)
         if "splits" in parts:
-            splits(report, efficiencies, 120, at)
+            splits(report, efficiencies, NUM_OF_SPLITS, at)
     means(report)
     return finish(arguments, report)
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION
 from baton.planning.efficiency import Efficiencies
 
 GB = 10**9
-_READ_BYTES = 64 << 20
+_LEAST_READ_BYTES, CACHES_READ = 64 << 20, 4  # so many caches are read from memory, that little is found in one
+_CACHED_BYTES = 4 << 20
 _SIZE = 512  # rows and columns of the product that is measured
 _NUM_ROUNDS = 5
 
@@ -23,7 +25,8 @@ _NUM_ROUNDS = 5
 @dataclass(frozen=True)
 class Device:
     """Rates of one device, for a worker of its own. `flops_per_s` by the compute form; `link_bytes_per_s`: between two
-    workers. `cores`: of the host that workers and gateway share; None: the host has enough."""
+    workers. `cores`: of the host that workers and gateway share; None: the host has enough. `cache_bytes`: the last level of
+    its cache, at whose rate a step reads what fits there; 0: nothing stays there from one step to the next."""
 
     name: str
     kind: str  # cuda | cpu
@@ -33,6 +36,8 @@ class Device:
     link_bytes_per_s: float
     cores: int | None = None
     threads: int = 1
+    cache_bytes: int = 0
+    cache_bytes_per_s: float = 0.0
 
     @property
     def usable_bytes(self) -> int:
@@ -78,12 +83,15 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
     one, since efficiencies are shares of them; else they are measured now."""
     name = f"{cpu.name()}, {instruction_set()}"
     if known is not None and known.name == name:
-        read, flops = known.bytes_per_s, known.flops_per_s * threads / known.threads
+        rates = Rates(known.bytes_per_s, known.cache_bytes_per_s, known.flops_per_s * threads / known.threads)
     else:
-        read, flops = measure_rates(threads)
+        rates = measure_rates(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    forms: dict[str, float] = {"bf16": flops, "int8": flops}
-    return Device(name, "cpu", memory, read, forms, 2.0 * GB, len(system.cores()), threads)
+    forms: dict[str, float] = {"bf16": rates.flops_per_s, "int8": rates.flops_per_s}
+    return Device(
+        name, "cpu", memory, rates.bytes_per_s, forms, 2.0 * GB, len(system.cores()), threads,
+        cpu.last_cache_bytes(), rates.cache_bytes_per_s,
+    )  # fmt: skip
 
 
 def instruction_set() -> str:
@@ -92,17 +100,26 @@ def instruction_set() -> str:
     return torch.backends.cpu.get_cpu_capability().lower() if library is None else library.products
 
 
-def measure_rates(threads: int) -> tuple[float, float]:
-    """Return the bytes that `threads` read from memory in a second, and their FLOP/s in bf16 products."""
+class Rates(NamedTuple):
+    """What some threads read in a second, from memory and from the cache, and their FLOP/s in bf16 products."""
+
+    bytes_per_s: float
+    cache_bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_rates(threads: int) -> Rates:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        values = torch.ones(_READ_BYTES // 4)
+        values = torch.ones(max(_LEAST_READ_BYTES, CACHES_READ * cpu.last_cache_bytes()) // 4)
+        cached = values[: _CACHED_BYTES // 4]
         x, weight = (torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16) for _ in range(2))
-        read_s, product_s = _best_s(values.sum), _best_s(lambda: F.linear(x, weight))
+        read_s, cached_s = _best_s(values.sum), _best_s(cached.sum)
+        product_s = _best_s(lambda: F.linear(x, weight))
     finally:
         torch.set_num_threads(before)
-    return _READ_BYTES / read_s, 2 * _SIZE**3 / product_s
+    return Rates(4 * values.numel() / read_s, _CACHED_BYTES / cached_s, 2 * _SIZE**3 / product_s)
 
 
 def _best_s(action: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """How near kernels come to what their device could do at best: measured by class and shape, and kept in a file for each kind of
-device (`python bench/kernels.py` writes one). The best is bytes over the rate of memory or operations over that of products,
-whichever takes longer; efficiency is that over the seconds measured, above 1 where weights stay in a cache."""
+device (`python bench/kernels.py` writes one). The best is bytes over the rate of memory, of the cache where all that a step reads
+stays there, or operations over that of products, whichever takes longer; efficiency is that over the seconds measured."""
 
 import json
 import math
@@ -17,25 +17,29 @@ _NEAR = 0.05  # of the logarithm: so near a point counts as measured
 
 @dataclass(frozen=True)
 class Point:
-    """One measured efficiency: `size` is what the kernel reads of one layer's weights, or of KV, in bytes; `rows` its tokens."""
+    """One measured efficiency: `size` is what the kernel reads of one layer's weights, or of KV, in bytes; `rows` its tokens;
+    `is_cached`: what the step reads was in the cache since the step before."""
 
     kind: str
     form: str
     size: float
     rows: float
     efficiency: float
+    is_cached: bool = False
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that are not kernels': of a step, of each sequence in it, of a request on its way in, of a token on its way
-    out by the cores of gateway and client, and of a handover of KV besides its bytes."""
+    """Seconds that are not kernels': of a call of the engine, of each sequence in a step, of a request on its way in, of a token
+    on its way out by the cores of gateway and client, of a handover of KV besides its bytes, and of what a request waits
+    longer for its first token where another worker reads it."""
 
     step_s: float
     sequence_s: float
     request_s: float
     token_s: float
     handover_s: float
+    split_s: float
 
 
 @dataclass
@@ -48,13 +52,14 @@ class Efficiencies:
     is_measured: bool
     threads: int = 1
     bytes_per_s: float = 0.0  # of the machine that measured; 0: the device's own table has them
+    cache_bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._tables: dict[tuple[str, str], dict[float, list[tuple[float, float]]]] = {}
+        self._tables: dict[tuple[str, str, bool], dict[float, list[tuple[float, float]]]] = {}
         for point in self.points:
-            table = self._tables.setdefault((point.kind, point.form), {})
+            table = self._tables.setdefault((point.kind, point.form, point.is_cached), {})
             table.setdefault(point.size, []).append((point.rows, point.efficiency))
         for table in self._tables.values():
             for line in table.values():
@@ -65,10 +70,10 @@ class Efficiencies:
         """Return how sure a plan by these is: the least sure thing it asked for."""
         return max(self.used, key=_ORDER.index, default=MEASURED)
 
-    def of(self, kind: str, form: str, size: float, rows: float) -> float:
+    def of(self, kind: str, form: str, size: float, rows: float, is_cached: bool = False) -> float:
         """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError for a form of
         which nothing is known."""
-        table = self._tables.get((kind, form)) or self._tables[kind, "*"]
+        table = self._tables.get((kind, form, is_cached)) or self._tables[kind, "*", is_cached]
         sizes = sorted(table)
         low, high, part, sure = _between(sizes, size)
         values = [_on_line(table[each], rows) for each in (low, high)]
@@ -76,7 +81,7 @@ class Efficiencies:
         return values[0][0] ** (1 - part) * values[1][0] ** part
 
     def forms(self, kind: str) -> set[str]:
-        return {form for each, form in self._tables if each == kind}
+        return {form for each, form, _ in self._tables if each == kind}
 
 
 def _between(values: Sequence[float], wanted: float) -> tuple[float, float, float, str]:
@@ -108,6 +113,7 @@ def read_efficiencies(path: Path) -> Efficiencies:
             bool(values["measured"]),
             int(values["threads"]),
             float(values["bytes_per_s"]),
+            float(values["cache_bytes_per_s"]),
             float(values["flops_per_s"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from baton.engine.core.model_spec import ModelSpec
+from baton.engine.execute.multi_step import BUDGET_NS, MOST_STEPS
 from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies
 from baton.planning.memory import kernel_bytes
@@ -47,20 +48,29 @@ class Roofs:
     def layer_bytes(self) -> float:
         return self.all_layer_bytes / self.spec.num_layers
 
-    def linear_s(self, num_tokens: int) -> tuple[float, bool]:
+    def is_cached(self, num_kv_tokens: float) -> bool:
+        """Return whether all that a step reads is still in the cache when the next one begins: weights, and KV of so many
+        tokens. One after the other they push each other out as soon as they are larger together."""
+        read = self.all_layer_bytes + self.head_bytes + num_kv_tokens * self.kv_token_bytes
+        return read <= self.device.cache_bytes
+
+    def _read_s(self, num_bytes: float, is_cached: bool) -> float:
+        return num_bytes / (self.device.cache_bytes_per_s if is_cached else self.device.bytes_per_s)
+
+    def linear_s(self, num_tokens: int, is_cached: bool = False) -> tuple[float, bool]:
         """Return the seconds of all layers' products, and whether they wait for memory."""
         experts = min(num_tokens * self._chosen_bytes, self._expert_bytes)
-        memory_s = (self.all_layer_bytes - self._expert_bytes + experts) / self.device.bytes_per_s
+        memory_s = self._read_s(self.all_layer_bytes - self._expert_bytes + experts, is_cached)
         compute_s = num_tokens * self._token_flops / self._flops_per_s
         return max(memory_s, compute_s), memory_s >= compute_s
 
-    def head_s(self, num_rows: int) -> float:
+    def head_s(self, num_rows: int, is_cached: bool = False) -> float:
         compute_s = 2 * num_rows * self.spec.vocab_size * self.spec.hidden_size / self._flops_per_s
-        return max(self.head_bytes / self.device.bytes_per_s, compute_s)
+        return max(self._read_s(self.head_bytes, is_cached), compute_s)
 
-    def decode_attention_s(self, num_tokens: float) -> float:
+    def decode_attention_s(self, num_tokens: float, is_cached: bool = False) -> float:
         """Return the seconds of sequences that decode and see as many tokens together."""
-        memory_s = num_tokens * self.kv_token_bytes / self.device.bytes_per_s
+        memory_s = self._read_s(num_tokens * self.kv_token_bytes, is_cached)
         return max(memory_s, num_tokens * self._pair_flops / self._flops_per_s)
 
     def prefill_attention_s(self, num_pairs: float, num_tokens: float) -> float:
@@ -100,19 +110,22 @@ class StepTimes:
         """Return the parts of a step's time."""
         roofs, efficiency_of = self.roofs, self.efficiencies.of
         num_tokens, num_rows = sum(num for num, _ in step.pieces), step.num_rows
-        linear_s, is_memory = roofs.linear_s(num_tokens)
-        linear_s /= efficiency_of("linear", self.form, roofs.layer_bytes, num_tokens)
+        is_cached = roofs.is_cached(sum(roofs.seen(kv_len) for _, kv_len in step.pieces))
+        linear_s, is_memory = roofs.linear_s(num_tokens, is_cached)
+        linear_s /= efficiency_of("linear", self.form, roofs.layer_bytes, num_tokens, is_cached)
         head_s = 0.0
         if num_rows:
-            head_s = roofs.head_s(num_rows) / efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows)
-        host = self.efficiencies.host
-        return StepBound(
-            linear_s / self._degree,
-            head_s / self._degree,
-            self._attention(step) / self._degree,
-            host.step_s + host.sequence_s * len(step.pieces),
-            is_memory,
-        )
+            head_s = roofs.head_s(num_rows, is_cached)
+            head_s /= efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows, is_cached)
+        kernel_s = [each / self._degree for each in (linear_s, head_s, self._attention(step, is_cached))]
+        return StepBound(*kernel_s, self._host_s(step, sum(kernel_s)), is_memory)
+
+    def _host_s(self, step: StepPieces, kernel_s: float) -> float:
+        """Return the host's part, of which steps that are done in one call of the engine have one together."""
+        host, num_steps = self.efficiencies.host, 1.0
+        if self.device.kind == "cpu" and all(num == 1 for num, _ in step.pieces):
+            num_steps = min(MOST_STEPS, max(1.0, BUDGET_NS / 1e9 / kernel_s))
+        return host.step_s / num_steps + host.sequence_s * len(step.pieces)
 
     def decode_s(self, num_seqs: int, context: float) -> float:
         """Return the seconds of a step in which as many sequences of this context decode."""
@@ -124,13 +137,13 @@ class StepTimes:
         steps = [StepPieces(((end - begin, end),), int(end == num_tokens)) for begin, end in zip([0, *ends], ends)]
         return sum(self(step) for step in steps)
 
-    def _attention(self, step: StepPieces) -> float:
+    def _attention(self, step: StepPieces, is_cached: bool) -> float:
         roofs, seconds = self.roofs, 0.0
         decoding = [roofs.seen(kv_len) for num, kv_len in step.pieces if num == 1]
         if decoding:
             size = sum(decoding) / len(decoding) * roofs.kv_token_bytes
-            efficiency = self.efficiencies.of("decode_attention", "*", size, len(decoding))
-            seconds += roofs.decode_attention_s(sum(decoding)) / efficiency
+            efficiency = self.efficiencies.of("decode_attention", "*", size, len(decoding), is_cached)
+            seconds += roofs.decode_attention_s(sum(decoding), is_cached) / efficiency
         for num, kv_len in step.pieces:
             if num > 1:
                 size = kv_len * roofs.kv_token_bytes

@@ -288,7 +288,7 @@ class VirtualStack:
         launcher = worker.engine.runner.launcher
         assert isinstance(launcher, VirtualLauncher)
         worker.is_busy = True
-        seconds = launcher.step_s * self._crowding(worker)
+        seconds = self._crowded_s(launcher.step_s)
         worker.busy_s += seconds
         self._at(self.now + seconds, lambda: self._stepped(worker, outputs, seconds))
 
@@ -297,16 +297,15 @@ class VirtualStack:
         self._deliver(worker, outputs, seconds)
         self._wake(worker)
 
-    def _crowding(self, worker: VirtualWorker) -> float:
-        """Return by how much a step takes longer because processes of one host share its cores: those that compute now, and
-        what gateway and clients have yet to do."""
-        if self._device.cores is None:
-            return 1.0
-        wanted = sum(each.engine.config.threads or 1 for each in self.workers if each.is_busy) + (
-            self._gateway_s > self._host.token_s
-        )
-        self._gateway_s = max(0.0, self._gateway_s - worker.engine.config.block_size * self._host.token_s)
-        return max(1.0, wanted / self._device.cores)
+    def _crowded_s(self, step_s: float) -> float:
+        """Return how long a step takes where processes of one host share its cores: workers that compute now, and gateway and
+        clients, which work on a core of their own if there is one, and else take as much from each of the others."""
+        if (cores := self._device.cores) is None:
+            return step_s
+        computing = sum(each.engine.config.threads or 1 for each in self.workers if each.is_busy)
+        alone, beside = max(1.0, computing / cores), max(1.0, (computing + 1) / cores)
+        others_s, self._gateway_s = self._gateway_s, 0.0
+        return alone * step_s + (beside - alone) * others_s
 
     def _deliver(self, worker: VirtualWorker, outputs: list[Output], step_s: float) -> None:
         num_tokens = 0
@@ -327,7 +326,8 @@ class VirtualStack:
     def _first(self, worker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
         num_read = request.entry.num_prompt - request.num_cached
         worker.waiting_tokens -= num_read
-        request.first_s = request.last_s = self.now + self._host.token_s
+        elsewhere_s = self._host.split_s if worker.role == "prefill" else 0.0
+        request.first_s = request.last_s = self.now + self._host.token_s + elsewhere_s
         request.num_output = 1
         chunk = worker.engine.config.max_num_batched_tokens
         worker.rates.note_prefill(num_read, self._times[worker.role].prefill_s(num_read, chunk), self.now)

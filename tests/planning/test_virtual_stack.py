@@ -18,7 +18,7 @@ from baton.service.slo import Slo
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
 POINTS = [Point(kind, "*", 1e6, 1, 0.5) for kind in ("linear", "head", "decode_attention", "prefill_attention")]
-HOST = HostCosts(step_s=1e-4, sequence_s=1e-5, request_s=0.002, token_s=1e-5, handover_s=0.002)
+HOST = HostCosts(step_s=1e-4, sequence_s=1e-5, request_s=0.002, token_s=1e-5, handover_s=0.002, split_s=0.001)
 
 
 def make_stack(num_prefill=1, num_decode=1, *, cores=None, slo=Slo(), concurrency=None, **options) -> VirtualStack:

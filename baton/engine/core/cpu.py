@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # products of bf16: x86-64, and aarch64
 
 
@@ -18,6 +19,14 @@ def flags() -> frozenset[str]:
     """Its instruction sets, in the kernel's words; empty where the system does not tell."""
     found = _fields()
     return frozenset((found.get("flags") or found.get("Features") or "").split())
+
+
+def last_cache_bytes() -> int:
+    """Return the size of the last level of its cache; 0 where the system does not tell."""
+    try:
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 0
 
 
 def multiplies_bf16() -> bool:

@@ -194,11 +194,7 @@ def _product(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def _uncached_bytes() -> int:
     """Twice the processor's last cache, within reason: memory costs about 1 ms a MiB the first time."""
-    try:
-        kibibytes = int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip().removesuffix("K"))
-    except (OSError, ValueError):
-        kibibytes = 0
-    return min(max(2 * kibibytes << 10, 64 << 20), 128 << 20)
+    return min(max(2 * cpu.last_cache_bytes(), 64 << 20), 128 << 20)
 
 
 def _device_name(device: torch.device) -> str:
