@@ -1,8 +1,11 @@
 """Two real workers with a real small model, driven over their sessions as a gateway does it."""
 
 import asyncio
+import json
 import secrets
+import shutil
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
@@ -100,6 +103,28 @@ def test_prefix_hits_on_both_sides(model):
             return longer.token_ids
 
     assert run(main) == bare_answer(model, prompt(300) + prompt(100, 9), 4)
+
+
+def test_only_the_window_crosses(model, tmp_path):
+    """Of a model whose layers all see 40 tokens; and what has crossed is found again."""
+    folder = Path(shutil.copytree(model, tmp_path / "windowed"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=40)
+    (folder / "config.json").write_text(json.dumps(config))
+
+    async def main():
+        async with run_pair(folder) as (pair, _, _):
+            first = await pair.generate("first", make_spec(prompt(300), max_tokens=90))
+            assert (first.granted.num_cached_tokens, first.fetched.num_tokens) == (0, 300 - 256)
+            again = await pair.generate("again", make_spec(prompt(300) + first.token_ids[0], max_tokens=20))
+            assert again.granted.num_cached_tokens == 384 and again.fetched.num_tokens == 6
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            return first.token_ids, again.token_ids
+
+    first, again = run(main)
+    assert first == bare_answer(folder, prompt(300), 90)
+    assert again == bare_answer(folder, prompt(300) + first[0], 20)
 
 
 def test_a_decode_worker_alone(model):

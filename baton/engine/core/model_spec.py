@@ -82,6 +82,7 @@ class ExpertsSpec:
     scales_inputs: bool = False  # weights are of what an expert reads, not of what it says
     latent_size: int = 0  # of the rows that experts read and write; 0: the hidden size
     latent_names: tuple[str, ...] = ()  # what makes such rows of hidden states, and back
+    stacked_names: tuple[str, ...] = ()  # in place of `names` where the folder has the tensors of all experts in one
 
     def __post_init__(self) -> None:
         """Raise ValueError where more are chosen than there are."""

@@ -143,6 +143,7 @@ class DeltaNetSpec(StateSpec):
     value_dim: int
     taps: int
     eps: float = 1e-6
+    is_split: bool = False  # stored are gates, channels and both scalars, in place of what each head of keys serves
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that contradict each other."""

@@ -6,6 +6,7 @@ the row chose them, in fp32. Experts that no row chose are not read.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ class Experts:
         make_router: MakeRouter,
     ):  # fmt: skip
         """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
+        if experts.stacked_names and source.has(prefix + experts.stacked_names[-1]):
+            experts = replace(experts, names=experts.stacked_names)
         self.spec, self._between = experts, make_between(spec)
         hidden = spec.hidden_size
         modules = [prefix + name for name in experts.names]

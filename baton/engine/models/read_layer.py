@@ -156,16 +156,28 @@ def _read_delta_net(
         decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
         norm_weight=source.tensor(f"{module}.norm.weight", spec.value_dim).float(),
     )
-    # As stored: of each head of keys q, k, and v and z of the heads that it serves; then how much they write and forget.
+    if spec.is_split:
+        modules, sizes = (
+            [f"{module}.in_proj_{part}" for part in ("z", "qkv", "b", "a")],
+            [inner, channels, heads, heads],
+        )
+        projection = linears.read(modules, sizes, model.hidden_size, False)
+    else:
+        projection = _read_by_key_head(spec, module, linears, model.hidden_size)
+    output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False)
+    return DeltaNetMixer(spec, parameters, projection, output, weight.dtype)
+
+
+def _read_by_key_head(spec: DeltaNetSpec, module: str, linears: Linears, hidden_size: int) -> LinearKernel:
+    """Stored are of each head of keys q, k, and v and z of the heads that it serves; then how much they write and forget."""
+    heads, size = spec.num_heads, spec.conv_size + spec.inner_size
     served = spec.num_heads // spec.num_key_heads
-    rows = torch.arange(channels + inner).view(spec.num_key_heads, -1)
+    rows = torch.arange(size).view(spec.num_key_heads, -1)
     query, key, value, gates = rows.split((*[spec.key_dim] * 2, *[served * spec.value_dim] * 2), dim=1)
     scalars = torch.arange(2 * heads).view(spec.num_key_heads, 2, served).transpose(0, 1)
     orders = [torch.cat([part.flatten() for part in (gates, query, key, value)]), scalars.flatten()]
-    modules, sizes = [f"{module}.in_proj_qkvz", f"{module}.in_proj_ba"], [channels + inner, 2 * heads]
-    projection = linears.read(modules, sizes, model.hidden_size, False, orders=orders)
-    output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False)
-    return DeltaNetMixer(spec, parameters, projection, output, weight.dtype)
+    modules = [f"{module}.in_proj_qkvz", f"{module}.in_proj_ba"]
+    return linears.read(modules, [size, 2 * heads], hidden_size, False, orders=orders)
 
 
 def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks, shard: Shard) -> dict[str, LowRank]:

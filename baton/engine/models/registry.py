@@ -1,8 +1,10 @@
 """The table of served families, and from a model folder or a .gguf file to its spec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
@@ -47,11 +49,31 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "NemotronHForCausalLM": nemotron_h.nemotron_h,
     "JambaForCausalLM": jamba.jamba,
     "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_next.qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_next.qwen3_5_moe,
 }
 
-# Models around a text model, whose config is `text_config` and whose tensors stand below TEXT: what is around stays unread.
-AROUND = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
-TEXT = "language_model."
+
+class TextModel(NamedTuple):
+    """A text model within another: what it is called alone, the `model_type` of its `text_config`, where its tensors stand,
+    and what the config leaves out. What is around it stays unread."""
+
+    architecture: str
+    model_type: str
+    renamed: tuple[tuple[str, str], ...] = (("", "language_model."),)
+    left_out: Mapping[str, object] = MappingProxyType({})
+
+
+WITHIN = (("model.", "model.language_model."),)
+GEMMA3_SIZES = MappingProxyType({"num_attention_heads": 8, "vocab_size": 262_208})
+AROUND = {
+    "Llama4ForConditionalGeneration": TextModel("Llama4ForCausalLM", "llama4_text"),
+    "Gemma3ForConditionalGeneration": TextModel("Gemma3ForCausalLM", "gemma3_text", left_out=GEMMA3_SIZES),
+    "Mistral3ForConditionalGeneration": TextModel("MistralForCausalLM", "mistral"),
+    "Qwen3VLForConditionalGeneration": TextModel("Qwen3ForCausalLM", "qwen3_vl_text", WITHIN),
+    "Qwen3_5ForConditionalGeneration": TextModel("Qwen3_5ForCausalLM", "qwen3_5_text", WITHIN),
+    "Qwen3_5MoeForConditionalGeneration": TextModel("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", WITHIN),
+}
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
@@ -93,14 +115,27 @@ def _from_gguf(path: Path) -> ModelSpec:
 def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
     for architecture in config.get("architectures") or ():
         if architecture in ARCHITECTURES:
-            return ARCHITECTURES[architecture](Config(folder, config, generation))
+            return _read(architecture, Config(folder, config, generation))
         if architecture in AROUND:
-            return _within(ARCHITECTURES[AROUND[architecture]], folder, config, generation)
+            return _within(AROUND[architecture], folder, config, generation)
     raise ValueError(refusal(config, (*ARCHITECTURES, *AROUND)))
 
 
-def _within(read: Callable[[Config], ModelSpec], folder: Path, config: dict, generation: dict) -> ModelSpec:
+def _read(architecture: str, config: Config) -> ModelSpec:
+    """Raises ValueError for a router that the family's reader does not know."""
+    spec = ARCHITECTURES[architecture](config)
+    for scoring in {layer.experts.scoring for layer in spec.layers if layer.experts is not None}:
+        config.refuse("scoring_func", scoring)
+    return spec
+
+
+def _within(model: TextModel, folder: Path, config: dict, generation: dict) -> ModelSpec:
     if not isinstance(text := config.get("text_config"), dict):
         raise ValueError(f"text_config is {text!r:.40}, not an object")
-    spec = read(Config(folder, config | text, generation))
-    return replace(spec, names=replace(spec.names, renamed=(("", TEXT), *spec.names.renamed)))
+    if (found := text.get("model_type", model.model_type)) != model.model_type:
+        raise ValueError(f"text_config is of model_type {found!r:.40}; what is served within is {model.model_type!r}")
+    values = {**model.left_out, **config, **text}
+    if (tied := config.get("tie_word_embeddings")) is not None:  # the head stands in the model around
+        values["tie_word_embeddings"] = tied
+    spec = _read(model.architecture, Config(folder, values, generation))
+    return replace(spec, names=replace(spec.names, renamed=(*model.renamed, *spec.names.renamed)))

@@ -106,6 +106,15 @@ def test_missing_experts_and_router(folder, part):
     assert f"tensor model.layers.1.mlp.{part} is missing" in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt-oss", "granite-moe", "llama4", "nemotron-3", "qwen3-next", "deepseek-v2"]
+)
+def test_an_unknown_router(tmp_path, name):
+    make_folder(tmp_path, name)
+    change(tmp_path, scoring_func="tanh")
+    assert f"{tmp_path}/config.json: scoring_func 'tanh' is not supported" in refused(tmp_path)
+
+
 def test_a_config_with_another_number_of_experts(folder):
     change(folder, num_experts=4, num_local_experts=4)
     assert "mlp.gate.weight has shape [8, 64], config.json asks for [4, 64]" in refused(folder)
@@ -189,7 +198,7 @@ def test_a_tensor_that_the_config_does_not_describe(tmp_path):
         ("DeepseekV4ForCausalLM", dict(n_routed_experts=256, compress_ratios=[4]), "DeepseekV", "compressed keys"),
         ("GptOss2ForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "GptOssFor", "clamped SwiGLU"),
         ("Gemma3nForCausalLM", dict(vision_config={"a": 1}), "Gemma3ForCausalLM", "a vision encoder"),
-        ("Qwen3_5MoeForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),
+        ("Qwen3_6MoeForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3_5Moe", "linear attention"),
         ("Phi4ForCausalLM", {}, "Phi3ForCausalLM", "its layers are not described here"),
     ],
 )

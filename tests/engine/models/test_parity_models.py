@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids
+from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids, randomize
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -125,6 +126,57 @@ def test_a_text_model_within_another(tmp_path):
     path.write_text(json.dumps(outer))
     with pytest.raises(ModelError, match="config.json: text_config is None, not an object"):
         load_model(EngineConfig(tmp_path))
+
+
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "text", "vision"),
+    [
+        ("Gemma3", "gemma3", "gemma3_text", VISION | dict(model_type="siglip_vision_model", patch_size=14)),
+        ("Mistral3", "mistral-full", "mistral", VISION | dict(model_type="pixtral", patch_size=14, head_dim=16)),
+        ("Qwen3VL", "qwen3", "qwen3_vl_text", QWEN_VISION | dict(deepstack_visual_indexes=[0])),
+        ("Qwen3_5", "qwen3.5", "qwen3_5_text", QWEN_VISION),
+        ("Qwen3_5Moe", "qwen3.5-moe", "qwen3_5_moe_text", QWEN_VISION),
+    ],
+)
+def test_text_models_within_models_that_see(tmp_path, prefix, name, text, vision):
+    """As transformers saves them, vision encoder included."""
+    torch.manual_seed(0)
+    sizes = SMALL | dict(hidden_size=64, model_type=text) | FAMILIES[name][1]
+    config = getattr(transformers, f"{prefix}Config")
+    config = config(text_config=sizes, vision_config=vision, tie_word_embeddings=False)
+    reference = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    randomize(reference, prefix)
+    reference.save_pretrained(tmp_path)
+    ids = random_ids(60, 9)
+    torch.testing.assert_close(
+        Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0
+    )
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | dict(text_config=said["text_config"] | dict(model_type="other"))))
+    with pytest.raises(ModelError, match=f"text_config is of model_type 'other'; what is served within is '{text}'"):
+        load_model(EngineConfig(tmp_path))
+
+
+def test_experts_of_qwen3_5_in_one_tensor(tmp_path):
+    """As other tools save them, in place of a tensor for each."""
+    make_folder(tmp_path, "qwen3.5-moe", hidden_size=64)
+    ids = random_ids(40, 5)
+    expected = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{index}.{name}_proj.weight") for index in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], expected)
 
 
 def test_sharded_equals_single(tmp_path):

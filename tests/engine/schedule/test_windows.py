@@ -8,6 +8,8 @@ import pytest
 from baton.engine.core.request import Refusal
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.window import Window
+from baton.engine.models.registry import read_spec
+from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import (
     Collector,
     LateLauncher,
@@ -203,3 +205,13 @@ def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
     engine.admission.release_lease(request.key)
     run(engine)
     assert engine.ledger.num_available == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("mistral", 24), ("phi3", 40), ("starcoder2", 40), ("ministral", None), ("gemma3", None), ("mamba2", None)],
+)
+def test_which_models_give_blocks_back(tmp_path, name, window):
+    """Those without a layer that sees all."""
+    make_folder(tmp_path, name)
+    assert read_spec(tmp_path).kv_window == window

@@ -86,6 +86,12 @@ QWEN3_NEXT = dict(
     shared_expert_intermediate_size=36, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
     linear_value_head_dim=32, pad_token_id=0,
 )  # fmt: skip
+QWEN3_5 = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=16,
+    rope_parameters=PARTIAL, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
+    linear_value_head_dim=32, pad_token_id=0,
+)  # fmt: skip
+QWEN3_5_MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=28, shared_expert_intermediate_size=36)
 JAMBA = dict(
     num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, num_experts=5, mamba_d_state=8, pad_token_id=0,
 )  # fmt: skip
@@ -95,9 +101,16 @@ LLAMA4 = dict(
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
-# Of Qwen3-Next: norms to which it adds one; and decays, as of states that forget at once little but rounding is left, which
+# Of Qwen3-Next and Qwen3.5: norms to which it adds one; and decays, as of states that forget at once little but rounding is left, which
 # its norms make large (3e-4 of a logit, here as in transformers).
-LESS = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight", "A_log")
+LESS = (
+    "layernorm.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+    "model.norm.weight",
+    "A_log",
+    "language_model.norm.weight",
+)
 
 # name -> (transformers' prefix, what differs from SMALL)
 FAMILIES = {
@@ -159,6 +172,8 @@ FAMILIES = {
     "nemotron-3": ("NemotronH", NEMOTRON_MOE),
     "nemotron-3-latent": ("NemotronH", NEMOTRON_MOE | dict(n_group=1, moe_latent_size=24)),
     "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
+    "qwen3.5": ("Qwen3_5", QWEN3_5),
+    "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5 | QWEN3_5_MOE),
     "jamba": ("Jamba", JAMBA),
     "bamba": ("Bamba", MAMBA | dict(mamba_n_groups=2, attn_layer_indices=[1], mamba_conv_bias=False)),
 }
@@ -170,7 +185,7 @@ SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAM
 VARIANTS = ("llama4-two", "nemotron-3-latent")
 
 # Layers with a state are not divided among ranks.
-_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Qwen3Next", "Jamba", "Bamba")
+_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Qwen3Next", "Qwen3_5", "Jamba", "Bamba")
 DIVISIBLE = [name for name, (prefix, _) in FAMILIES.items() if not prefix.startswith(_WITH_STATE)]
 
 
@@ -205,18 +220,23 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
     config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     config = config(**(SMALL | differences | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    randomize(model, prefix)
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def randomize(model, prefix: str) -> None:
+    """Draw all weights of a model of transformers, whose classes begin with `prefix`."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
             std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
             parameter.normal_(std=std) if parameter.dim() > 1 or "bias" in key else parameter.uniform_(0.5, 1.5)
-            if prefix == "Qwen3Next" and key.endswith(LESS):
+            if prefix.startswith(("Qwen3Next", "Qwen3_5")) and key.endswith(LESS):
                 parameter -= 3 if key.endswith("A_log") else 1
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
-    model.to(dtype).save_pretrained(folder)
-    return model
 
 
 def make_adapter(folder: Path, model, targets, rank: int = 8, alpha: int = 16, seed: int = 0, **options):

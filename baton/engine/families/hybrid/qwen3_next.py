@@ -1,4 +1,8 @@
-"""Qwen3-Next: three layers of gated delta net to one of gated attention, Qwen2-MoE's experts, zero-centred norms."""
+"""Qwen3-Next and Qwen3.5: three layers of gated delta net to one of gated attention, zero-centred norms; an MLP, or experts
+beside a shared one."""
+
+from dataclasses import replace
+from typing import Any
 
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, PredictorSpec, TensorNames
 from baton.engine.core.state_spec import DeltaNetSpec
@@ -6,29 +10,57 @@ from baton.engine.families.config import Config, around_predictor
 from baton.engine.families.hybrid.mamba2 import ATTENTION, MAMBA, mixed
 from baton.engine.families.mixture.qwen_moe import NAMES, SHARED, sparse
 
+STACKED = ("mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
 
 def qwen3_next(config: Config) -> ModelSpec:
-    config.refuse("hidden_act", "silu")
-    experts = ExpertsSpec(
-        config.count("num_experts", 512), config.count("num_experts_per_tok", 10),
-        config.count("moe_intermediate_size", 512), NAMES, config.flag("norm_topk_prob", True),
+    experts = _experts(config, 10, config.flag("norm_topk_prob", True))
+    theirs = {"project": "fc", "embedding_norm": "pre_fc_norm_embedding", "features_norm": "pre_fc_norm_hidden"}
+    renamed = (*around_predictor(theirs, "mtp."), (f"model.layers.{config.num_layers}.", "mtp.layers.0."))
+    predictor = PredictorSpec(LayerSpec(experts=experts), renamed)
+    layers = sparse(config, _layers(config), experts)
+    return _spec(config, "qwen3_next", layers, num_kv_heads=2, predictor=predictor)
+
+
+def qwen3_5(config: Config) -> ModelSpec:
+    return _spec(config, "qwen3_5", _layers(config, is_split=True), num_kv_heads=4)
+
+
+def qwen3_5_moe(config: Config) -> ModelSpec:
+    """Its config says nothing of MLPs: every layer has experts."""
+    experts = replace(_experts(config, 8, True), stacked_names=STACKED)
+    layers = sparse(config, _layers(config, is_split=True), experts)
+    sizes = {"intermediate_size": experts.intermediate_size}
+    return _spec(Config(config.folder, sizes | config.values, config.generation), "qwen3_5_moe", layers, num_kv_heads=2)
+
+
+def _experts(config: Config, num_chosen: int, renormalized: bool) -> ExpertsSpec:
+    return ExpertsSpec(
+        config.count("num_experts", 512), config.count("num_experts_per_tok", num_chosen),
+        config.count("moe_intermediate_size", 512), NAMES, renormalized,
         config.count("shared_expert_intermediate_size", 512), SHARED,
     )  # fmt: skip
+
+
+def _layers(config: Config, is_split: bool = False) -> tuple[LayerSpec, ...]:
     state = DeltaNetSpec(
         config.count("linear_num_value_heads", 32), config.count("linear_num_key_heads", 16),
         config.count("linear_key_head_dim", 128), config.count("linear_value_head_dim", 128),
-        config.count("linear_conv_kernel_dim", 4), config.number("rms_norm_eps", 1e-6),
+        config.count("linear_conv_kernel_dim", 4), config.number("rms_norm_eps", 1e-6), is_split,
     )  # fmt: skip
     if (types := config.values.get("layer_types")) is None:
         every = config.count("full_attention_interval", 4)
         types = [MAMBA if (index + 1) % every else ATTENTION for index in range(config.num_layers)]
-    layers = sparse(config, mixed(config, LayerSpec(), state, types), experts)
-    theirs = {"project": "fc", "embedding_norm": "pre_fc_norm_embedding", "features_norm": "pre_fc_norm_hidden"}
-    renamed = (*around_predictor(theirs, "mtp."), (f"model.layers.{config.num_layers}.", "mtp.layers.0."))
+    return mixed(config, LayerSpec(), state, types)
+
+
+def _spec(
+    config: Config, family: str, layers: tuple[LayerSpec, ...], num_kv_heads: int, **differences: Any
+) -> ModelSpec:
+    config.refuse("hidden_act", "silu")
     bias = config.flag("attention_bias")
     return config.spec(
-        "qwen3_next", [config.rope(32768, partial=0.25)], layers, num_kv_heads=2, head_dim=256,
+        family, [config.rope(32768, partial=0.25)], layers, num_kv_heads=num_kv_heads, head_dim=256,
         norm=config.norm(offset=1.0), names=TensorNames(state="linear_attn"), qk_norm="head", qkv_bias=bias,
-        output_bias=bias, attention_gate=True,
-        predictor=PredictorSpec(LayerSpec(experts=experts), renamed),
+        output_bias=bias, attention_gate=True, **differences,
     )  # fmt: skip

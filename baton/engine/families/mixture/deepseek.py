@@ -24,7 +24,6 @@ SHARED = ("", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "do
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "softmax")
     config.refuse("norm_topk_prob", False)
     config.refuse("topk_method", "greedy", "group_limited_greedy")
     grouped = config.values.get("topk_method") == "group_limited_greedy"
@@ -32,7 +31,6 @@ def deepseek_v2(config: Config) -> ModelSpec:
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "sigmoid")
     config.refuse("topk_method", "noaux_tc")
     grouped = _groups(config) | dict(group_best=2, scoring="sigmoid", correction="mlp.gate.e_score_correction_bias")
     return _spec(config, "deepseek_v3", 3, grouped, renormalized=config.flag("norm_topk_prob", True))

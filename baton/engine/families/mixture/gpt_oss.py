@@ -9,7 +9,6 @@ NAMES = ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def gpt_oss(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "softmax")
     config.activation()
     experts = ExpertsSpec(
         config.count("num_local_experts", 128), config.count("num_experts_per_tok", 4),

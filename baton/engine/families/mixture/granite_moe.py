@@ -8,7 +8,6 @@ NAMES = tuple(f"block_sparse_moe.{name}" for name in ("router.layer", "input_lin
 
 
 def granite_moe(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "softmax")
     experts = ExpertsSpec(
         config.count("num_local_experts", 8),
         config.count("num_experts_per_tok", 2),

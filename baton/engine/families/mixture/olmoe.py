@@ -8,7 +8,6 @@ NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up"
 
 def olmoe(config: Config) -> ModelSpec:
     config.refuse("clip_qkv")
-    config.refuse("scoring_func", "softmax")
     experts = ExpertsSpec(
         config.count("num_experts", 64), config.count("num_experts_per_tok", 8), config.count("intermediate_size"),
         NAMES, config.flag("norm_topk_prob"),

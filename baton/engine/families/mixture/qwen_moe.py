@@ -10,7 +10,6 @@ SHARED = ("mlp.shared_expert_gate", *(f"mlp.shared_expert.{name}_proj" for name 
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "softmax")
     experts = ExpertsSpec(
         config.count("num_experts", 60), config.count("num_experts_per_tok", 4),
         config.count("moe_intermediate_size", 1408), NAMES, config.flag("norm_topk_prob"),
@@ -27,7 +26,6 @@ def qwen2_moe(config: Config) -> ModelSpec:
 
 
 def qwen3_moe(config: Config) -> ModelSpec:
-    config.refuse("scoring_func", "softmax")
     experts = ExpertsSpec(
         config.count("num_experts", config.values.get("num_local_experts", 128)),
         config.count("num_experts_per_tok", 8), config.count("moe_intermediate_size", 768), NAMES,

@@ -45,6 +45,10 @@ class WeightSource(ABC):
         """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
         name."""
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name, as stored."""
+        return False
+
     def expert(
         self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
     ) -> Weight:
@@ -89,6 +93,9 @@ class DenseFormat(WeightSource):
     @property
     def read_bytes(self) -> int:
         return self.tensors.read_bytes
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))

@@ -31,6 +31,9 @@ class PlacedSource(WeightSource):
     def read_bytes(self) -> int:
         return self._source.read_bytes
 
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return placed(self._source.linear(module, out_features, in_features), self._device)
 
