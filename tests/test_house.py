@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -250,11 +251,26 @@ def within(module: str, prefixes) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trees_go():
+    """A collection of garbage would look at them in every later test of this process."""
+    yield
+    for cached in (nodes, imports, calls):
+        cached.cache_clear()
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file, which is parsed once for all rules."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Every imported module, function-local imports too; `from a import b` counts as a.b where that is a module."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -282,8 +298,12 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_imports_point_down(module):
+def test_imports_point_down():
+    for module in sorted(SOURCES):
+        check_imports(module)
+
+
+def check_imports(module: str) -> None:
     room = room_of(module)
     if room is None:
         assert module == "baton", f"{module} is in no room"
@@ -319,10 +339,9 @@ def test_no_import_circle():
         visit(module, [])
 
 
-@pytest.mark.parametrize("path", sorted(FILES), ids=str)
-def test_a_file_owns_one_noun(path):
-    num_lines = len((ROOT / path).read_text().splitlines())
-    assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines, at most {MAX_LINES}"
+def test_a_file_owns_one_noun():
+    num_lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in FILES}
+    assert not {path: num for path, num in num_lines.items() if num > MAX_LINES}, f"at most {MAX_LINES} lines"
 
 
 def test_a_family_is_small():
@@ -379,7 +398,7 @@ def is_package_of(name: str, module: str) -> bool:
 def test_a_class_name_stands_once():
     found: dict[str, list[str]] = {}
     for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
@@ -392,28 +411,34 @@ def test_importing_kvtransfer_runs_nothing(module):
         assert isinstance(doc, ast.Expr), f"{module} holds more than its docstring"
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_no_unsafe_loading(module):
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """Every call: where it stands, what is called, and the node."""
+    return [
+        (f"{module}:{node.lineno}", ast.unparse(node.func), node)
+        for module, path in SOURCES.items()
+        for node in nodes(path)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_no_unsafe_loading():
     """`torch.load`, `eval`, `exec` and `yaml.load` run code that is in data."""
-    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            assert name not in {"torch.load", "eval", "exec", "yaml.load"}, f"{module}:{node.lineno} calls {name}"
+    unsafe = {"torch.load", "eval", "exec", "yaml.load"}
+    assert not [f"{where} calls {name}" for where, name, _ in calls() if name in unsafe]
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_nothing_runs_between_fork_and_exec(module):
+def test_nothing_runs_between_fork_and_exec():
     """gRPC's threads live in most of our processes: a fork that runs Python there dies of SIGSEGV now and then."""
-    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
-        if isinstance(node, ast.Call):
-            assert ast.unparse(node.func) != "os.fork", f"{module}:{node.lineno} forks"
-            assert all(word.arg != "preexec_fn" for word in node.keywords), f"{module}:{node.lineno} has a preexec_fn"
+    assert not [where for where, name, _ in calls() if name == "os.fork"], "forks"
+    told = [where for where, _, node in calls() if any(word.arg == "preexec_fn" for word in node.keywords)]
+    assert not told, "have a preexec_fn"
 
 
 def names_bound_by(path: Path) -> set[str]:
     """Every name that a file binds anywhere: a class, a function, an assignment, an import."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -428,7 +453,7 @@ def test_what_is_imported_by_name_exists():
     bound, missing = {}, []
     for top in ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker", "tests", "bench", "examples"):
         for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
                     continue
                 file = (ROOT / Path(*node.module.split("."))).with_suffix(".py")

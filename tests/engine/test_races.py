@@ -116,9 +116,10 @@ def _play(opening, deadline, actions) -> int:
     return num_taken
 
 
+@pytest.mark.parametrize("num_first", (6, pytest.param(8, marks=pytest.mark.long)))
 @pytest.mark.parametrize("is_late", (True, False), ids=("late", "in time"))
 @pytest.mark.parametrize("opening", PLAUSIBLE, ids=lambda opening: opening.__name__.strip("_"))
-def test_every_place_where_another_thread_may_come_between(opening, is_late):
+def test_every_place_where_another_thread_may_come_between(opening, is_late, num_first):
     """One call from outside at every place, and two at every pair of the first ones."""
     deadline = time.monotonic() - 1 if is_late else float("inf")
     num_places = _play(opening, deadline, ()) + 2
@@ -127,7 +128,7 @@ def test_every_place_where_another_thread_may_come_between(opening, is_late):
         for where in range(1, num_places):
             _play(opening, deadline, ((where, name),))
     for first, second in itertools.product(PLAUSIBLE[opening], repeat=2):
-        for where, later in itertools.combinations(range(1, 9), 2):
+        for where, later in itertools.combinations(range(1, num_first + 1), 2):
             _play(opening, deadline, ((where, first), (later, second)))
 
 

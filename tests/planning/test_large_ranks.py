@@ -38,11 +38,14 @@ def real_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("degree", "ranks"), [(2, [1]), *(pytest.param(*each, marks=pytest.mark.long) for each in [(2, [0]), (8, [0, 7])])]
+    ("num_layers", "degree", "ranks"),
+    [(8, 2, [1]), *(pytest.param(80, *each, marks=pytest.mark.long) for each in [(2, [1]), (2, [0]), (8, [0, 7])])],
 )
-def test_a_rank_of_70b_has_the_bytes_of_the_plan(tmp_path, monkeypatch, degree, ranks):
-    files = write_int4_llama(json.loads((SHAPE / "config.json").read_text()), tmp_path)
-    assert sum(file.stat().st_size for file in files) > 36e9
+def test_a_rank_of_70b_has_the_bytes_of_the_plan(tmp_path, monkeypatch, num_layers, degree, ranks):
+    """Of a tenth of its layers; in `make test-long` of all."""
+    config = json.loads((SHAPE / "config.json").read_text())
+    files = write_int4_llama(config | {"num_hidden_layers": num_layers}, tmp_path)
+    assert sum(file.stat().st_size for file in files) > 36e9 * num_layers / 80
     config = EngineConfig(
         model=tmp_path, dtype="bf16", kv_dtype="bf16", num_blocks=4096, max_model_len=8192, tensor_parallel=degree
     )

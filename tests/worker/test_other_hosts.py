@@ -47,6 +47,22 @@ def certs(tmp_path_factory):
     return install(tmp_path_factory.mktemp("certs") / "certs")
 
 
+@pytest.fixture
+async def listen():
+    """Start listeners for one rank; they stop in the end, also of a test that fails: what still listens when its loop is gone
+    was an error in whichever test came later."""
+    listeners = []
+
+    async def listen(tls=None) -> RankListener:
+        listeners.append(RankListener("127.0.0.1:0", tls, 1))
+        await listeners[-1].start()
+        return listeners[-1]
+
+    yield listen
+    for listener in listeners:
+        await listener.stop()
+
+
 def config_of(model, **options) -> EngineConfig:
     return EngineConfig(model, threads=1, num_blocks=64, **options)
 
@@ -87,12 +103,11 @@ def started(folder, name: str, model, address: str, certs=None, role: str = "ran
         process.wait()
 
 
-async def test_stages_of_other_hosts_give_the_answers_of_one_process(model, certs, tmp_path):
+async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, model, certs, tmp_path):
     """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its rank."""
     expected = answers(Engine.load(config_of(model)))
 
-    listener = RankListener("127.0.0.1:0", certs.tls("decode"), 1)
-    await listener.start()
+    listener = await listen(certs.tls("decode"))
     config = config_of(model, pipeline_parallel=3, remote_stages=1)
     with started(tmp_path, "rank", model, listener.address, certs) as rank:
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
@@ -101,15 +116,13 @@ async def test_stages_of_other_hosts_give_the_answers_of_one_process(model, cert
         await asyncio.to_thread(engine.ranks.close)
         assert await asyncio.to_thread(rank.wait) == 1
         assert f"the worker at {listener.address} has ended, or its connection" in rank.text()
-    await listener.stop()
 
 
 @pytest.mark.parametrize(
     ("how", "said"), [(signal.SIGKILL, "has closed its connection"), (signal.SIGSTOP, "was not heard for 1.5 s")]
 )
-async def test_a_lost_rank_of_another_host_ends_every_wait(model, tmp_path, how, said):
-    listener = RankListener("127.0.0.1:0", None, 1)
-    await listener.start()
+async def test_a_lost_rank_of_another_host_ends_every_wait(listen, model, tmp_path, how, said):
+    listener = await listen()
     reasons = []
     with started(tmp_path, "rank", model, listener.address) as rank:
         config = config_of(model, pipeline_parallel=2, remote_stages=1)
@@ -126,24 +139,21 @@ async def test_a_lost_rank_of_another_host_ends_every_wait(model, tmp_path, how,
         (reason,) = reasons
         assert reason.startswith("rank 1 (ipv4:127.0.0.1:") and reason.endswith(said)
         await asyncio.to_thread(engine.ranks.close)
-    await listener.stop()
 
 
-async def test_a_rank_that_never_joins(model, monkeypatch):
+async def test_a_rank_that_never_joins(listen, model, monkeypatch):
     monkeypatch.setattr("baton.engine.ranks.spawn.START_S", 0.5)
 
-    listener = RankListener("127.0.0.1:0", None, 1)
-    await listener.start()
+    listener = await listen()
     config = config_of(model, pipeline_parallel=2, remote_stages=1)
     told = (
         f"^rank 1 has not joined 0 s after the start: `baton rank --leader {listener.address} --model DIR` starts it$"
     )
     with pytest.raises(ValueError, match=told):
         await asyncio.to_thread(Engine.load, config, joining=listener)
-    await listener.stop()
 
 
-async def test_what_does_not_fit_is_refused_on_both_sides(model, certs, tmp_path):
+async def test_what_does_not_fit_is_refused_on_both_sides(listen, model, certs, tmp_path):
     """Another version, other instructions, nonsense and another role take no place; another model ends both."""
     other = make_model(tmp_path / "other", replace(TINY, num_layers=4), seed=1)
     own = {"version": baton.__version__, "instructions": instruction_set(CPU)}
@@ -154,8 +164,7 @@ async def test_what_does_not_fit_is_refused_on_both_sides(model, certs, tmp_path
             await call.write(hello)
             return json.loads(await call.read())
 
-    listener = RankListener("127.0.0.1:0", certs.tls("decode"), 1)
-    await listener.start()
+    listener = await listen(certs.tls("decode"))
     for hello, why in (
         (json.dumps(own | {"version": "0.0.1"}).encode(), f"it runs baton 0.0.1, the worker {baton.__version__}"),
         (json.dumps(own | {"instructions": "none"}).encode(), "it computes with none, the worker with"),
@@ -179,7 +188,6 @@ async def test_what_does_not_fit_is_refused_on_both_sides(model, certs, tmp_path
     with started(tmp_path, "second", model, listener.address, certs) as rank:
         assert await asyncio.to_thread(rank.wait) == 1
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
-    await listener.stop()
 
 
 async def test_a_rank_without_a_worker(model, monkeypatch):

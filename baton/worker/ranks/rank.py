@@ -38,6 +38,7 @@ from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.grpc_stream import OPEN, Security
 
 CONNECT_S = 60.0  # to the worker, which may be started after its ranks
+HEARD_S = 10.0  # within which the worker has read why its rank ends
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     except (ModelError, ValueError) as error:
         await call.write(json.dumps({"error": str(error)}).encode())
         await call.done_writing()
+        with suppress(TimeoutError):  # hung up on at once, the worker was seen to read the end of the call instead
+            await asyncio.wait_for(call.code(), HEARD_S)
         raise
     stream = JoinedStream()
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))

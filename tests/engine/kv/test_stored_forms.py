@@ -180,8 +180,14 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
         assert all(map(torch.equal, stored(hand), kv)), cuts
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("kernels", "form"),
+    [
+        *(("native", form) for form in ("int8", "int4", "fp8")),
+        ("torch", "int4"),
+        *(pytest.param("torch", form, marks=pytest.mark.long) for form in ("int8", "fp8")),  # 3 s each
+    ],
+)
 def test_engine(folder, kernels, form):
     """A small pool, so that sequences park and come back: the answers of each prompt alone, prefixes shared."""
     needs(kernels)
@@ -212,14 +218,17 @@ def test_engine(folder, kernels, form):
 def test_without_the_library(folder):
     """BATON_NATIVE=off: everything still runs, and says why it is not native."""
     program = f"""
+from pathlib import Path
 from baton.engine.core.config import EngineConfig
-from baton.engine.models.loader import load_model
-from tests.support.engine.folders import Hand
-model = load_model(EngineConfig({str(folder)!r}))
+from baton.engine.engine import Engine
+from tests.support.engine.toys import make_request, run
+engine = Engine.load(EngineConfig(Path({str(folder)!r}), kv_dtype="int4", num_blocks=8, threads=1))
+model = engine.runner.model
 assert model.fused is None and model.attention.name == "sdpa", model.attention.name
 assert model.reasons["attention"]["native"] == "BATON_NATIVE=off", model.reasons
-print(Hand(model, "int4").step(dict(a=[5, 6, 7]))["a"].isfinite().all().item())
+(record,) = run(engine, [make_request("a", [5, 6, 7], 4)]).values()
+print(len(record.answer()[0][0]))
 """
     environment = os.environ | {"BATON_NATIVE": "off"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "True", done.stderr
+    assert done.stdout.strip() == "4", done.stderr

@@ -109,7 +109,9 @@ def test_stages_give_the_answers_of_one_process(deep, options):
             engine.ranks.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"speculator": "draft", "num_draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"speculator": "draft", "num_draft_tokens": 3}, marks=pytest.mark.long)], ids=str
+)
 def test_stages_of_several_ranks_give_the_answers_of_one_process(deep, options):
     """Every rank of every stage has a quarter of the layers' weights, and the first stage's the ends as well."""
     options = options | ({"draft_model": deep} if options else {})
@@ -127,11 +129,20 @@ def test_stages_of_several_ranks_give_the_answers_of_one_process(deep, options):
         engine.ranks.close()
 
 
-@pytest.mark.parametrize("config", [config_of, stages_of, grid_of])
+KILLED, STOPPED = (signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")
+
+
 @pytest.mark.parametrize(
-    ("how", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")]
+    ("how", "said", "config"),
+    [
+        (*KILLED, config_of),
+        (*STOPPED, stages_of),
+        (*KILLED, grid_of),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((*STOPPED, config_of), (*KILLED, stages_of))),
+        pytest.param(*STOPPED, grid_of, marks=pytest.mark.long),
+    ],
 )
-def test_a_lost_rank_ends_every_wait(folder, config, how, said):
+def test_a_lost_rank_ends_every_wait(folder, how, said, config):
     engine = Engine.load(config(folder, 2))
     reasons = []
     try:

@@ -88,8 +88,9 @@ async def test_no_one_takes_the_places_of_tenants(guarded, keys, method, message
                 await asyncio.gather(*map(status_of, calls))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(each, marks=pytest.mark.long) for each in METHODS[1:])])
 async def test_one_tenant_does_not_take_those_of_others(guarded, keys, method):
+    """They share one count: the other methods are in `make test-long`."""
     path = f"/baton.v1.Inference/{method}"
     async with guarded() as c, opened(c, path, metadata=keys[1]["flood"]) as calls:
         await answers(c, keys[1]["quiet"])

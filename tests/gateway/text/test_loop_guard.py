@@ -106,7 +106,12 @@ WORST_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", WORST_TEXTS)
+PLAIN = ("words", "zeros", "one letter", "accents on one letter")  # beside which others are worse
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in PLAIN else name for name in WORST_TEXTS]
+)
 async def test_long_texts(cluster, name):
     async with cluster(*WIDE) as c:
         await tokenize(c, "warm")

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from baton.service.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from baton.service.security import call_slots
 from baton.service.security.call_slots import CallSlots
 
 GENERATE, CHECK, WATCH = "/baton.v1.Inference/Generate", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -65,8 +66,11 @@ async def test_a_quota_bounds_what_is_open():
 
 
 @pytest.mark.parametrize("method", [GENERATE, CHECK, "/baton.v1.Worker/Session", "/baton.kv.Raw/Pull"])
-async def test_who_says_nothing_gives_way_to_who_comes(method):
-    """However many there are; and the newest of them is heard."""
+async def test_who_says_nothing_gives_way_to_who_comes(method, monkeypatch):
+    """However many there are and however long that takes; and the newest of them is heard."""
+    patient = {name: kind._replace(first_message_s=600.0) for name, kind in call_slots._KINDS.items()}
+    monkeypatch.setattr(call_slots, "_KINDS", patient)
+    monkeypatch.setattr(call_slots, "_OTHERS", call_slots._OTHERS._replace(first_message_s=600.0))
     places, caller = CallSlots(32), "acme" if method == GENERATE else None
     silent = []
     for _ in range(3000):

@@ -171,7 +171,7 @@ WORKER_PAGES = tuple(Method(path) for path in ("/healthz", "/readyz", "/metrics"
 
 class Port(NamedTuple):
     """`where`: the field of the ready line, or the KV transport. `kv`: what KV the stack moves while it is attacked.
-    `speaks` "": listed, and not tried here. `twin`: of another process with the same program, tried at length alone."""
+    `speaks` "": listed, and not tried here."""
 
     name: str
     process: str
@@ -180,7 +180,6 @@ class Port(NamedTuple):
     callers: tuple[Caller, ...]
     methods: tuple[Method, ...]
     kv: str = "shm"
-    twin: bool = False
 
 
 PORTS = {
@@ -189,10 +188,10 @@ PORTS = {
         Port("client", "gateway0", "grpc", GRPC, (NOBODY, TENANT), (*INFERENCE, *HEALTH, *REFLECTION)),
         Port("http", "gateway0", "http", HTTPS, (NOBODY, TENANT), OPENAI),
         Port("fleet", "gateway0", "fleet", GRPC, (NO_CERTIFICATE, wrong("gateway")), (*FLEET, *HEALTH)),
-        Port("prefill session", "prefill0", "grpc", GRPC, (NO_CERTIFICATE, wrong("decode")), SESSION, twin=True),
+        Port("prefill session", "prefill0", "grpc", GRPC, (NO_CERTIFICATE, wrong("decode")), SESSION),
         Port("decode session", "decode0", "grpc", GRPC, (NO_CERTIFICATE, wrong("prefill")), SESSION),
         Port("gateway pages", "gateway0", "admin", HTTP, (NOBODY,), GATEWAY_PAGES),
-        Port("prefill pages", "prefill0", "admin", HTTP, (NOBODY,), WORKER_PAGES, twin=True),
+        Port("prefill pages", "prefill0", "admin", HTTP, (NOBODY,), WORKER_PAGES),
         Port("decode pages", "decode0", "admin", HTTP, (NOBODY,), WORKER_PAGES),
         Port("KV shm", "prefill0", "shm", FRAMES, (NOBODY,), KV_FRAMES),
         Port("KV tcp", "prefill0", "tcp", FRAMES, (NOBODY,), KV_FRAMES, kv="tcp"),
@@ -216,14 +215,26 @@ class Cell(NamedTuple):
         return f"{self.port.name}-{self.abuse.name}-{self.caller.name}".replace(" ", "_")
 
 
-def cells(with_twins: bool = True) -> list[Cell]:
+# By what they speak, the ports whose every abuse stands for those of the others.
+REPRESENTATIVES = {GRPC: "client", HTTPS: "http", HTTP: "gateway pages", FRAMES: "KV shm"}
+
+
+def cells() -> list[Cell]:
     """Ordered by the KV transport of the stack that they need."""
     found = []
     for port in PORTS.values():
         for abuse in ABUSES.values():
-            if port.speaks and port.speaks not in abuse.not_in and (with_twins or not port.twin):
+            if port.speaks and port.speaks not in abuse.not_in:
                 found += [cell for caller in port.callers if (cell := _cell(port, abuse, caller))]
     return found
+
+
+def is_chosen(cell: Cell) -> bool:
+    """Whether it is among those of a minute: each abuse in each language once, by who reaches furthest, and "many
+    connections" of every port and caller."""
+    port = cell.port
+    stands_for_others = port.name == REPRESENTATIVES[port.speaks] and cell.caller == port.callers[-1]
+    return stands_for_others or cell.abuse.name == "many connections"
 
 
 def _cell(port: Port, abuse: Abuse, caller: Caller) -> Cell | None:
