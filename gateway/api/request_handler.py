@@ -3,8 +3,7 @@ is not an answer is a BatonError."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 import grpc
@@ -18,7 +17,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.answer.answer import Emit
 from gateway.answer.whole_answer import WholeAnswer
-from gateway.catalog.catalog import Catalog
+from gateway.catalog.catalog import Catalog, VersionUse
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
 from gateway.config.settings import GatewaySettings
@@ -174,14 +173,12 @@ class RequestHandler:
             request_id=batch.prompts[0].request_id,
         )
 
-    @contextmanager
-    def _using(self, asked: str, record: RequestRecord | None = None) -> Iterator[ModelVersion]:
-        """The model that a request names, which is counted as being on it. Raises NotFound, InvalidRequest."""
+    def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
+        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest."""
         version = self._catalog.find(asked, guard.tenant())
         if record is not None:
             record.model = version.name
-        with self._catalog.using(version):
-            yield version
+        return self._catalog.using(version)
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from baton.protocol import check_model_name
@@ -19,6 +18,24 @@ MAX_MODELS = 64  # names: each is a label of every metric
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
+
+
+class VersionUse:
+    """Count a request on a version, as a context manager; one that was replaced is dropped with its last. Not made of a
+    generator, which would take 1 KiB of each open stream."""
+
+    __slots__ = ("_catalog", "_version")
+
+    def __init__(self, catalog: "Catalog", version: ModelVersion):
+        self._catalog, self._version = catalog, version
+
+    def __enter__(self) -> ModelVersion:
+        self._version.num_running += 1
+        return self._version
+
+    def __exit__(self, *exc) -> None:
+        self._version.num_running -= 1
+        self._catalog.note_change()
 
 
 class Catalog:
@@ -74,12 +91,9 @@ class Catalog:
         except (InvalidRequest, NotFound):
             return self.current[0]
 
-    @contextmanager
-    def using(self, version: ModelVersion) -> Iterator[None]:
-        """Count a request on a version; one that was replaced is dropped with its last."""
-        with version.in_use():
-            yield
-        self.note_change()
+    def using(self, version: ModelVersion) -> "VersionUse":
+        """Return what counts a request on a version while it is entered."""
+        return VersionUse(self, version)
 
     def note_change(self) -> None:
         """Let newer versions that can serve take over, and drop what nobody uses any more."""

@@ -1,8 +1,5 @@
 """One model behind the gateway: its text, its workers, and the requests that are on it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
@@ -14,7 +11,7 @@ class ModelVersion:
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
-        self.num_running = 0
+        self.num_running = 0  # requests on it
 
     @property
     def fleet(self) -> ModelFleet:
@@ -29,15 +26,6 @@ class ModelVersion:
     def seen_by(self, tenant: str = DEFAULT_TENANT) -> ServedModel:
         """Return what requests of a tenant are checked against."""
         return self.fleet.model.seen_by(tenant)
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Count a request that is on it."""
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1
 
     def close(self) -> None:
         """End the threads of its text."""

@@ -8,6 +8,7 @@ any caller may call everything, as the tenant `default`.
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -25,6 +26,7 @@ from baton.service.security.refusals import Refusals
 from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, RANK, roles_of
 
 MAX_METADATA_PAIRS = 64
+_MAX_GUARDED = 1024  # handlers of tenants
 TENANT = "tenant"  # callers with a credential
 ANYONE = frozenset(("anyone",))
 _CLIENTS = frozenset((TENANT, OPERATOR))
@@ -80,6 +82,8 @@ class Guard(grpc.aio.ServerInterceptor):
         self.places = places or CallSlots()
         self._refusals = Refusals()
         self._credentials, self._is_open = credentials, is_open
+        # One for all calls of a method and tenant: making it for each took 1 KiB of an open stream.
+        self._guarded = functools.lru_cache(_MAX_GUARDED)(self._guard)
 
     async def intercept_service(self, continuation, handler_call_details):
         allowed = METHODS.get(handler_call_details.method)
@@ -113,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 return None
             raise
 
-    def _guarded(self, handler, method: str, allowed: frozenset[str], tenant: str | None):
+    def _guard(self, handler, method: str, allowed: frozenset[str], tenant: str | None):
         """The same handler, behind the table. It takes a stream whatever the method's kind: gRPC would read a single
         message before it calls us. Never a generator: what a generator holds it gives back when it is collected."""
         stream = "stream" if handler.response_streaming else "unary"
@@ -123,8 +127,9 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(messages, context):
             with await self._enter(context, method, allowed, tenant) as place:
                 message = await self._read(place.first(messages), context, method)
-                rest = self._from(message, messages, context, method)
-                responses = serve(rest if handler.request_streaming else message, context)
+                if handler.request_streaming:
+                    message = self._from(message, messages, context, method)
+                responses = serve(message, context)
                 if not is_generator:
                     return await responses
                 async with contextlib.aclosing(responses):
