@@ -49,7 +49,7 @@ from tests.support.stack import Stack, TogetherStack
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))
-WORKER_THREADS = max(1, CORES // 2)  # each: the two workers share the cores
+WORKER_THREADS = max(1, CORES // 2)  # each: the two workers share the cores, as `baton up` divides them
 PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough to be read by the prefill worker
 HIT_PROMPT = 2000
 
@@ -309,10 +309,9 @@ def _ready_seconds(argv: list[str], folder: Path, num_rounds: int) -> float:
 
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[Sequence[Stack], Engine]]:
-    options = ("--threads", str(WORKER_THREADS))
     with (
-        Stack(MODEL, folder / "stack", options=options) as stack,
-        TogetherStack(MODEL, folder / "together", options=options) as together,
+        Stack(MODEL, folder / "stack", options=("--threads", str(WORKER_THREADS))) as stack,
+        TogetherStack(MODEL, folder / "together", options=("--threads", str(CORES))) as together,
     ):
         yield (stack, together), bare.load_engine(MODEL)
 
