@@ -1,6 +1,6 @@
 """The fleet of routing_fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and the scaler works.
 
-Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to REPORT_S ago and
+Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to LOAD_GAP_S ago and
 what it has sent them since; rates that it learns are those of all. Modelled beside what routing_fleet.py does: workers that die, and
 whose requests others continue once that is noticed; a version that fails every request; an index that is gone and comes back
 empty; workers that are added and drained. Not modelled: the network between gateways and workers.
@@ -19,6 +19,7 @@ from baton.planning.scaling.scaler import DECIDE_S, Scaler
 from baton.protocol import ROLES
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
+from baton.worker.observe.reports import LOAD_GAP_S
 from bench.arms.routing_fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Worker
 from bench.simulation.simulated_gateway import SimulatedGateway
 from bench.simulation.simulated_request import Asked, Attempt
@@ -29,7 +30,6 @@ from gateway.queue.admission import QueuedRequest, QueueEntry, rank
 from gateway.queue.quotas import Reservation
 from gateway.routing.routing import Candidate, RoutingRequest, choose, shortlist
 
-REPORT_S = 0.5  # between two reports of a worker's load
 NOTICED_S = 2.0  # until a dead worker's silence is noticed
 FAILED_S = 0.05  # until a worker of the bad version has failed a request
 ANNOUNCE_S = 10.0  # in which all workers have told a new Redis what they hold
@@ -257,7 +257,7 @@ class LiveFleet(Fleet):
 
     def _report(self, worker: Worker) -> tuple[float, int, int]:
         found = self._reports.get(worker.name)
-        if found is None or self.now - found[0] >= REPORT_S:
+        if found is None or self.now - found[0] >= LOAD_GAP_S:
             found = self._reports[worker.name] = self.now, worker.num_sequences, worker.num_waiting_tokens
         return found
 
