@@ -183,8 +183,8 @@ class HttpServer(uvicorn.Server):
         self._listener.close()
         for task in (*self._running, *self._opening):
             task.cancel()
-        if self._running:
-            await self.shutdown()
+        if self.server_state.connections or self.server_state.tasks:
+            await self.shutdown()  # waits 0.1 s, also for none
 
     async def _date(self) -> None:
         """Keep the Date header right."""

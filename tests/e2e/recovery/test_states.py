@@ -24,7 +24,11 @@ SAMPLINGS = {
 STEP = ("--checkpoint-tokens", "128")
 
 
-@pytest.fixture(scope="module", params=[("granite-4", "shm"), ("qwen3-next", "tcp")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("granite-4", "shm"), marks=pytest.mark.long), ("qwen3-next", "tcp")],
+    ids="-".join,
+)
 def kind(request):
     """A family, and how its state and KV cross."""
     return request.param

@@ -25,7 +25,16 @@ def is_served(client: Client, prompts) -> None:
     assert len(reply.token_ids) == 3
 
 
-@pytest.mark.parametrize("delay_s", [0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3])
+@pytest.mark.parametrize(
+    "delay_s",
+    [
+        0,
+        0.005,
+        0.04,
+        0.3,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (0.001, 0.002, 0.01, 0.02, 0.08, 0.15)),
+    ],
+)
 def test_after_a_while(client, prompts, idle, delay_s):
     """Sweeps from tokenize through admit, prefill and transfer to decode, whatever the machine's speed."""
     calls = [client.stream(prompts(400), n=n, **LONG) for n in (1, 2)]

@@ -54,7 +54,7 @@ def test_one_request_has_one_answer_and_outlives_the_longer_worker(run_stack, cl
         assert len(client.generate(prompt, **{**ANSWER, "max_tokens": 150}).token_ids) == 150
 
 
-@pytest.mark.parametrize("split", ["auto", "always"])
+@pytest.mark.parametrize("split", ["always", pytest.param("auto", marks=pytest.mark.long)])
 def test_prompts_about_as_long_as_the_prefill_worker(run_stack, client_of, prompts, split):
     options = {"options": THREADS, "prefill_options": ("--max-model-len", "640"), "gateway_options": ("--split", split)}
     with run_stack(f"prefill-{split}", **options) as stack:

@@ -146,8 +146,14 @@ def test_attention(name, heads, window, form, threads):
     check_attention(name, heads, window, form, form)
 
 
-@pytest.mark.parametrize("name", ["native", "sdpa"])
-@pytest.mark.parametrize("stored", QUANTIZED)
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        *(("native", stored) for stored in QUANTIZED),
+        ("sdpa", "int4"),
+        *(pytest.param("sdpa", stored, marks=pytest.mark.long) for stored in QUANTIZED if stored != "int4"),
+    ],
+)
 def test_attention_over_quantized_kv(name, stored, form, threads):
     check_attention(name, "gqa", 100, form, stored)
 

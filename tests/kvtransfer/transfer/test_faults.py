@@ -111,7 +111,7 @@ EXPECTED = {  # where it is not a matter of time
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("likeness", ("alike", "mixed"))
+@pytest.mark.parametrize("likeness", ("alike", pytest.param("mixed", marks=pytest.mark.long)))
 def test_one_accident(transport, likeness, fault, point, monkeypatch):
     pair = PAIRS[likeness]
 
@@ -133,7 +133,7 @@ def test_one_accident(transport, likeness, fault, point, monkeypatch):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
 def test_every_sixteenth_operation_fails(transport, pair, seed, monkeypatch):
     """D11: accident after accident; leases and verified KV stay right, and a healthy request behind them succeeds."""
 
@@ -274,8 +274,9 @@ def test_the_taker_is_full(transport, pair):
     asyncio.run(main())
 
 
-def test_many_healthy_ones_have_no_false_alarm(transport, pair, monkeypatch):
-    """D14: 240 at once, some with a prefix already there, moved in chunks."""
+@pytest.mark.parametrize("num_fetches", (80, pytest.param(240, marks=pytest.mark.long)))
+def test_many_healthy_ones_have_no_false_alarm(transport, pair, num_fetches, monkeypatch):
+    """D14: all at once, some with a prefix already there, moved in chunks."""
     for module in ("socket_line", "inproc"):
         monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", 60.0)
     monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 8 << 20)
@@ -283,7 +284,7 @@ def test_many_healthy_ones_have_no_false_alarm(transport, pair, monkeypatch):
     async def main():
         async with Cluster(transport, *pair, ttl_s=30) as cluster:
             rng, tasks = np.random.default_rng(1), []
-            keys = range(240 if pair is PAIRS["alike"] else 80)
+            keys = range(num_fetches)
             for key in keys:
                 num_tokens = int(rng.integers(65, NUM_TOKENS))
                 handle, ticket = cluster.offer(key, num_tokens)
