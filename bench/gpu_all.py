@@ -28,7 +28,9 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     """Name -> arguments of python. Kernels also run compiled: their suites take the GPU where there is one."""
     kernels = [
-        "tests/engine/models/test_gpu_layers.py", "tests/engine/sampling/test_on_device.py",
+        "tests/engine/models/test_gpu_layers.py", "tests/engine/kernels/test_grouped.py",
+        "tests/engine/kernels/test_low_rank.py",
+        "tests/engine/sampling/test_on_device.py",
     ]  # fmt: skip
     attention = ["tests/engine/kernels/test_kv_write.py"]
     attention += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/engine/attention/test_attention_*.py"))

@@ -168,9 +168,9 @@ FOLDERS = {
         "sampling": "kernels native core",
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
-        "layers": "core parallel layers.linear",
+        "layers": "core parallel kernels layers.linear",
         "recurrent": "native core kv attention layers.linear layers",
-        "adapters": "core weights layers.linear",
+        "adapters": "core weights kernels layers.linear",
         "schedule": "core kv sampling adapters",
         "weights.formats": "weights core layers",
         "models": (

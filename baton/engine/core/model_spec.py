@@ -282,8 +282,8 @@ class ModelSpec:
     def name(self) -> str:
         return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
-    def beyond_llama(self) -> str:
-        """Return the first thing that a layer of the Llama family does not do; "": all is as there."""
+    def beyond_llama(self, experts: bool = False) -> str:
+        """Return the first thing that a layer of the Llama family does not do, but for `experts`; "": all is as there."""
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
@@ -291,7 +291,7 @@ class ModelSpec:
             "attention sinks": self.sinks,
             "gated attention": self.attention_gate,
             "latent attention": self.latent is not None,
-            "mixture of experts": any(layer.experts for layer in self.layers),
+            "mixture of experts": not experts and any(layer.experts for layer in self.layers),
             "layers without rope": any(layer.rope is None for layer in self.layers),
             "norms elsewhere": any(bool(getattr(self.names, at)) != bool(getattr(default, at)) for at in places),
             "layer norm": self.norm.kind != "rms",

@@ -12,6 +12,8 @@ from baton.engine.kernels.tiles import narrow
 
 SWIGLU_BLOCK, SWIGLU_ROW_BLOCK = 1024, 4096
 NOT_ROUNDED = {"GROUP": 0, "STATIC": False}
+Clamp = tuple[float, float]  # alpha and limit of a clamped SwiGLU
+NOT_CLAMPED = (1.0, 0.0)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -36,24 +38,25 @@ def _launch_norm(x, delta, weight, eps, out, scales, static_scale, constants) ->
     )  # fmt: skip
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]."""
+def swiglu(gate_up: Tensor, clamp: Clamp | None = None) -> Tensor:
+    """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]; with `clamp` as clamped_swiglu of the twin."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     _swiglu[(num_rows, triton.cdiv(size, SWIGLU_BLOCK))](
-        gate_up, out, None, size, 0.0, **NOT_ROUNDED, BLOCK=SWIGLU_BLOCK
-    )
+        gate_up, out, None, size, 0.0, *(clamp or NOT_CLAMPED), **NOT_ROUNDED, CLAMPED=clamp is not None,
+        BLOCK=SWIGLU_BLOCK,
+    )  # fmt: skip
     return out
 
 
-def swiglu_rounded(gate_up: Tensor, rounding: Rounding) -> RoundedRows:
+def swiglu_rounded(gate_up: Tensor, rounding: Rounding, clamp: Clamp | None = None) -> RoundedRows:
     """Do the same, and round what came out, in the dtype of gate_up before."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = rounding.empty(num_rows, size, gate_up.device)
     block = SWIGLU_ROW_BLOCK if rounding.of_rows else SWIGLU_BLOCK
     _swiglu[(num_rows, 1 if rounding.of_rows else triton.cdiv(size, block))](
-        gate_up, *out, size, rounding.scale, **rounding.constants, BLOCK=block,
-        num_warps=8 if rounding.of_rows else 4,
+        gate_up, *out, size, rounding.scale, *(clamp or NOT_CLAMPED), **rounding.constants, CLAMPED=clamp is not None,
+        BLOCK=block, num_warps=8 if rounding.of_rows else 4,
     )  # fmt: skip
     return out
 
@@ -85,34 +88,43 @@ def _add_norm(
         store_rounded(block, out, scales, tl.program_id(0).to(tl.int64), 0, size, row_scale, GROUP, BLOCK)
 
 
-@triton.jit(do_not_specialize=["static_scale"])
+@triton.jit(do_not_specialize=["static_scale", "alpha", "limit"])
 def _swiglu(
-    gate_up, out, scales, size, static_scale, GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr
+    gate_up, out, scales, size, static_scale, alpha, limit,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks; 1 where a row has a scale of its own). `scales`: of the rounded rows; None: not rounded."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     if scales is None:
         places = first + tl.arange(0, BLOCK)
-        tl.store(out + row * size + places, _gated(gate_up, row, first, size, BLOCK), mask=places < size)
+        tl.store(
+            out + row * size + places,
+            _gated(gate_up, row, first, size, alpha, limit, CLAMPED, BLOCK),
+            mask=places < size,
+        )
     else:
         scale = static_scale
         if GROUP == 0 and not STATIC:
             largest = tl.zeros([BLOCK], tl.float32)
             for begin in range(0, size, BLOCK):
-                block = _gated(gate_up, row, begin, size, BLOCK).to(tl.float32)
+                block = _gated(gate_up, row, begin, size, alpha, limit, CLAMPED, BLOCK).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(block))
             scale = scale_of(tl.max(largest, 0), out.dtype.element_ty)
         for begin in range(first, size, tl.num_programs(1) * BLOCK):
-            block = _gated(gate_up, row, begin, size, BLOCK).to(tl.float32)
+            block = _gated(gate_up, row, begin, size, alpha, limit, CLAMPED, BLOCK).to(tl.float32)
             store_rounded(block, out, scales, row, begin, size, scale, GROUP, BLOCK)
 
 
 @triton.jit
-def _gated(gate_up, row, begin, size, BLOCK: tl.constexpr):
+def _gated(gate_up, row, begin, size, alpha, limit, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
     """silu(gate) * up from `begin` on [BLOCK], in the dtype of gate_up, zeros behind the last."""
     places = begin + tl.arange(0, BLOCK)
     mask = places < size
     gate = tl.load(gate_up + row * 2 * size + places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + places, mask=mask, other=0.0).to(tl.float32)
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
+        return narrow(gate / (1.0 + tl.exp(-alpha * gate)) * up, gate_up.dtype.element_ty)
     return narrow(gate / (1.0 + tl.exp(-gate)) * up, gate_up.dtype.element_ty)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.lora_folder import LoraFolder
-from baton.engine.adapters.low_rank import ComposedLowRank, LowRanks
+from baton.engine.adapters.low_rank import ComposedLowRank, LowRanks, MakeLowRank
 from baton.engine.adapters.native_low_rank import NativeLowRank
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import NativeAttention
@@ -39,6 +40,9 @@ from baton.engine.recurrent.plan import StatePlan
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.merge import pad
 from kvtransfer.layout import KVGroup, KVLayout
+
+if TYPE_CHECKING:
+    from baton.engine.adapters.gpu_low_rank import StepAdapters
 
 Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 
@@ -91,7 +95,17 @@ class Model:
         source.check_all_read("model.layers.", tuple(f"{module}." for module in not_here))
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
-        self._adapted = adapted
+        unfit = (layer.experts.unfit for layer in self.layers if layer is not None and layer.experts is not None)
+        if why := next(filter(None, unfit), ""):
+            self.reasons["layers"]["grouped experts"] = why
+        self._adapted, self._gpu_adapters = adapted, None
+        self._make_low_rank: MakeLowRank = partial(ComposedLowRank, make)
+        if self.layers_name == FusedLayers.name:
+            self._make_low_rank = NativeLowRank
+        elif adapted and self.weights.kernels == ("triton",):
+            from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an extra
+
+            self._make_low_rank, self._gpu_adapters = GpuLowRank, GpuAdapters(self.device)
         self._kv_index = {layer: index for index, layer in enumerate(spec.kv_layers)}
         self._temperature = None
         if spec.temperature is not None:
@@ -129,11 +143,16 @@ class Model:
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
         """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base."""
         shard = WHOLE if self.collectives is None else self.collectives.shard
-        make = NativeLowRank if self.layers_name == FusedLayers.name else partial(ComposedLowRank, self._make)
-        low_ranks = LowRanks(lora, make, self.dtype, self.device, shard.share)
+        low_ranks = LowRanks(lora, self._make_low_rank, self.dtype, self.device, shard.share)
         layers = [read_low_ranks(self.spec, index, low_ranks, shard) for index in range(self.spec.num_layers)]
         lora.check_all_read()
-        return Adapter(name, lora, tuple(each if index in self.own_layers else {} for index, each in enumerate(layers)))
+        own = (each if index in self.own_layers else {} for index, each in enumerate(layers))
+        adapter = Adapter(name, lora, tuple(own))
+        if self._gpu_adapters is not None:
+            self._gpu_adapters.warm_up(adapter, self.dtype)
+        if self.device.type == "cuda":  # steps may run on another stream than this thread's
+            torch.cuda.current_stream(self.device).synchronize()
+        return adapter
 
     @property
     def layers_name(self) -> str:
@@ -142,11 +161,10 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Return whether decode steps may be captured in CUDA graphs: experts are counted on the host, and so are the rows of
-        adapters."""
-        return (
-            self.attention.capturable and not self._adapted and all(layer.experts is None for layer in self.spec.layers)
-        )
+        """Return whether decode steps may be captured in CUDA graphs: the rows of adapters are counted on the host, and so are
+        those of experts that are not grouped."""
+        experts = (layer.experts for layer in self.layers if layer is not None and layer.experts is not None)
+        return self.attention.capturable and not self._adapted and all(each.grouped is not None for each in experts)
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
@@ -207,11 +225,12 @@ class Model:
         plan = self.attention.plan(batch, pool) if self._kv_index else None
         states = None if self.spec.state is None else StatePlan(self.spec.state, batch, pool.states)
         factors = None if self._temperature is None else self._temperature(batch.positions)
+        added = None if self._gpu_adapters is None else self._gpu_adapters.plan(batch.adapters)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
         for index in self.own_layers:
             layer = self.layers[index]
             normed = x if layer.input_norm is None else layer.input_norm(x)
-            apply = partial(self._apply, batch.adapters, index, layer)
+            apply = partial(self._apply, batch.adapters, added, index, layer)
             said = None
             if layer.state is not None:
                 said = layer.state(normed, states, self._state_index[index])
@@ -234,11 +253,22 @@ class Model:
         x, scale = self.embedding(token_ids), self.spec.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
-    def _apply(self, adapters: Sequence[AdapterRows], index: int, layer: Layer, name: str, x: Tensor) -> Tensor:
+    def _apply(
+        self,
+        adapters: Sequence[AdapterRows],
+        added: "StepAdapters | None",
+        index: int,
+        layer: Layer,
+        name: str,
+        x: Tensor,
+    ) -> Tensor:
         """Return the product of rows x and a linear of a layer, with what adapters add to theirs: of inputs that ranks share,
         from those of all, so that it has the bits of one process."""
         linear = getattr(layer, name)
         y = linear(x)
+        if added is not None:
+            added.add(index, name, x, y)
+            return y
         if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
             x = linear.inputs_of_all(x)
         for begin, end, adapter in adapters:

@@ -2,11 +2,13 @@
 
 Batch-invariant: the router is a row's own, in fp32, and ranks equal scores by index; the rows of an expert are gathered
 (a counting sort) and go through its row-invariant linears; what the chosen experts say is added in the order in which
-the row chose them, in fp32. Experts that no row chose are not read.
+the row chose them, in fp32. Experts that no row chose are not read. On a GPU all of that is a few launches
+(layers/grouped.py), where the experts' weights have one form.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.models.linears import Linears
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight
+
+if TYPE_CHECKING:
+    from baton.engine.layers.grouped import GroupedExperts
 
 MakeRouter = Callable[[DenseWeight, Tensor | None], LinearKernel]  # fp32 weight, bias -> its kernel, over fp32 rows
 
@@ -71,6 +76,17 @@ class Experts:
             self.gate_up[index], self.down[index] = read(
                 linears, modules[1:], index, inner or hidden, not shard.whole_experts
             )
+        self.grouped, self.unfit = self._group(spec)
+
+    def _group(self, spec: ModelSpec) -> tuple["GroupedExperts | None", str]:
+        """Return what computes all experts at once on a GPU, or why nothing does there; neither on a CPU."""
+        if any(kernel is None or kernel.name != "triton" for kernel in (*self.gate_up, *self.down)):
+            return None, ""
+        from baton.engine.layers.grouped import GroupedExperts  # triton is an extra
+
+        if why := GroupedExperts.unfit(spec, self.gate_up, self.down):
+            return None, why
+        return GroupedExperts(spec, self.spec, self.gate_up, self.down), ""
 
     def _read_stacked(
         self, linears: Linears, modules: list[str], index: int, hidden: int, cut: bool
@@ -99,19 +115,24 @@ class Experts:
         scores = self.router(x.float())
         chosen, weights = self.choose(scores[:, : self.spec.num_experts])
         read = x if self.to_latent is None else self.to_latent(x)
-        of_inputs = weights.flatten() if self.spec.scales_inputs else None
-        spoken = self._spoken(read, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
-        if of_inputs is None:
-            spoken = spoken * weights.unsqueeze(2)
-        total = spoken[:, 0]
-        for slot in range(1, self.spec.num_chosen):
-            total = total + spoken[:, slot]
+        total = (self._weighed if self.grouped is None else self.grouped)(read, chosen, weights)
         if self.from_latent is not None:
             total = self.from_latent(total.to(x.dtype)).float()
         if self.shared_gate_up is not None:
             shared = self.shared_down(self._between(self.shared_gate_up(x))).float()
             total = total + (shared * by_rows(torch.sigmoid, scores[:, -1:]) if self.spec.shared_names[0] else shared)
         return total.to(x.dtype)
+
+    def _weighed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what each row's chosen experts say of it, weighed and added in the order of choice, fp32 [T, elements]."""
+        of_inputs = weights.flatten() if self.spec.scales_inputs else None
+        spoken = self._spoken(x, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
+        if of_inputs is None:
+            spoken = spoken * weights.unsqueeze(2)
+        total = spoken[:, 0]
+        for slot in range(1, self.spec.num_chosen):
+            total = total + spoken[:, slot]
+        return total
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 [T, num_experts] -> experts int64 and their weights fp32, [T, num_chosen], best first; of equal scores

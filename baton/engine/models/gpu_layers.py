@@ -1,5 +1,5 @@
 """The layers of a step on a GPU, with one Triton kernel for all between two products: RMSNorm and residual,
-q/k norm, rotation and the write of KV, SiLU times up."""
+q/k norm, rotation and the write of KV, SiLU times up. Experts have launches of their own (layers/grouped.py)."""
 
 from collections.abc import Callable, Sequence
 
@@ -35,10 +35,10 @@ class GpuLayers:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if reason := kernels.unavailable(attention.shape.device.type):
             return reason
-        if reason := spec.beyond_llama():
+        if reason := spec.beyond_llama(experts=True):
             return reason
         for layer in layers:
-            for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for part in filter(None, (layer.qkv, layer.output, layer.gate_up, layer.down)):
                 if part.row_multiple != 1:
                     return f"linear kernel {part.name} wants padded rows"
         return ""
@@ -63,8 +63,12 @@ class GpuLayers:
             if on_layer is not None:
                 on_layer(index)
             self._attention(plan, index, q, mixed)
-            gate_up = self._after_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm.weight, layer.gate_up)
-            moved = self._after_swiglu(gate_up, layer.down)
+            attended = layer.output(mixed.flatten(1))
+            if layer.experts is not None:
+                moved = layer.experts(self._rows.add_norm(x, attended, layer.mlp_norm.weight, spec.norm.eps))
+            else:
+                gate_up = self._after_norm(x, attended, layer.mlp_norm.weight, layer.gate_up)
+                moved = self._after_swiglu(gate_up, layer.down)
             if index < last:
                 following = self._layers[index + 1]
                 heads = self._after_norm(x, moved, following.input_norm.weight, following.qkv)

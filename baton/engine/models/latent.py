@@ -19,6 +19,25 @@ from baton.engine.weights.forms import DenseWeight
 NORM = NormSpec(1e-6)  # of both latents, whatever rms_norm_eps is
 
 
+class ByHead:
+    """A product for each head, on a GPU all in one launch."""
+
+    def __init__(self, kernels: list[LinearKernel]):
+        """Of weights of one shape, in floating point."""
+        self._kernels, self.num_heads, self._grouped = kernels, len(kernels), None
+        if all(kernel.name == "triton" for kernel in kernels):
+            from baton.engine.layers.grouped import GroupedLinear  # triton is an extra
+
+            self._grouped = GroupedLinear(kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, in] -> [T, heads, out]."""
+        if self._grouped is not None:
+            return self._grouped.each(x.contiguous())
+        heads = x.transpose(0, 1).contiguous()
+        return torch.stack([kernel(rows) for kernel, rows in zip(self._kernels, heads, strict=True)], dim=1)
+
+
 class LatentProjection(LinearKernel):
     """Hidden states to the queries of all heads and, behind them, the row to be kept, before a rope has turned them."""
 
@@ -28,16 +47,16 @@ class LatentProjection(LinearKernel):
     ):  # fmt: skip
         """`query`: one kernel, or two with a norm between; `keys`: of each head, nope_dim elements to the latent's."""
         self._latent, self._query, self._query_norm = latent, query, query_norm
-        self._keys, self._row, self._row_norm = keys, row, row_norm
+        self._keys, self._row, self._row_norm = ByHead(keys), row, row_norm
         _describe(self, [*query, *keys, row])
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        latent, num_heads = self._latent, len(self._keys)
+        latent, num_heads = self._latent, self._keys.num_heads
         query = self._query[0](x)
         if self._query_norm is not None:
             query = self._query[1](self._query_norm(query))
         turned, still = query.unflatten(1, (num_heads, -1)).split((latent.rope_dim, latent.nope_dim), dim=2)
-        absorbed = _by_head(self._keys, still)
+        absorbed = self._keys(still)
         key, row = self._row(x).split((latent.rope_dim, latent.rank), dim=1)
         rows = (
             torch.cat((turned, key.unsqueeze(1)), dim=1),
@@ -51,11 +70,11 @@ class LatentOutput(LinearKernel):
 
     def __init__(self, values: list[LinearKernel], output: LinearKernel):
         """`values`: of each head, a sum of rows to value_dim elements."""
-        self._values, self._output = values, output
+        self._values, self._output = ByHead(values), output
         _describe(self, [*values, output])
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        return self._output(_by_head(self._values, x.unflatten(1, (len(self._values), -1))).flatten(1))
+        return self._output(self._values(x.unflatten(1, (self._values.num_heads, -1))).flatten(1))
 
 
 def read_latent(
@@ -118,12 +137,6 @@ def in_order_of_rope(turned: Tensor, still: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     low, high = still.chunk(2, dim=-1)
     return torch.cat((first, low, second, high), dim=-1)
-
-
-def _by_head(kernels: list[LinearKernel], x: Tensor) -> Tensor:
-    """Each head's kernel on its rows of x [T, heads, in] -> [T, heads, out]."""
-    heads = x.transpose(0, 1).contiguous()
-    return torch.stack([kernel(rows) for kernel, rows in zip(kernels, heads, strict=True)], dim=1)
 
 
 def _describe(kernel: LinearKernel, parts: list[LinearKernel]) -> None:

@@ -19,10 +19,12 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from baton.engine import kernels
+from baton.engine.adapters.adapters import Adapter
+from baton.engine.adapters.gpu_low_rank import GpuLowRank
 from baton.engine.attention import triton_paged
 from baton.engine.attention.base import AttentionShape
-from baton.engine.core.batch import ForwardBatch, SeqSlice
-from baton.engine.core.model_spec import LatentSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.core.model_spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.warm_up import warm_steps
 from baton.engine.kv.pool import KVPool
@@ -47,7 +49,9 @@ SHAPES = {
     "Qwen3": (2, 1024, 3072, 16, 8, 128, 151936, True),
     "256": (1, 2048, 4096, 8, 4, 256, 32000, False),
     "256 capped": (1, 2048, 4096, 8, 4, 256, 32000, False),
+    "128 experts": (1, 2048, 768, 32, 8, 128, 32000, False),
 }
+EXPERTS = ExpertsSpec(128, 8, 768, ("router", "{}.gate", "{}.up", "{}.down"))
 FORMS = (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4"))  # of weights and KV
 ACTIVATIONS = {"fp8": "dynamic", "fp8-block": "dynamic-block", "fp8-stored": "none"}
 
@@ -151,8 +155,9 @@ def make_model(
             heads, kv_heads, head_dim, spec.windows, torch.bfloat16, META, kv_form, BLOCK_SIZE, softcap=softcap
         )
     )
-    make = GpuChoice("auto", exact, torch.bfloat16, META)
-    return Model(spec, torch.bfloat16, MetaSource(form), make, attention, [rope_of(context, head_dim).to(META)])
+    make, make_router = (GpuChoice("auto", exact, dtype, META) for dtype in (torch.bfloat16, torch.float32))
+    ropes = [rope_of(context, head_dim).to(META)]
+    return Model(spec, torch.bfloat16, MetaSource(form), make, attention, ropes, make_router)
 
 
 @cache
@@ -162,10 +167,11 @@ def rope_of(context: int, head_dim: int) -> Rope:
 
 def make_spec(name: str, context: int) -> ModelSpec:
     layers, hidden, inner, heads, kv_heads, head_dim, vocab, qk_norm = SHAPES[name]
+    layer = LayerSpec(experts=EXPERTS if name.endswith("experts") else None)
     spec = ModelSpec(
         folder=Path(name), family="qwen3" if qk_norm else "llama", vocab_size=vocab, hidden_size=hidden,
         intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
-        ropes=(RopeSpec("default", 5e5, context, context),), layers=(LayerSpec(),) * layers, tied=False, dtype="bf16",
+        ropes=(RopeSpec("default", 5e5, context, context),), layers=(layer,) * layers, tied=False, dtype="bf16",
     )  # fmt: skip
     return replace(spec, qk_norm="head") if qk_norm else spec
 
@@ -217,8 +223,8 @@ class Setup:
 
 
 def torch_layers(recorder: Recorder) -> dict[str, dict]:
-    """Steps of what torch runs between Triton's products and attention: latent rows (of DeepSeek V3's sizes, 16 heads), and
-    attention sinks. Experts are counted on the host, and so not here."""
+    """Steps of what torch runs between Triton's products and attention: latent rows (of DeepSeek V3's sizes, 16 heads),
+    attention sinks, and adapters of two ranks."""
     rope, found = RopeSpec("default", 1e4, CONTEXT, CONTEXT), {}
     latent = dict(
         latent=LatentSpec(512, 64, 128, 128, 1536), num_heads=16, num_kv_heads=1, head_dim=576, attention_scale=0.07,
@@ -228,7 +234,7 @@ def torch_layers(recorder: Recorder) -> dict[str, dict]:
         sinks=True, num_heads=64, num_kv_heads=8, head_dim=64, activation="clamped_swiglu", swiglu_alpha=1.7,
         swiglu_limit=7.0, qkv_bias=True, output_bias=True, ropes=(rope,),
     )  # fmt: skip
-    for name, given in (("latent", latent), ("sinks", sinks)):
+    for name, given in (("latent", latent), ("sinks", sinks), ("adapters", {"ropes": (rope,)})):
         spec = replace(make_spec("256", CONTEXT), **given)
         for exact in (True, False):
             backend = triton_paged.TritonAttention if exact else triton_paged.FastTritonAttention
@@ -238,14 +244,43 @@ def torch_layers(recorder: Recorder) -> dict[str, dict]:
             )  # fmt: skip
             make = GpuChoice("auto", exact, torch.bfloat16, META)
             ropes = [Rope(spec.ropes[0], spec.head_dim, CONTEXT).to(META)]
-            model = Model(spec, torch.bfloat16, MetaSource("bf16"), make, backend(shape), ropes)
+            adapted = name == "adapters"
+            model = Model(spec, torch.bfloat16, MetaSource("bf16"), make, backend(shape), ropes, adapted=adapted)
             pool = KVPool(KVLayout((model.kv_group("bf16", BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
             inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, CONTEXT // BLOCK_SIZE + 1))
             setup = Setup(model, pool, inputs)
-            warmed = setup.warm_up(recorder).keys()
-            cold = sorted(setup.run(recorder, trace(exact)).keys() - warmed)
+            warmed, steps = setup.warm_up(recorder).keys(), trace(exact)
+            if adapted:
+                adapters = [make_adapter(spec, rank) for rank in (16, 96)]
+                recorder.variants = {}
+                for adapter in adapters:
+                    model._gpu_adapters.warm_up(adapter, torch.bfloat16)
+                warmed |= recorder.variants.keys()
+                steps = [with_adapters(step, adapters) for step in steps]
+            cold = sorted(setup.run(recorder, steps).keys() - warmed)
             found[f"{name} {exact}"] = {"layers": model.layers_name, "warm": len(warmed), "cold": cold}
     return found
+
+
+def make_adapter(spec: ModelSpec, rank: int) -> Adapter:
+    """Return one of attention's first linear and of the MLP's last."""
+    inner, hidden = spec.intermediate_size, spec.hidden_size
+    sizes = {"qkv": (hidden, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim), "down": (inner, hidden)}
+    pairs = {
+        name: GpuLowRank(_empty(torch.bfloat16, rank, size), [_empty(torch.bfloat16, out, rank)])
+        for name, (size, out) in sizes.items()
+    }
+    return Adapter(str(rank), None, (pairs,) * spec.num_layers)
+
+
+def with_adapters(step: ForwardBatch, adapters: list[Adapter]) -> ForwardBatch:
+    """Return the step with adapters on two of three sequences."""
+    rows = [
+        AdapterRows(seq.query_start, seq.query_start + seq.query_len, adapters[index % 3])
+        for index, seq in enumerate(step.seqs)
+        if index % 3 < 2
+    ]
+    return replace(step, adapters=tuple(rows))
 
 
 def launches_of_rounding(recorder: Recorder) -> dict[str, int]:

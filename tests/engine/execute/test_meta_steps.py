@@ -43,7 +43,7 @@ def test_rounded_activations_cost_one_launch_a_layer(made):
 
 
 def test_every_model_and_form_was_stepped(found):
-    assert len(found) == 40 and all(each["launches"] > 100 for each in found.values())
+    assert len(found) == 48 and all(each["launches"] > 100 for each in found.values())
 
 
 def test_the_warm_up_covers_what_a_serving_trace_asks_for(found):
@@ -52,9 +52,9 @@ def test_the_warm_up_covers_what_a_serving_trace_asks_for(found):
     assert not cold, f"{sum(map(len, cold.values()))} variants: {next(iter(cold.items()))}"
 
 
-def test_latent_attention_and_sinks_are_launched_and_warmed_as_well(made):
+def test_latent_attention_sinks_and_adapters_are_launched_and_warmed_as_well(made):
     found = made["torch"]
-    assert len(found) == 4 and all(each["layers"] == "torch" and each["warm"] >= 8 for each in found.values()), found
+    assert len(found) == 6 and all(each["layers"] == "torch" and each["warm"] >= 8 for each in found.values()), found
     assert not {name: each["cold"] for name, each in found.items() if each["cold"]}
 
 

@@ -1,10 +1,11 @@
-"""Compile the linear kernels and those between products for GPUs that are not here; prints JSON as compile_kernels.py
+"""Compile the linear kernels, those of experts, those of adapters and those between products for GPUs that are not here; prints JSON as compile_kernels.py
 does. Run with TRITON_INTERPRET=0."""
 
 import json
 import sys
 
-from baton.engine.kernels import linear, quantize, rows
+from baton.engine.adapters import gpu_low_rank
+from baton.engine.kernels import grouped, linear, low_rank, quantize, rows
 from tests.engine.kernels.compile_kernels import compiled
 
 # kind -> dtype of the weight, and of x where it is not bf16
@@ -39,6 +40,38 @@ def multiply(kind, capability, tile, partial, grouped=False, offsets=False, bloc
     return compiled(linear.multiply, pointers, constants, capability, 8 if tile > 64 else 4, fusion)
 
 
+def multiply_grouped(kind, capability, tile, tree=False, each=False, block_k=128):
+    """`each`: without tables of tiles."""
+    pointers, constants = form(kind, False, False)
+    columns = 128 if tile == 128 and kind != "int4" and not tree else 64
+    constants |= {"TREE": tree, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
+    constants |= {"SHARE": 0 if tree else 8, "SCATTERS": tree}
+    if each:
+        constants |= {"order": None, "tiles": None}
+    else:
+        pointers |= {"order": "int32", "tiles": "int32"}
+    return compiled(grouped.multiply_grouped, pointers, constants, capability, 8 if tile > 64 else 4)
+
+
+def made_of_experts(capability: int) -> dict:
+    """What stands around the products of experts."""
+    constants = {"NUM_OWNERS": 128, "BINS": 256, "TILE": 64, "BLOCK": 1024}
+    pointers = {"owners": "int64", "order": "int32", "tiles": "int32"}
+    made = {f"{capability} sort": compiled(grouped.sort, pointers, constants, capability, 4)}
+    constants = {"NUM_CHOSEN": 8, "WEIGHTED": True, "BLOCK": 1024}
+    pointers = {"said": "bf16", "weights": "fp32", "y": "fp32"}
+    return made | {f"{capability} add_chosen": compiled(grouped.add_chosen, pointers, constants, capability, 4)}
+
+
+def made_of_adapters(capability: int) -> dict:
+    pointers = {"x": "bf16", "inner": "bf16", "y": "bf16", "tiles": "int64"}
+    sizes = {name: getattr(gpu_low_rank, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R")}
+    return {
+        f"{capability} {kernel.__name__}": compiled(kernel, *only(kernel, pointers, sizes), capability, 4)
+        for kernel in (low_rank.shrink, low_rank.expand)
+    }
+
+
 def add_segments(kind, capability, tree=False):
     pointers, constants = form(kind, False, False)
     constants |= {"TREE": tree, "BLOCK_M": 16, "BLOCK_N": 64}
@@ -65,7 +98,8 @@ def made_between_products(capability: int) -> dict:
         shared = none | {"GROUP": group, "STATIC": static}
         pointers = {"out": stored} | ({} if none else {"scales": "fp32"})
         inputs = dict.fromkeys(("x", "delta", "weight", "gate_up"), "bf16")
-        for kernel, constants in ((rows._add_norm, {"ADDS": True, "BLOCK": 4096}), (rows._swiglu, {"BLOCK": 1024})):
+        between = {"CLAMPED": name == "bf16", "BLOCK": 1024}
+        for kernel, constants in ((rows._add_norm, {"ADDS": True, "BLOCK": 4096}), (rows._swiglu, between)):
             kinds, given = only(kernel, pointers | inputs, shared | constants)
             made[f"{capability} {kernel.__name__} {name}"] = compiled(kernel, kinds, given, capability, 8)
         if not none:
@@ -85,6 +119,10 @@ def main() -> None:
             for partial in (True, False):
                 way = "partial" if partial else "whole"
                 made[f"{capability} {kind} {way}"] = multiply(kind, capability, 64, partial, block_k=block_k)
+            for tile, tree in ((64, False), (128, False), (64, True)):
+                name = f"{capability} {kind} grouped{tile}{'tree' if tree else ''}"
+                made[name] = multiply_grouped(kind, capability, tile, tree, block_k=block_k)
+            made[f"{capability} {kind} each"] = multiply_grouped(kind, capability, 64, each=True, block_k=block_k)
             made[f"{capability} {kind} large"] = multiply(kind, capability, 128, False, block_k=block_k)
             for tile in (16, 128):
                 name = f"{capability} {kind} tile{tile}"
@@ -102,7 +140,8 @@ def main() -> None:
                 name = f"{capability} {kind} g{group}-asym"
                 made[name] = multiply(kind, capability, 64, True, True, True, group)
                 made[f"{name} row"] = multiply_row(kind, capability, True, True)
-        made |= made_between_products(capability)
+        made |= made_between_products(capability) | made_of_experts(capability)
+        made |= made_of_adapters(capability)
     json.dump(made, sys.stdout)
 
 

@@ -33,6 +33,7 @@ def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
         # The two ways of the exact form add products in the same instructions.
         partial, whole = (made[f"{capability} {kind} {way}"]["products"] for way in ("partial", "whole"))
         assert partial == whole and whole, kind
+        assert made[f"{capability} {kind} grouped64"]["products"] == whole, kind
         # And the larger tile: as many inputs to an instruction, of other outputs.
         large = {re.sub(r"n\d+k", "nk", each) for each in made[f"{capability} {kind} large"]["products"]}
         assert large == {re.sub(r"n\d+k", "nk", each) for each in whole}, kind

@@ -72,10 +72,10 @@ class GpuLinear(LinearKernel):
         exact sum; of a faster one the inputs are one."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
-        self._weight = stored = store(weight, dtype)
-        self._bias = None if bias is None else bias.float()
+        self.stored = stored = store(weight, dtype)
+        self.bias = None if bias is None else bias.float()
         self._dense_bias = bias
-        self._dtype, self._order, self._outliers = dtype, None, None
+        self.dtype, self._order, self._outliers = dtype, None, None
         self._dtype_of_y = torch.float32 if partial else dtype
         self._rounding = rounding_of(weight)
         if isinstance(weight, IntWeight):
@@ -84,20 +84,20 @@ class GpuLinear(LinearKernel):
                 self._columns = weight.outliers.columns
                 self._outliers = GpuLinear(DenseWeight(weight.outliers.values), None, dtype, exact)
         self.scaled_by_row = self._rounding is not None and self._rounding.of_rows
-        self._leaves = leaves if exact else 1
+        self.leaves = leaves if exact else 1
         wanted = round(SEGMENTED_PROGRAMS / -(-stored.num_out // BLOCK_N))
         num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
         multiple = math.lcm(stored.block_k, stored.group if stored.is_grouped else 1)
-        self._segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
-        if self._leaves > 1:
-            self._segment_len = stored.num_in // leaves
-        self._num_segments = -(-stored.num_in // self._segment_len)
+        self.segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
+        if self.leaves > 1:
+            self.segment_len = stored.num_in // leaves
+        self.num_segments = -(-stored.num_in // self.segment_len)
         self.paths = self._exact_paths() if exact else self._fast_paths()
         self._by_rows: list[tuple[float, str]] = self._unmeasured()
 
     @property
     def num_bytes(self) -> int:
-        parts = (self._weight.values, self._weight.scales, self._weight.offsets, self._bias)
+        parts = (self.stored.values, self.stored.scales, self.stored.offsets, self.bias)
         own = sum(part.nbytes for part in parts if part is not None)
         own += 0 if self._tiny is None else self._tiny.num_bytes
         return own + (0 if self._outliers is None else self._outliers.num_bytes)
@@ -105,10 +105,10 @@ class GpuLinear(LinearKernel):
     @property
     def key(self) -> str:
         """Return the name under which a measured table is kept."""
-        weight, grouped = self._weight, f"g{self._weight.group}" if self._weight.is_grouped else ""
+        weight, grouped = self.stored, f"g{self.stored.group}" if self.stored.is_grouped else ""
         offsets = "" if weight.offsets is None else "asym"
         rounded = "" if self._rounding is None else "rounded"
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         return "-".join(
             filter(None, (weight.kind, grouped, offsets, rounded, dtype, f"{weight.num_out}x{weight.num_in}"))
         )
@@ -120,7 +120,11 @@ class GpuLinear(LinearKernel):
 
     @property
     def num_in(self) -> int:
-        return self._weight.num_in
+        return self.stored.num_in
+
+    def move(self, stored: Stored, bias: Tensor | None) -> None:
+        """Read the same values from other memory from now on."""
+        self.stored, self.bias, self._tiny = stored, bias, None
 
     def use(self, by_rows: list[tuple[float, str]]) -> None:
         """`by_rows`: (largest number of rows, path) ascending, the last one infinite. Makes the copy of the weight that a
@@ -131,9 +135,14 @@ class GpuLinear(LinearKernel):
 
     @property
     def rounding(self) -> Rounding | None:
-        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or must see them
-        first, to put their inputs in order or for outliers."""
-        return self._rounding if self._order is None and self._outliers is None else None
+        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or has inputs of its
+        own."""
+        return None if self.has_own_inputs else self._rounding
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Return whether the weight must see its rows first, to put their inputs in order or for outliers."""
+        return self._order is not None or self._outliers is not None
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         y = self._path(x.shape[0])(self._ordered(x), largest)
@@ -159,18 +168,18 @@ class GpuLinear(LinearKernel):
         paths: dict[str, Path] = {
             f"tile{tile}": lambda x, largest, tile=tile: self._tiled(x, tile, largest) for tile in TILES
         }
-        kind = self._weight.kind
+        kind = self.stored.kind
         if kind != "w8a8":
             paths["row"] = self._row
-        if kind == "int4" and tinygemm.fits(self._weight.num_out, self.num_in, self._weight.group, self._dtype):
+        if kind == "int4" and tinygemm.fits(self.stored.num_out, self.num_in, self.stored.group, self.dtype):
             paths["tinygemm"] = self._tinygemm
         if kind == "dense":
             paths["cublas"] = self._cublas
-        aligned = self._weight.num_out % 16 == 0 and self._weight.num_in % 16 == 0
-        if kind == "w8a8" and not self._weight.is_grouped and aligned:
+        aligned = self.stored.num_out % 16 == 0 and self.stored.num_in % 16 == 0
+        if kind == "w8a8" and not self.stored.is_grouped and aligned:
             paths["int_mm"] = self._int_mm
-        whole = not self._weight.is_grouped and self._rounding is not None
-        if kind == "fp8" and whole and aligned and self._dtype == torch.bfloat16:
+        whole = not self.stored.is_grouped and self._rounding is not None
+        if kind == "fp8" and whole and aligned and self.dtype == torch.bfloat16:
             paths["scaled_mm"] = self._scaled_mm
         return paths
 
@@ -178,7 +187,7 @@ class GpuLinear(LinearKernel):
         """Return the table of paths to use when none was measured."""
         if self.batch_invariant:
             small, large = EXACT_TILES
-            tiles_of_rows = -(-SEGMENTED_PROGRAMS // -(-self._weight.num_out // self._columns_of(large)))
+            tiles_of_rows = -(-SEGMENTED_PROGRAMS // -(-self.stored.num_out // self._columns_of(large)))
             return [(max(small, (tiles_of_rows - 1) * large), f"tile{small}"), (math.inf, f"tile{large}")]
         if "cublas" in self.paths:
             return [(math.inf, "cublas")]
@@ -194,56 +203,62 @@ class GpuLinear(LinearKernel):
         own, up to 336; a tree keeps four sums of each: of 64, 72 and 96."""
         if tile < 128:
             return BLOCK_N
-        crowded = self._weight.kind == "int4" or self._of_e4m3
-        if self._leaves > 1:
+        crowded = self.stored.kind == "int4" or self._of_e4m3
+        if self.leaves > 1:
             return BLOCK_N // 2 if crowded else BLOCK_N
         return BLOCK_N if crowded else LARGE_BLOCK_N
 
     @property
     def _of_e4m3(self) -> bool:
-        return self._rounding is not None and self._weight.kind == "fp8"
+        return self._rounding is not None and self.stored.kind == "fp8"
 
     def _tiled(self, x: Tensor | RoundedRows, tile: int, largest: Tensor | None) -> Tensor:
-        stored, num_columns = self._weight, self._columns_of(tile)
-        x, x_scales = self._activated(x, largest)
+        stored, constants = self.stored, self.constants(tile)
+        x, x_scales = self.activated(x, largest)
         num_rows = x.shape[0]
         y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype_of_y)
-        grid = (-(-num_rows // tile), -(-stored.num_out // num_columns))
-        split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
-        num_partials = self._num_segments if split else 0
+        grid = (-(-num_rows // tile), -(-stored.num_out // constants["BLOCK_N"]))
+        split = self.num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
+        num_partials = self.num_segments if split else 0
         partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
-        sums = dict(BIAS=self._bias is not None, TREE=self._leaves > 1)
-        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16, of
-        # one of e4m3 with e4m3 40.
-        crowded = self._leaves > 1 and (stored.kind == "int4" or self._of_e4m3)
-        wide = tile > 64 or crowded or (tile == 16 and stored.kind == "fp8")
-        launch = dict(num_warps=8 if wide else 4, enable_fp_fusion=not self.batch_invariant)
         kernels.multiply[(*grid, max(num_partials, 1))](
-            x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, partials,
+            x, stored.values, stored.scales, stored.offsets, self.bias, x_scales, y, partials,
             num_rows, stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
-            stored.group, stored.num_in // stored.group, self._segment_len, self._num_segments,
-            KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None, PARTIAL=split,
-            X_GROUPED=self._x_grouped, BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **sums, **launch,
+            stored.group, stored.num_in // stored.group, self.segment_len, self.num_segments,
+            PARTIAL=split, **constants,
         )  # fmt: skip
         if split:
             kernels.add_segments[(-(-num_rows // ADD_ROWS), -(-stored.num_out // BLOCK_N))](
-                partials, self._bias, y, num_rows, stored.num_out, self._num_segments,
-                BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N, **sums, enable_fp_fusion=not self.batch_invariant,
+                partials, self.bias, y, num_rows, stored.num_out, self.num_segments, BIAS=self.bias is not None,
+                TREE=self.leaves > 1, BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N, enable_fp_fusion=not self.batch_invariant,
             )  # fmt: skip
         return y
 
+    def constants(self, tile: int) -> dict[str, int | bool | str]:
+        """Return what a kernel of tiles of so many rows is compiled for."""
+        stored = self.stored
+        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16, of
+        # one of e4m3 with e4m3 40.
+        crowded = self.leaves > 1 and (stored.kind == "int4" or self._of_e4m3)
+        wide = tile > 64 or crowded or (tile == 16 and stored.kind == "fp8")
+        return dict(
+            KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None, X_GROUPED=self._x_grouped,
+            BIAS=self.bias is not None, TREE=self.leaves > 1, BLOCK_M=tile, BLOCK_N=self._columns_of(tile),
+            BLOCK_K=stored.block_k, num_warps=8 if wide else 4, enable_fp_fusion=not self.batch_invariant,
+        )  # fmt: skip
+
     def _cublas(self, x: Tensor, largest: Tensor | None) -> Tensor:
-        return F.linear(x, self._weight.values, self._dense_bias).to(self._dtype_of_y)
+        return F.linear(x, self.stored.values, self._dense_bias).to(self._dtype_of_y)
 
     def _row(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
-        stored = self._weight
-        x, x_scales = self._activated(x, largest)
+        stored = self.stored
+        x, x_scales = self.activated(x, largest)
         y = x.new_empty(1, stored.num_out, dtype=self._dtype_of_y)
         kernels.multiply_row[(-(-stored.num_out // ROW_BLOCK_N),)](
-            x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, stored.num_out, stored.num_in,
+            x, stored.values, stored.scales, stored.offsets, self.bias, x_scales, y, stored.num_out, stored.num_in,
             stored.values.stride(0), stored.group, stored.num_in // stored.group,
             KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None,
-            BIAS=self._bias is not None, X_GROUPED=self._x_grouped, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
+            BIAS=self.bias is not None, X_GROUPED=self._x_grouped, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
         )  # fmt: skip
         return y
 
@@ -253,34 +268,34 @@ class GpuLinear(LinearKernel):
         return y if self._dense_bias is None else y + self._dense_bias
 
     def _packed(self) -> tinygemm.TinyGemm:
-        stored = self._weight
+        stored = self.stored
         levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
         return tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
 
     def _int_mm(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
-        values, x_scales = self._activated(x, largest)
-        products = torch._int_mm(values, self._weight.values.t())
+        values, x_scales = self.activated(x, largest)
+        products = torch._int_mm(values, self.stored.values.t())
         y = torch.empty_like(products, dtype=self._dtype_of_y)
         num_rows, num_out = y.shape
         kernels.scale_products[(-(-num_rows // ADD_ROWS), -(-num_out // BLOCK_N))](
-            products, self._weight.scales, x_scales, self._bias, y, num_rows, num_out,
-            BIAS=self._bias is not None, BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N,
+            products, self.stored.scales, x_scales, self.bias, y, num_rows, num_out,
+            BIAS=self.bias is not None, BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N,
         )  # fmt: skip
         return y
 
     def _scaled_mm(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
-        values, x_scales = self._activated(x, largest)
-        weight = self._weight
+        values, x_scales = self.activated(x, largest)
+        weight = self.stored
         return torch._scaled_mm(
             values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t().contiguous(), bias=self._dense_bias,
-            out_dtype=self._dtype,
+            out_dtype=self.dtype,
         ).to(self._dtype_of_y)  # fmt: skip
 
     @property
     def _x_grouped(self) -> bool:
         return self._rounding is not None and self._rounding.group > 0
 
-    def _activated(self, x: Tensor | RoundedRows, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def activated(self, x: Tensor | RoundedRows, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the input as the weight is multiplied with it, and its scales where it is rounded."""
         if not isinstance(x, Tensor):
             return x

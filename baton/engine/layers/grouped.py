@@ -1,0 +1,152 @@
+"""Rows on a GPU that each meet one of several weights, in one launch for all (kernels/grouped.py): the experts of a mixture,
+whatever they are, and the heads of latent attention."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
+from baton.engine.kernels import grouped as kernels
+from baton.engine.kernels.quantize import RoundedRows
+from baton.engine.kernels.rows import Clamp, swiglu, swiglu_rounded
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.layers.linear.triton import EXACT_TILES, TILES, GpuLinear
+
+SORT_BLOCK, ADD_BLOCK = 1024, 1024
+LEAST_BINS = 128  # a histogram has one for each thread of its program
+
+
+class SortedPlaces(NamedTuple):
+    """Places in the order of the weights that they meet, cut into tiles."""
+
+    order: Tensor  # int32 [places]
+    tiles: Tensor  # int32 [3, slots]: as kernels.sort leaves them
+    tile: int  # rows of a tile
+
+
+def sort_places(owners: Tensor, num_owners: int, exact: bool) -> SortedPlaces:
+    """owners: integers [places], contiguous, of `num_owners` weights. Nothing is copied to the host. `exact`: in tiles that
+    multiply a row in one way, however many there are."""
+    num_places = owners.numel()
+    tile = tile_of(num_places // num_owners, exact)
+    num_slots = min(num_places, num_owners) + num_places // tile
+    order = torch.empty(num_places, dtype=torch.int32, device=owners.device)
+    tiles = torch.empty(3, num_slots, dtype=torch.int32, device=owners.device)
+    bins = max(LEAST_BINS, triton.next_power_of_2(num_owners + 1))
+    kernels.sort[(num_owners,)](
+        owners, order, tiles, num_places, num_slots, NUM_OWNERS=num_owners, BINS=bins, TILE=tile, BLOCK=SORT_BLOCK
+    )
+    return SortedPlaces(order, tiles, tile)
+
+
+def tile_of(rows: int, exact: bool) -> int:
+    """Return the rows of a tile, for so many rows of a weight on average."""
+    tiles = EXACT_TILES if exact else TILES
+    return next((tile for tile in tiles if rows < 2 * tile), tiles[-1])
+
+
+class GroupedLinear:
+    """Weights of one shape and form, one above the other in memory."""
+
+    def __init__(self, linears: Sequence[GpuLinear]):
+        """`unfit` has nothing against them. They go on working, over the same memory."""
+        self._one = one = linears[0]
+        stored = [linear.stored for linear in linears]
+        self._values, self._scales, self._offsets, self._bias = (
+            None if parts[0] is None else torch.stack(parts)
+            for parts in (
+                [each.values for each in stored], [each.scales for each in stored], [each.offsets for each in stored],
+                [linear.bias for linear in linears],
+            )
+        )  # fmt: skip
+        for index, linear in enumerate(linears):
+            values, scales, offsets, bias = (
+                None if part is None else part[index]
+                for part in (self._values, self._scales, self._offsets, self._bias)
+            )
+            linear.move(replace(linear.stored, values=values, scales=scales, offsets=offsets), bias)
+        self.rounding, self.batch_invariant = one.rounding, one.batch_invariant
+
+    @staticmethod
+    def unfit(linears: Sequence[LinearKernel]) -> str:
+        """Return why these cannot be one product; "" if they can."""
+        forms = set()
+        for linear in linears:
+            if not isinstance(linear, GpuLinear):
+                return "a weight has parts of several forms"
+            if linear.has_own_inputs:
+                return "weights have their inputs in another order, or outliers"
+            forms.add((linear.key, linear.rounding, linear.leaves, linear.bias is None))
+        return "" if len(forms) == 1 else "weights differ in form"
+
+    def __call__(self, x: Tensor | RoundedRows, places: SortedPlaces, share: int = 0, scatters: bool = False) -> Tensor:
+        """Return [places, out_features]. `share`: places of a row of x, neighbours; 0: x has a row for each, in their sorted
+        order. `scatters`: y in the order of places as they came, else as they are sorted."""
+        x, x_scales = self._one.activated(x, None)
+        y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype, device=x.device)
+        self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, share, scatters)
+        return y
+
+    def each(self, x: Tensor) -> Tensor:
+        """Return [T, weights, out_features] of x [T, weights, in_features], contiguous: of a row as many parts as there are
+        weights, each for one."""
+        num_rows, num_owners = x.shape[:2]
+        flat, x_scales = self._one.activated(x.flatten(0, 1), None)
+        y = torch.empty(num_rows, num_owners, self._one.stored.num_out, dtype=self._one.dtype, device=x.device)
+        tile = tile_of(num_rows, self.batch_invariant)
+        self._launch(flat, x_scales, y, tile, num_owners * -(-num_rows // tile), num_rows, None, 1, True)
+        return y
+
+    def _launch(
+        self, x: Tensor, x_scales: Tensor | None, y: Tensor, tile: int, num_slots: int, num_rows: int,
+        places: SortedPlaces | None, share: int, scatters: bool,
+    ) -> None:  # fmt: skip
+        one, stored, constants = self._one, self._one.stored, self._one.constants(tile)
+        order, tiles = (None, None) if places is None else places[:2]
+        kernels.multiply_grouped[(num_slots, -(-stored.num_out // constants["BLOCK_N"]))](
+            x, self._values, self._scales, self._offsets, self._bias, x_scales, y, order, tiles,
+            num_slots, num_rows, len(self._values), stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
+            stored.group, stored.num_in // stored.group, one.segment_len, one.num_segments,
+            SHARE=share, SCATTERS=scatters, **constants,
+        )  # fmt: skip
+
+
+class GroupedExperts:
+    """What the chosen experts of a layer say, weighed and added, in five launches."""
+
+    def __init__(self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[GpuLinear], down: Sequence[GpuLinear]):
+        """`unfit` has nothing against them."""
+        self._gate_up, self._down = GroupedLinear(gate_up), GroupedLinear(down)
+        self._num_experts, self._scales_inputs = experts.num_experts, experts.scales_inputs
+        clamped = spec.activation == "clamped_swiglu"
+        self._clamp: Clamp | None = (spec.swiglu_alpha, spec.swiglu_limit) if clamped else None
+
+    @staticmethod
+    def unfit(spec: ModelSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel]) -> str:
+        """Return why these experts cannot be one product each; "" if they can."""
+        if not spec.gated or spec.activation not in ("silu", "clamped_swiglu"):
+            return f"activation {spec.activation}" + ("" if spec.gated else ", without a gate")
+        return GroupedLinear.unfit(gate_up) or GroupedLinear.unfit(down)
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out]: a row's experts in the order in which it
+        chose them."""
+        num_rows, num_chosen = chosen.shape
+        places = sort_places(chosen.flatten(), self._num_experts, self._down.batch_invariant)
+        share = num_chosen
+        if self._scales_inputs:
+            x, share = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1), 1
+        gate_up = self._gate_up(x, places, share)
+        rounding = self._down.rounding
+        moved = swiglu(gate_up, self._clamp) if rounding is None else swiglu_rounded(gate_up, rounding, self._clamp)
+        said = self._down(moved, places, scatters=True)
+        total = torch.empty(num_rows, said.shape[1], dtype=torch.float32, device=x.device)
+        kernels.add_chosen[(num_rows, triton.cdiv(said.shape[1], ADD_BLOCK))](
+            said, weights, total, said.shape[1], NUM_CHOSEN=num_chosen, WEIGHTED=not self._scales_inputs,
+            BLOCK=ADD_BLOCK, enable_fp_fusion=not self._down.batch_invariant,
+        )  # fmt: skip
+        return total
