@@ -49,10 +49,18 @@ def test_places_are_sorted_and_cut_into_tiles(num_owners, tile, monkeypatch):
         assert found == wanted and places.tiles[0, len(found) :].tolist() == [-1] * (places.tiles.shape[1] - len(found))
 
 
-# Some forms in sums of segments, and in the leaves of a tree, too.
-PRODUCTS = [(form, 256, 1, True) for form in ("bf16", *HELD)]
-PRODUCTS += [("bf16", 1024, 1, True), ("bf16", 1024, 8, True), ("int4-g32-asym", 1024, 8, True)]
-PRODUCTS += [("bf16", 256, 1, False), ("int4-g32", 256, 1, False), ("int8-dynamic", 256, 1, False)]
+# Some forms in sums of segments, and in the leaves of a tree, too. One of each kind of weight and scales is run always.
+OFTEN = ("bf16", "int8-g32", "int8-dynamic", "int4-g32-asym", "fp8-32x32-dynamic-block")
+PRODUCTS = [
+    *((form, 256, 1, True) for form in OFTEN),
+    *(pytest.param(form, 256, 1, True, marks=pytest.mark.long) for form in HELD if form not in OFTEN),
+    ("bf16", 1024, 1, True),
+    ("bf16", 1024, 8, True),
+    pytest.param("int4-g32-asym", 1024, 8, True, marks=pytest.mark.long),
+    ("bf16", 256, 1, False),
+    pytest.param("int4-g32", 256, 1, False, marks=pytest.mark.long),
+    pytest.param("int8-dynamic", 256, 1, False, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("form", "num_in", "leaves", "exact"), PRODUCTS)
@@ -127,9 +135,12 @@ def test_clamped_swiglu(dtype):
 
 
 CASES = [
-    ("mixtral", "none", "triton"), ("qwen2-moe", "none", "triton"), ("qwen3-moe", "int4-g32", "triton"),
-    ("gpt-oss", "none", "torch"), ("deepseek-v3", "none", "torch"),
-]  # fmt: skip
+    ("qwen3-moe", "int4-g32", "triton"),
+    ("gpt-oss", "none", "torch"),
+    ("deepseek-v3", "none", "torch"),
+    pytest.param("mixtral", "none", "triton", marks=pytest.mark.long),
+    pytest.param("qwen2-moe", "none", "triton", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("family", "quantization", "layers"), CASES)
