@@ -37,6 +37,8 @@ class RayCluster:
             stderr=(folder / "cluster.log").open("wb"),
             text=True,
             cwd=folder,  # of all processes that Ray starts
+            env=os.environ
+            | {"RAY_worker_niceness": "0"},  # 15 by itself: workers would wait for all else that runs here
             start_new_session=True,
         )
         lines = iter(self._popen.stdout.readline, "")
