@@ -36,7 +36,6 @@ import torch
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import find_device
-from baton.engine.execute.multi_step import MOST_STEPS
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
@@ -208,7 +207,7 @@ def host_costs(times: StepTimes, folder: Path, num_rounds: int) -> HostCosts:
     over_one = alone.tpot_s - times.decode_s(1, context)
     over_many = many.tpot_s - times.decode_s(8, context)
     sequence_s = max(0.0, (over_many - over_one) / 7)
-    step_s = MOST_STEPS * max(0.0, over_one - sequence_s)  # of a call that does as many
+    step_s = max(0.0, over_one - sequence_s)
     request_s = max(0.0, alone.ttft_s - times.prefill_s(_PROMPT, 512) - step_s)
     handover_s = max(0.0, (split.tpot_s - alone.tpot_s) * (_OUTPUT - 1))
     split_s = max(0.0, split.ttft_s - alone.ttft_s)

@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that are not kernels': of a call of the engine, of each sequence in a step, of a request on its way in, of a token
+    """Seconds that are not kernels': of a step, of each sequence in it, of a request on its way in, of a token
     on its way out by the cores of gateway and client, of a handover of KV besides its bytes, and of what a request waits
     longer for its first token where another worker reads it."""
 

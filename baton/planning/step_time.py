@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from baton.engine.core.model_spec import ModelSpec
-from baton.engine.execute.multi_step import BUDGET_NS, MOST_STEPS
 from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies
 from baton.planning.memory import kernel_bytes
@@ -118,14 +117,8 @@ class StepTimes:
             head_s = roofs.head_s(num_rows, is_cached)
             head_s /= efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows, is_cached)
         kernel_s = [each / self._degree for each in (linear_s, head_s, self._attention(step, is_cached))]
-        return StepBound(*kernel_s, self._host_s(step, sum(kernel_s)), is_memory)
-
-    def _host_s(self, step: StepPieces, kernel_s: float) -> float:
-        """Return the host's part, of which steps that are done in one call of the engine have one together."""
-        host, num_steps = self.efficiencies.host, 1.0
-        if self.device.kind == "cpu" and all(num == 1 for num, _ in step.pieces):
-            num_steps = min(MOST_STEPS, max(1.0, BUDGET_NS / 1e9 / kernel_s))
-        return host.step_s / num_steps + host.sequence_s * len(step.pieces)
+        host = self.efficiencies.host
+        return StepBound(*kernel_s, host.step_s + host.sequence_s * len(step.pieces), is_memory)
 
     def decode_s(self, num_seqs: int, context: float) -> float:
         """Return the seconds of a step in which as many sequences of this context decode."""

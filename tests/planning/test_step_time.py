@@ -59,7 +59,7 @@ def test_windows_bound_what_a_layer_sees():
     assert roofs.seen(5000) == pytest.approx((16 * 1000 + 16 * 5000) / 32)
 
 
-def cpu_times(cache_bytes: int, host: HostCosts = NO_HOST) -> StepTimes:
+def cpu_times(cache_bytes: int) -> StepTimes:
     """A CPU whose cache is ten times as fast as its memory; kernels reach half of either."""
     points = [
         Point(kind, "*", 1e6, 1, 0.5, is_cached)
@@ -67,7 +67,7 @@ def cpu_times(cache_bytes: int, host: HostCosts = NO_HOST) -> StepTimes:
         for is_cached in (False, True)
     ]
     device = Device("test", "cpu", 8 << 30, 1e10, {"bf16": 1e15}, 1e9, 2, 1, cache_bytes, 1e11)
-    return StepTimes(read_spec(SHIPPED), device, Efficiencies("", host, points, True), "none", "bf16")
+    return StepTimes(read_spec(SHIPPED), device, Efficiencies("", NO_HOST, points, True), "none", "bf16")
 
 
 def test_what_fits_into_the_cache_is_read_at_its_rate():
@@ -75,14 +75,6 @@ def test_what_fits_into_the_cache_is_read_at_its_rate():
     step, small = cpu_times(32 << 20), cpu_times(1 << 20)
     assert small.decode_s(1, 100) == pytest.approx(10 * step.decode_s(1, 100), rel=0.01)
     assert step.decode_s(4, 2000) == small.decode_s(4, 2000)
-
-
-def test_steps_of_one_call_share_what_it_costs():
-    host = HostCosts(8e-4, 0, 0, 0, 0, 0)
-    quick, slow = (cpu_times(cache, host).bound(StepPieces(((1, 100),), 1)) for cache in (32 << 20, 0))
-    assert quick.seconds - quick.host_s < 5e-4 and quick.host_s == pytest.approx(1e-4)
-    assert slow.seconds - slow.host_s > 2e-3 and 4e-4 < slow.host_s <= 8e-4
-    assert cpu_times(32 << 20, host).bound(StepPieces(((64, 64),), 1)).host_s == 8e-4
 
 
 # ---- efficiencies ----
