@@ -149,7 +149,7 @@ def test_a_prefill_slower_than_the_lease_is_no_fault(model, tmp_path):
     slow = ("--max-num-batched-tokens", "80", "--max-num-seqs", "16", "--lease-ttl-s", "1")
     options = {"prefill_options": slow, "options": ("--num-blocks", "160", "--threads", "1"), "failpoints": True}
     with Stack(model, tmp_path, **options) as stack:
-        stack.prefill[0].arm("engine.step=sleep:0.2")
+        stack.prefill[0].arm("engine.step=sleep:0.1")
         status, output = doctor("--target", stack.target)
     assert status == 0 and "WARN" not in output, output
 

@@ -366,12 +366,14 @@ async def test_kv_streams_are_for_workers(installation, stranger):
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00"], ids=["nothing", "half"])
-async def test_who_does_not_shake_hands_with_kv_is_hung_up_on(installation, said):
+async def test_who_does_not_shake_hands_with_kv_is_hung_up_on(installation, said, monkeypatch):
+    soon = dict(grpc_stream._SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 1000}
+    monkeypatch.setattr(grpc_stream, "_SERVER_OPTIONS", tuple(soon.items()))
     security = grpc_stream.Security(installation.tls("prefill").server(True))
     listener = await grpc_stream.listen("127.0.0.1", lambda line: None, security)
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(said)
-    async with asyncio.timeout(40):  # 5 s, and a busy machine's
+    async with asyncio.timeout(40):  # 1 s, and a busy machine's
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     writer.close()
