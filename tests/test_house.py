@@ -169,7 +169,7 @@ FOLDERS = {
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
         "layers": "core parallel kernels layers.linear",
-        "recurrent": "native core kv attention layers.linear layers",
+        "recurrent": "native core parallel weights kv attention layers.linear layers",
         "adapters": "core weights kernels layers.linear",
         "schedule": "core kv sampling adapters",
         "weights.formats": "weights core layers",

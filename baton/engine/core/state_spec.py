@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 class StateSpec(ABC):
@@ -10,6 +11,25 @@ class StateSpec(ABC):
 
     __slots__ = ()
     taps: int  # tokens that the convolution sees
+
+    @property
+    def num_norms(self) -> int:
+        """Return the equal parts of a row between the two products that are normed, each by itself; 0: heads are, or none."""
+        return 0
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[int, int]:
+        """Heads, each with a state of its own, and groups of them that share channels of the convolution: as many neighbours
+        in each."""
+
+    @abstractmethod
+    def part(self, num_heads: int, num_groups: int) -> Self:
+        """Return the sizes of a part with so many neighbouring heads, and the groups that they are of."""
+
+    @abstractmethod
+    def channels(self, heads: range, groups: range) -> tuple[range, ...]:
+        """Return which channels of the convolution are of these heads and of these groups, three runs at most."""
 
     @property
     @abstractmethod
@@ -30,6 +50,10 @@ class StateSpec(ABC):
     @abstractmethod
     def recurrence_shape(self) -> tuple[int, ...]:
         """What the recurrence keeps."""
+
+    def first_element(self, head: int) -> int:
+        """Return where in what one layer keeps the recurrence of a head begins."""
+        return self.tail_elements + head * math.prod(self.recurrence_shape[1:])
 
     @property
     def projected_size(self) -> int:
@@ -64,6 +88,19 @@ class MambaSpec(StateSpec):
     conv_bias: bool = True
     projection_bias: bool = False  # of the products before and behind
     eps: float = 1e-6
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return self.num_channels, self.num_channels
+
+    def part(self, num_heads: int, num_groups: int) -> Self:
+        return replace(self, num_channels=num_heads)
+
+    def channels(self, heads: range, groups: range) -> tuple[range, ...]:
+        return (heads,)
+
+    def first_element(self, head: int) -> int:
+        return self.tail_elements + head
 
     @property
     def inner_size(self) -> int:
@@ -116,6 +153,23 @@ class Mamba2Spec(StateSpec):
             raise ValueError(f"{self.inner_size} elements of Mamba-2 do not divide into {self.norm_groups} norms")
 
     @property
+    def num_norms(self) -> int:
+        return self.norm_groups
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return self.num_heads, self.num_groups
+
+    def part(self, num_heads: int, num_groups: int) -> Self:
+        norm_groups = self.norm_groups and max(1, self.norm_groups * num_heads // self.num_heads)
+        return replace(self, num_heads=num_heads, num_groups=num_groups, norm_groups=norm_groups)
+
+    def channels(self, heads: range, groups: range) -> tuple[range, ...]:
+        read = self.inner_size + self.num_groups * self.state_size
+        shared = (_elements(groups, self.state_size, first) for first in (self.inner_size, read))
+        return _elements(heads, self.head_dim), *shared
+
+    @property
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -151,6 +205,18 @@ class DeltaNetSpec(StateSpec):
             raise ValueError(f"{self.num_heads} heads of values do not divide among {self.num_key_heads} of keys")
 
     @property
+    def parts(self) -> tuple[int, int]:
+        return self.num_heads, self.num_key_heads
+
+    def part(self, num_heads: int, num_groups: int) -> Self:
+        return replace(self, num_heads=num_heads, num_key_heads=num_groups)
+
+    def channels(self, heads: range, groups: range) -> tuple[range, ...]:
+        keys = self.num_key_heads * self.key_dim
+        shared = (_elements(groups, self.key_dim, first) for first in (0, keys))
+        return *shared, _elements(heads, self.value_dim, 2 * keys)
+
+    @property
     def inner_size(self) -> int:
         return self.num_heads * self.value_dim
 
@@ -165,3 +231,8 @@ class DeltaNetSpec(StateSpec):
     @property
     def recurrence_shape(self) -> tuple[int, ...]:
         return self.num_heads, self.key_dim, self.value_dim
+
+
+def _elements(heads: range, size: int, first: int = 0) -> range:
+    """The elements of neighbouring heads of `size` each, of which the first one begins at `first`."""
+    return range(first + heads.start * size, first + heads.stop * size)

@@ -106,9 +106,10 @@ def _of_ranks(
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks_here))
     torch.set_num_threads(config.threads)
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
-    memory = memory_for(config.num_blocks * layout.block_bytes)
+    num_states = config.num_states or 0
+    memory = memory_for(layout.pool_bytes(config.num_blocks, num_states))
     ranks, collectives, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
-    pool = own = KVPool(layout, config.num_blocks, memory.memory)
+    pool = own = KVPool(layout, config.num_blocks, memory.memory, num_states=num_states)
     if collectives is not None:
         own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
     elif config.remote_stages:

@@ -32,7 +32,7 @@ from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import FusedLayers, fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
-from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks
+from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks, state_kernels
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
 from baton.engine.parallel.stage import PipelineStage
@@ -85,7 +85,7 @@ class Model:
             self.embedding = tied(self.embedding, self.head)
         elif has_ends:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
-        self._row_multiple = (self.head if has_ends else self.layers[stage.layers.start].qkv).row_multiple
+        self._row_multiple = linears.row_multiple
         self.weights = linears.report()
         if collectives is not None and has_ends:
             self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
@@ -112,6 +112,10 @@ class Model:
             self._temperature = Temperature(spec.temperature, spec.longest_context, self.device)
         self._num_gates = attention.shape.num_heads if spec.attention_gate else 0
         self._state_index = {layer: index for index, layer in enumerate(spec.state_layers)}
+        mixers = (layer.state for layer in self.layers if layer is not None)
+        self._state = next(
+            (mixer.spec for mixer in mixers if mixer is not None), None
+        )  # sizes of the part that is here
         if collectives is not None and attention.name != NativeAttention.name:
             raise ModelError(
                 f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
@@ -126,8 +130,8 @@ class Model:
         if any("triton" in name for name in (attention, self.layers_name, linears)):
             capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
-        own = (layer.state for layer in self.layers if layer is not None)
-        variants |= dict.fromkeys(f"state-{mixer.name}" for mixer in own if mixer is not None)
+        if self.spec.state is not None:
+            variants[f"state-{state_kernels(self.spec.state)}"] = None
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         if self.collectives is not None and self.collectives.fast:
             sums = [f"ranks{self.collectives.shard.degree}"]
@@ -223,7 +227,7 @@ class Model:
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
         plan = self.attention.plan(batch, pool) if self._kv_index else None
-        states = None if self.spec.state is None else StatePlan(self.spec.state, batch, pool.states)
+        states = None if self._state is None else StatePlan(self._state, batch, pool.states)
         factors = None if self._temperature is None else self._temperature(batch.positions)
         added = None if self._gpu_adapters is None else self._gpu_adapters.plan(batch.adapters)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)

@@ -74,6 +74,7 @@ class Linears:
         self._forms: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
         self._num_bytes, self._num_leaves = 0, 1
+        self.row_multiple = 1  # of all kernels made so far
 
     def report(self) -> WeightReport:
         """Return the report of all linear layers made so far."""
@@ -154,6 +155,7 @@ class Linears:
             self._forms[form_name(weight)] += num_values
             self._kernels[kernel.name] += num_values
             self._num_bytes += kernel.num_bytes
+            self.row_multiple = max(self.row_multiple, kernel.row_multiple)
             self._num_leaves = max(self._num_leaves, count if kernel.batch_invariant else 1)
         return kernels[0] if len(kernels) == 1 else JoinedLinear(kernels)
 

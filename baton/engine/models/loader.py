@@ -70,8 +70,9 @@ def load_model(
     shard = WHOLE if collectives is None else collectives.shard
     if why := refusal(spec, shard) if shard.degree > 1 else "":
         raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
+    attended = shard if spec.kv_layers else WHOLE
     heads = (
-        len(shard.share(spec.num_heads)), len(shard.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
+        len(attended.share(spec.num_heads)), len(attended.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
     )  # fmt: skip
     shape = AttentionShape(
         *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,

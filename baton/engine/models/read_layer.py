@@ -19,6 +19,8 @@ from baton.engine.models.latent import read_latent
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
 from baton.engine.parallel.shard import Shard
+from baton.engine.parallel.state_part import StatePart
+from baton.engine.recurrent import delta_net, mamba, mamba2
 from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
 from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
@@ -63,7 +65,7 @@ def read_layer(
     if (by := spec.multipliers) is not None:
         sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
         qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [hidden])
-        width = spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE
+        width = len(shard.share(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE))
         gate_up, down = scaled(gate_up, by.gate_up, [width, width]), scaled(down, by.down, [hidden])
     return Layer(
         input_norm=norm(names.before_attention) if of.has_attention or of.state else None,
@@ -89,94 +91,122 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
 
 
 def read_mixer(model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears) -> Mixer:
-    """Return what mixes tokens by a state. Raises ModelError for a tensor that is missing or differs."""
+    """Return a rank's part of what mixes tokens by a state. Raises ModelError for a tensor that is missing or differs."""
+    part: StatePart = StatePart(spec, linears.shard)
     if isinstance(spec, DeltaNetSpec):
-        return _read_delta_net(model, spec, module, source, linears)
+        return _read_delta_net(model, part, module, source, linears)
     if isinstance(spec, MambaSpec):
-        return _read_mamba(model, spec, module, source, linears)
+        return _read_mamba(model, part, module, source, linears)
     assert isinstance(spec, Mamba2Spec)
-    return _read_mamba2(model, spec, module, source, linears)
+    return _read_mamba2(model, part, module, source, linears)
 
 
-def _taps_first(weight: Tensor) -> Tensor:
-    """A convolution's weight of each channel [channels, 1, taps] -> fp32 [taps, channels]."""
-    return weight.float().squeeze(1).t().contiguous()
+def state_kernels(spec: StateSpec) -> str:
+    """Return what folds states of these sizes: native or torch. Stages without such a layer say it too."""
+    if isinstance(spec, DeltaNetSpec):
+        why = delta_net.unfit(spec)
+    elif isinstance(spec, MambaSpec):
+        why = mamba.unfit(spec)
+    else:
+        assert isinstance(spec, Mamba2Spec)
+        why = mamba2.unfit(spec)
+    return "torch" if why else "native"
+
+
+def _taps_first(weight: Tensor, channels: Tensor) -> Tensor:
+    """A convolution's weight of each channel [channels, 1, taps] -> fp32 [taps, channels of a part]."""
+    return weight[channels].float().squeeze(1).t().contiguous()
 
 
 def _read_mamba2(
-    model: ModelSpec, spec: Mamba2Spec, module: str, source: WeightSource, linears: Linears
+    model: ModelSpec, part: StatePart[Mamba2Spec], module: str, source: WeightSource, linears: Linears
 ) -> Mamba2Mixer:  # fmt: skip
-    hidden, by = model.hidden_size, model.multipliers or Multipliers()
-    heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
-    weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
+    hidden, by, whole, spec = model.hidden_size, model.multipliers or Multipliers(), part.whole, part.spec
+    weight = source.tensor(f"{module}.conv1d.weight", whole.conv_size, 1, spec.taps)
+
+    def own(name: str, size: int, index: Tensor | slice) -> Tensor:
+        return source.tensor(f"{module}.{name}", size)[index].float().contiguous()
+
+    heads, of_heads, channels = whole.num_heads, part.of_heads, part.channels
     parameters = Mamba2Parameters(
-        conv_weight=_taps_first(weight),
-        conv_bias=source.tensor(f"{module}.conv1d.bias", channels).float() if spec.conv_bias else None,
-        step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
-        decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
-        skip=source.tensor(f"{module}.D", heads).float(),
-        norm_weight=source.tensor(f"{module}.norm.weight", inner).float() if spec.norm_groups else None,
+        conv_weight=_taps_first(weight, channels),
+        conv_bias=own("conv1d.bias", whole.conv_size, channels) if spec.conv_bias else None,
+        step_bias=own("dt_bias", heads, of_heads),
+        decay=-own("A_log", heads, of_heads).exp(),
+        skip=own("D", heads, of_heads),
+        norm_weight=own("norm.weight", whole.inner_size, part.inner) if spec.norm_groups else None,
     )
-    projection = linears.read([f"{module}.in_proj"], [spec.projected_size], hidden, spec.projection_bias)
-    output = linears.read([f"{module}.out_proj"], [hidden], inner, spec.projection_bias)
-    parts = [inner, inner, *[spec.num_groups * spec.state_size] * 2, heads]
+    orders = [part.rows] if linears.shard.degree > 1 else []
+    projection = linears.read(
+        [f"{module}.in_proj"], [whole.projected_size], hidden, spec.projection_bias, orders=orders
+    )
+    output = linears.read([f"{module}.out_proj"], [hidden], whole.inner_size, spec.projection_bias, row_parallel=True)
+    parts = [*[spec.inner_size] * 2, *[spec.num_groups * spec.state_size] * 2, spec.num_heads]
     projection, output = scaled(projection, by.state, parts), scaled(output, by.state_output, [hidden])
-    return Mamba2Mixer(spec, parameters, projection, output, weight.dtype)
+    return Mamba2Mixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 
 def _read_mamba(
-    model: ModelSpec, spec: MambaSpec, module: str, source: WeightSource, linears: Linears
+    model: ModelSpec, part: StatePart[MambaSpec], module: str, source: WeightSource, linears: Linears
 ) -> MambaMixer:  # fmt: skip
-    hidden, inner, bias = model.hidden_size, spec.inner_size, spec.projection_bias
-    weight = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps)
-    norms = zip(("dt", "b", "c"), spec.selected_sizes, strict=True)
+    hidden, spec, inner = model.hidden_size, part.spec, part.whole.inner_size
+    weight, own, bias = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps), part.inner, spec.projection_bias
+    norms, selected = zip(("dt", "b", "c"), spec.selected_sizes, strict=True), sum(spec.selected_sizes)
     parameters = MambaParameters(
-        conv_weight=_taps_first(weight),
-        conv_bias=source.tensor(f"{module}.conv1d.bias", inner).float() if spec.conv_bias else None,
-        selection=linears.read([f"{module}.x_proj"], [sum(spec.selected_sizes)], inner, False),
+        conv_weight=_taps_first(weight, part.channels),
+        conv_bias=source.tensor(f"{module}.conv1d.bias", inner)[own].float().contiguous() if spec.conv_bias else None,
+        selection=linears.read(
+            [f"{module}.x_proj"], [selected], inner, False, rows=-selected % VECTOR_STRIDE, row_parallel=True
+        ),
         norms=tuple(source.tensor(f"{module}.{name}_layernorm.weight", size).float() for name, size in norms),
-        steps=linears.read([f"{module}.dt_proj"], [inner], spec.step_rank, True),
-        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size).float().exp().t().contiguous(),
-        skip=source.tensor(f"{module}.D", inner).float(),
+        steps=linears.read([f"{module}.dt_proj"], [inner], spec.step_rank, True, column_parallel=True),
+        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size)[own].float().exp().t().contiguous(),
+        skip=source.tensor(f"{module}.D", inner)[own].float().contiguous(),
     )
-    order = torch.arange(2 * inner).roll(inner)  # gates first
+    order = torch.arange(2 * inner).roll(inner)[part.rows]  # gates first
     projection = linears.read([f"{module}.in_proj"], [2 * inner], hidden, bias, orders=[order])
-    output = linears.read([f"{module}.out_proj"], [hidden], inner, bias)
-    return MambaMixer(spec, parameters, projection, output, weight.dtype)
+    output = linears.read([f"{module}.out_proj"], [hidden], inner, bias, row_parallel=True)
+    return MambaMixer(part, parameters, projection, output, weight.dtype)
 
 
 def _read_delta_net(
-    model: ModelSpec, spec: DeltaNetSpec, module: str, source: WeightSource, linears: Linears
+    model: ModelSpec, part: StatePart[DeltaNetSpec], module: str, source: WeightSource, linears: Linears
 ) -> DeltaNetMixer:  # fmt: skip
-    heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
+    whole, spec = part.whole, part.spec
+    heads, inner, channels = whole.num_heads, whole.inner_size, whole.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
     parameters = DeltaNetParameters(
-        conv_weight=_taps_first(weight),
-        step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
-        decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
+        conv_weight=_taps_first(weight, part.channels),
+        step_bias=source.tensor(f"{module}.dt_bias", heads)[part.of_heads].float().contiguous(),
+        decay=-source.tensor(f"{module}.A_log", heads)[part.of_heads].float().exp(),
         norm_weight=source.tensor(f"{module}.norm.weight", spec.value_dim).float(),
     )
-    if spec.is_split:
-        modules, sizes = (
-            [f"{module}.in_proj_{part}" for part in ("z", "qkv", "b", "a")],
-            [inner, channels, heads, heads],
-        )
-        projection = linears.read(modules, sizes, model.hidden_size, False)
-    else:
-        projection = _read_by_key_head(spec, module, linears, model.hidden_size)
-    output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False)
-    return DeltaNetMixer(spec, parameters, projection, output, weight.dtype)
+    read = _read_split if spec.is_split else _read_by_key_head
+    projection = read(part, module, linears, model.hidden_size)
+    output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False, row_parallel=True)
+    return DeltaNetMixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 
-def _read_by_key_head(spec: DeltaNetSpec, module: str, linears: Linears, hidden_size: int) -> LinearKernel:
+def _read_split(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hidden_size: int) -> LinearKernel:
+    """Stored are gates, channels, and of each head how much it writes and forgets."""
+    heads, modules = part.whole.num_heads, [f"{module}.in_proj_{name}" for name in ("z", "qkv", "b", "a")]
+    sizes = [part.whole.inner_size, part.whole.conv_size, heads, heads]
+    of_heads = torch.arange(heads)[part.of_heads]
+    own = [torch.arange(part.whole.inner_size)[part.inner], part.channels, of_heads, of_heads]
+    return linears.read(modules, sizes, hidden_size, False, orders=own if linears.shard.degree > 1 else ())
+
+
+def _read_by_key_head(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hidden_size: int) -> LinearKernel:
     """Stored are of each head of keys q, k, and v and z of the heads that it serves; then how much they write and forget."""
-    heads, size = spec.num_heads, spec.conv_size + spec.inner_size
-    served = spec.num_heads // spec.num_key_heads
-    rows = torch.arange(size).view(spec.num_key_heads, -1)
+    whole, spec = part.whole, part.spec
+    heads, size = whole.num_heads, whole.conv_size + whole.inner_size
+    served = heads // whole.num_key_heads
+    rows = torch.arange(size).view(whole.num_key_heads, -1)
     query, key, value, gates = rows.split((*[spec.key_dim] * 2, *[served * spec.value_dim] * 2), dim=1)
-    scalars = torch.arange(2 * heads).view(spec.num_key_heads, 2, served).transpose(0, 1)
-    orders = [torch.cat([part.flatten() for part in (gates, query, key, value)]), scalars.flatten()]
-    modules = [f"{module}.in_proj_qkvz", f"{module}.in_proj_ba"]
+    wide = torch.cat([each.flatten() for each in (gates, query, key, value)])
+    scalars = torch.arange(2 * heads).view(whole.num_key_heads, 2, served).transpose(0, 1).flatten()
+    own, own_scalars = part.rows.split((spec.inner_size + spec.conv_size, spec.num_scalars))
+    modules, orders = [f"{module}.in_proj_qkvz", f"{module}.in_proj_ba"], [wide[own], scalars[own_scalars - size]]
     return linears.read(modules, [size, 2 * heads], hidden_size, False, orders=orders)
 
 

@@ -2,7 +2,8 @@
 
 header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences, rows of adapters]
 step     token_ids, positions, slots, logit_rows; query_start, query_len, kv_len and number of blocks of each
-         sequence; their block ids; begin, end and number of each adapter's rows
+         sequence, and of its state block number, pending tokens and drafts (-1: there is none); their block ids;
+         begin, end and number of each adapter's rows
 layers   a step, then its rows [tokens, hidden_size]
 """
 
@@ -12,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.parallel.adapters import ToldAdapters
 from baton.engine.parallel.collectives import Collectives
 
 HEADER = 6
+NO_STATE = StateRows(-1)
+SEQ = 4 + len(NO_STATE)  # numbers of a sequence
 
 
 class CommandKind(IntEnum):
@@ -33,7 +36,11 @@ class CommandKind(IntEnum):
 
 def packed(batch: ForwardBatch) -> Tensor:
     """Return a step as int64: header, then its parts. Its adapters are numbers."""
-    seqs = [number for seq in batch.seqs for number in (seq.query_start, seq.query_len, seq.kv_len, len(seq.block_ids))]
+    seqs = [
+        number
+        for seq in batch.seqs
+        for number in (seq.query_start, seq.query_len, seq.kv_len, len(seq.block_ids), *(seq.state or NO_STATE))
+    ]
     block_ids = torch.cat([seq.block_ids for seq in batch.seqs])
     adapters = torch.tensor(batch.adapters, dtype=torch.int64).flatten()
     parts = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows, torch.tensor(seqs), block_ids, adapters)
@@ -44,17 +51,17 @@ def packed(batch: ForwardBatch) -> Tensor:
 def sizes_of(header: list[int]) -> tuple[int, ...]:
     """Return the numbers in each part of the step that has this header."""
     _, num_tokens, num_rows, num_seqs, num_blocks, num_adapters = header
-    return num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks, 3 * num_adapters
+    return num_tokens, num_tokens, num_tokens, num_rows, SEQ * num_seqs, num_blocks, 3 * num_adapters
 
 
 def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
     """Return the step of which `told` is what follows the header."""
     token_ids, positions, slots, logit_rows, seqs, block_ids, adapters = told.split(sizes_of(header))
-    fields = seqs.view(-1, 4).tolist()
+    fields = seqs.view(-1, SEQ).tolist()
     tables = block_ids.split([field[3] for field in fields])
     slices = [
-        SeqSlice(query_start, query_len, kv_len, table)
-        for (query_start, query_len, kv_len, _), table in zip(fields, tables, strict=True)
+        SeqSlice(query_start, query_len, kv_len, table, StateRows(*state) if state[0] >= 0 else None)
+        for (query_start, query_len, kv_len, _, *state), table in zip(fields, tables, strict=True)
     ]
     adapted = tuple(AdapterRows(*rows) for rows in adapters.view(-1, 3).tolist())
     return ForwardBatch(token_ids, positions, slots, slices, logit_rows, adapters=adapted)

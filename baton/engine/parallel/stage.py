@@ -27,7 +27,7 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
     and the head, and meets the head.
     """
     if spec.state is not None and num_stages > 1:
-        raise ValueError(f"pipeline_parallel {num_stages}: layers with a state are not divided among ranks yet")
+        raise ValueError(f"pipeline_parallel {num_stages}: layers with a state are not cut into stages yet")
     if num_stages > spec.num_layers:
         raise ValueError(f"pipeline_parallel {num_stages}: the model has {spec.num_layers} layers")
     alone = [replace(spec, layers=(layer,)) for layer in spec.layers]

@@ -26,7 +26,6 @@ from baton.engine.parallel.pipeline import PipelineFollower, rows_over
 from baton.engine.parallel.stream import SocketStream
 from baton.engine.ranks.process import Assignment, Ready
 from baton.engine.ranks.spawn import BEAT_S
-from kvtransfer.layout import KVLayout
 
 
 def main() -> None:
@@ -79,9 +78,10 @@ def _ready(load: Callable[[], Model]) -> Model:
 
 def _pool(given: Assignment, model: Model) -> KVPool:
     config: EngineConfig = given.config
-    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    layout = model.kv_layout(config.kv_dtype, config.block_size)
     assert config.num_blocks is not None
-    return KVPool(layout, config.num_blocks, _map(given.pool_fd, given.pool_bytes))
+    memory = _map(given.pool_fd, given.pool_bytes)
+    return KVPool(layout, config.num_blocks, memory, num_states=config.num_states or 0)
 
 
 def _map(fd: int, num_bytes: int) -> memoryview:

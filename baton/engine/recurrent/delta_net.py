@@ -16,8 +16,20 @@ from torch import Tensor
 from baton.engine.attention.native import KINDS
 from baton.engine.core.state_spec import DeltaNetSpec
 from baton.engine.layers.linear import LinearKernel
+from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.mixer import Mixer, convolved
-from baton.engine.recurrent.native import DOUBLE, INT, POINTER, Convolution, address, convolution, odd_size
+from baton.engine.recurrent.native import (
+    DOUBLE,
+    INT,
+    POINTER,
+    Convolution,
+    Meeting,
+    address,
+    convolution,
+    meeting,
+    odd_size,
+)
 
 LENGTH_EPS = 1e-6  # added to squared lengths of queries and keys
 
@@ -29,6 +41,7 @@ class _DeltaNet(ctypes.Structure):
         ("conv", Convolution),
         *((name, INT) for name in ("num_heads", "num_key_heads", "key_dim", "value_dim")),
         *((name, POINTER) for name in ("step_bias", "decay", "norm_weight")),
+        ("meeting", Meeting),
         *((name, DOUBLE) for name in ("eps", "length_eps")),
     ]
 
@@ -47,12 +60,12 @@ class DeltaNetMixer(Mixer[DeltaNetSpec]):
     """One layer of gated delta net."""
 
     def __init__(
-        self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype,
+        self, part: StatePart[DeltaNetSpec], parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
+        dtype: torch.dtype, collectives: Collectives | None = None,
     ):  # fmt: skip
-        self.spec, self._parameters = spec, parameters
-        struct = None if unfit(spec) else _native_layer(spec, parameters, KINDS[dtype])
-        super().__init__(projection, output, struct, "baton_delta_net")
+        self._parameters = parameters
+        struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)
+        super().__init__(part, projection, output, struct, "baton_delta_net")
 
     def _token(self, state: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
         (inputs, scalars), spec, own = row, self.spec, self._parameters
@@ -85,9 +98,13 @@ def unfit(spec: DeltaNetSpec) -> str:
     return odd_size(linear_key_head_dim=spec.key_dim, linear_value_head_dim=spec.value_dim)
 
 
-def _native_layer(spec: DeltaNetSpec, own: DeltaNetParameters, kind: int) -> _DeltaNet:
-    """Holds addresses: the parameters must live as long."""
+def _native_layer(
+    part: StatePart[DeltaNetSpec], own: DeltaNetParameters, kind: int, collectives: Collectives | None
+) -> _DeltaNet:  # fmt: skip
+    """Holds addresses: the parameters and the collectives must live as long."""
+    spec = part.spec
     return _DeltaNet(
-        convolution(spec, kind, own.conv_weight, None), spec.num_heads, spec.num_key_heads, spec.key_dim,
-        spec.value_dim, address(own.step_bias), address(own.decay), address(own.norm_weight), spec.eps, LENGTH_EPS,
+        convolution(part, kind, own.conv_weight, None), spec.num_heads, spec.num_key_heads, spec.key_dim,
+        spec.value_dim, address(own.step_bias), address(own.decay), address(own.norm_weight),
+        meeting(part, collectives), spec.eps, LENGTH_EPS,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from baton.engine.attention.native import KINDS
 from baton.engine.core.state_spec import MambaSpec
 from baton.engine.layers.activation import by_rows
 from baton.engine.layers.linear import LinearKernel
+from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.mixer import Mixer, convolved
 from baton.engine.recurrent.native import INT, POINTER, Convolution, address, convolution, odd_size
 from baton.engine.recurrent.plan import NUM_NEW, NUM_PENDING
@@ -40,7 +41,7 @@ class MambaParameters:
 
     conv_weight: Tensor  # [taps, channels], the oldest tap first
     conv_bias: Tensor | None  # [channels]
-    selection: LinearKernel  # a row to what steps are made of, what is written, what is read
+    selection: LinearKernel  # a row to what steps are made of, what is written, what is read; maybe more behind
     norms: tuple[Tensor, ...]  # weights of each of the three
     steps: LinearKernel  # to a step for each element
     decay: Tensor  # [state_size, inner], below 0
@@ -51,12 +52,12 @@ class MambaMixer(Mixer[MambaSpec]):
     """One layer of Mamba."""
 
     def __init__(
-        self, spec: MambaSpec, parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
+        self, part: StatePart[MambaSpec], parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
         dtype: torch.dtype,
     ):  # fmt: skip
-        self.spec, self._parameters, self._dtype = spec, parameters, dtype
-        struct = None if unfit(spec) else _native_layer(spec, parameters, KINDS[dtype])
-        super().__init__(projection, output, struct, "baton_mamba_convolve")
+        self._parameters, self._dtype = parameters, dtype
+        struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype])
+        super().__init__(part, projection, output, struct, "baton_mamba_convolve")
         if struct is not None:
             arguments = (POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT)
             library = native.library()
@@ -72,7 +73,8 @@ class MambaMixer(Mixer[MambaSpec]):
         """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do not
         depend on each other."""
         spec, own = self.spec, self._parameters
-        parts = own.selection(x.to(self._dtype)).float().split(spec.selected_sizes, dim=1)
+        said = own.selection(x.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
+        parts = said.split(spec.selected_sizes, dim=1)
         raw, written, read = (
             F.rms_norm(part.contiguous(), part.shape[1:], weight, spec.eps)
             for part, weight in zip(parts, own.norms, strict=True)
@@ -104,7 +106,7 @@ def unfit(spec: MambaSpec) -> str:
     return odd_size(inner_size=spec.inner_size)
 
 
-def _native_layer(spec: MambaSpec, own: MambaParameters, kind: int) -> _Mamba:
+def _native_layer(part: StatePart[MambaSpec], own: MambaParameters, kind: int) -> _Mamba:
     """Holds addresses: the parameters must live as long."""
-    conv = convolution(spec, kind, own.conv_weight, own.conv_bias)
-    return _Mamba(conv, spec.state_size, address(own.decay), address(own.skip))
+    conv = convolution(part, kind, own.conv_weight, own.conv_bias)
+    return _Mamba(conv, part.spec.state_size, address(own.decay), address(own.skip))

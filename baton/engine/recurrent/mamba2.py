@@ -14,8 +14,22 @@ from torch import Tensor
 from baton.engine.attention.native import KINDS
 from baton.engine.core.state_spec import Mamba2Spec
 from baton.engine.layers.linear import LinearKernel
+from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.mixer import Mixer, convolved
-from baton.engine.recurrent.native import DOUBLE, INT, POINTER, Convolution, address, convolution, odd_size
+from baton.engine.recurrent.native import (
+    DOUBLE,
+    INT,
+    POINTER,
+    VECTOR,
+    Convolution,
+    Meeting,
+    address,
+    convolution,
+    meeting,
+    odd_size,
+)
+from baton.engine.weights.leaves import MOST_LEAVES
 
 
 class _Mamba2(ctypes.Structure):
@@ -25,7 +39,8 @@ class _Mamba2(ctypes.Structure):
         ("conv", Convolution),
         *((name, INT) for name in ("num_heads", "head_dim", "num_groups", "state_size")),
         *((name, POINTER) for name in ("step_bias", "decay", "skip", "norm_weight")),
-        *((name, INT) for name in ("num_norm_groups", "norm_first")),
+        *((name, INT) for name in ("num_norm_groups", "norm_first", "norm_size", "num_leaves")),
+        ("meeting", Meeting),
         *((name, DOUBLE) for name in ("least_step", "largest_step", "eps")),
     ]
 
@@ -46,12 +61,12 @@ class Mamba2Mixer(Mixer[Mamba2Spec]):
     """One layer of Mamba-2."""
 
     def __init__(
-        self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype,
+        self, part: StatePart[Mamba2Spec], parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
+        dtype: torch.dtype, collectives: Collectives | None = None,
     ):  # fmt: skip
-        self.spec, self._parameters = spec, parameters
-        struct = None if unfit(spec) else _native_layer(spec, parameters, KINDS[dtype])
-        super().__init__(projection, output, struct, "baton_mamba2")
+        self._parameters = parameters
+        struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)
+        super().__init__(part, projection, output, struct, "baton_mamba2")
 
     def _token(self, state: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
         (inputs, scalars), spec, own = row, self.spec, self._parameters
@@ -81,10 +96,18 @@ def unfit(spec: Mamba2Spec) -> str:
     return odd_size(state_size=spec.state_size, inner_size=spec.inner_size, conv_size=spec.conv_size, **normed)
 
 
-def _native_layer(spec: Mamba2Spec, own: Mamba2Parameters, kind: int) -> _Mamba2:
-    """Holds addresses: the parameters must live as long."""
+def _native_layer(
+    part: StatePart[Mamba2Spec], own: Mamba2Parameters, kind: int, collectives: Collectives | None
+) -> _Mamba2:  # fmt: skip
+    """Holds addresses: the parameters and the collectives must live as long."""
+    spec, num_norms = part.spec, part.whole.norm_groups or 1
+    span = part.span_of(num_norms) if spec.norm_groups else 1
+    leaves = max(1, MOST_LEAVES // num_norms)  # of a norm over all ranks
+    while part.whole.inner_size // num_norms % (leaves * VECTOR):
+        leaves //= 2
     return _Mamba2(
-        convolution(spec, kind, own.conv_weight, own.conv_bias), spec.num_heads, spec.head_dim, spec.num_groups,
+        convolution(part, kind, own.conv_weight, own.conv_bias), spec.num_heads, spec.head_dim, spec.num_groups,
         spec.state_size, address(own.step_bias), address(own.decay), address(own.skip), address(own.norm_weight),
-        spec.norm_groups or 1, spec.norm_first, *spec.step_limit, spec.eps,
+        spec.norm_groups or 1, spec.norm_first, part.whole.inner_size // num_norms, leaves // span,
+        meeting(part, collectives, span), *spec.step_limit, spec.eps,
     )  # fmt: skip

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from baton.engine import native
 from baton.engine.core.batch import SeqSlice
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.state_spec import StateSpec
 from baton.engine.layers.linear import LinearKernel
+from baton.engine.parallel.collectives import check
+from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.native import INT, POINTER
 from baton.engine.recurrent.plan import StatePlan
 
@@ -24,15 +27,21 @@ Spec = TypeVar("Spec", bound=StateSpec)
 class Mixer(ABC, Generic[Spec]):
     """One layer. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
 
-    spec: Spec
-
-    def __init__(self, projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None, function: str):
-        """`struct`: of the layer, as the native `function` takes it; None: torch computes it."""
+    def __init__(
+        self, part: StatePart[Spec], projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None,
+        function: str,
+    ):  # fmt: skip
+        """`struct`: of the layer, as the native `function` takes it; None: torch computes it, a whole layer
+        alone. Raises ModelError for a part of one."""
+        if struct is None and (degree := part.shard.degree) > 1:
+            needed = "native kernels for layers with a state, whose sizes are multiples of 16"
+            raise ModelError(f"tensor_parallel {degree}: needs {needed}: a rank would have {part.spec}")
+        self.spec: Spec = part.spec
         self._projection, self._output, self._native = projection, output, struct
         if struct is not None:
             library = native.library()
             assert library is not None
-            self._call = library.function(function, POINTER, POINTER, INT, POINTER, POINTER, INT)
+            self._call = library.function(function, POINTER, POINTER, INT, POINTER, POINTER, INT, restype=INT)
 
     def _rows(self, inputs: Tensor, scalars: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Inputs of the convolution [taps - 1 + T, channels], scalars [T, scalars] -> what `_token` takes of each row."""
@@ -66,10 +75,8 @@ class Mixer(ABC, Generic[Spec]):
     def _mix(self, rows: Tensor, out: Tensor, segments: np.ndarray) -> None:
         """Do all rows of a step natively."""
         assert self._native is not None
-        self._call(
-            ctypes.addressof(self._native), segments.ctypes.data, len(segments), rows.data_ptr(), out.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        pointers = segments.ctypes.data, len(segments), rows.data_ptr(), out.data_ptr()
+        check(self._call(ctypes.addressof(self._native), *pointers, torch.get_num_threads()))
 
     def _fold(self, rows: Tensor, mixed: Tensor, seq: SeqSlice, plan: StatePlan, layer: int) -> None:
         """Do the rows of one sequence, token by token."""

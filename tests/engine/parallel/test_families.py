@@ -8,7 +8,7 @@ import torch
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import DIVISIBLE, FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
+from tests.support.engine.folders import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
 from tests.support.engine.published import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
@@ -26,10 +26,15 @@ CHANGES = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "qwen2-moe": MOE,
     "qwen3-moe": MOE,
+    "nemotron-3-latent": {"moe_latent_size": 32},
+    "qwen3-next": MOE,
+    "qwen3.5-moe": MOE,
 } | {name: {"v_head_dim": 16} for name in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "kimi-k2")}
 # Of each way in which something is cut one: KV heads that several ranks have and biases behind sums, a head that is the
-# embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent attention.
+# embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent attention;
+# of states a norm that all ranks share, groups of heads that several have without one, heads of keys and Mamba's channels.
 ORDINARY = ("llama-mqa-bias", "llama3.2-tied", "phi3", "olmo2", "command-r", "qwen2-moe", "deepseek-v3")
+ORDINARY += ("granite-4", "falcon-h1", "qwen3-next", "jamba")
 
 
 def changes_of(name: str) -> dict:
@@ -53,7 +58,7 @@ def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in DIVISIBLE]
+    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
 def test_ranks_have_the_bits_of_one(tmp_path, name):
     reference = make_folder(tmp_path, name, **changes_of(name))
@@ -70,6 +75,7 @@ def test_ranks_have_the_bits_of_one(tmp_path, name):
                 found = logits_of(hand, ids)
             assert torch.equal(found, expected), f"{degree} ranks in {dtype}"
             assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
+            assert hand.states() == whole.states()
         if dtype == "fp32":
             torch.testing.assert_close(expected, theirs, atol=TOLERANCE, rtol=0)
             assert expected.shape[1] == SMALL["vocab_size"]
@@ -148,6 +154,7 @@ def test_layers_that_torch_runs(tmp_path, name):
         ("qwen2-moe", MOE | WIDE | {"num_experts": 8}, True),
         ("gpt-oss", WIDE | {"num_local_experts": 8}, True),
         ("deepseek-v3", WIDE | {"v_head_dim": 16}, False),
+        ("granite-4", {}, False),
     ],
 )
 def test_fast_sums_are_near_and_a_class_of_their_own(tmp_path, name, changes, whole_experts):

@@ -11,6 +11,7 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
 from baton.engine.kv.states import StatePool
 from baton.engine.layers.linear import choose
+from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
 from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
@@ -44,13 +45,13 @@ def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
             torch.randn(spec.taps, spec.inner_size), torch.randn(spec.inner_size), selection, norms, steps,
             -torch.rand(spec.recurrence_shape), torch.randn(spec.inner_size),
         )  # fmt: skip
-        return MambaMixer(spec, own, lambda x: x, lambda x: x, dtype)
+        return MambaMixer(StatePart(spec), own, lambda x: x, lambda x: x, dtype)
     if isinstance(spec, DeltaNetSpec):
         decay, norm_weight = -torch.rand(spec.num_heads), torch.rand(spec.value_dim)
         own = DeltaNetParameters(
             torch.randn(spec.taps, spec.conv_size), torch.randn(spec.num_heads), decay, norm_weight
         )
-        return DeltaNetMixer(spec, own, lambda x: x, lambda x: x, dtype)
+        return DeltaNetMixer(StatePart(spec), own, lambda x: x, lambda x: x, dtype)
     parameters = Mamba2Parameters(
         conv_weight=torch.randn(spec.taps, spec.conv_size),
         conv_bias=torch.randn(spec.conv_size) if spec.conv_bias else None,
@@ -59,7 +60,7 @@ def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
         skip=torch.randn(spec.num_heads),
         norm_weight=torch.rand(spec.inner_size) if spec.norm_groups else None,
     )
-    return Mamba2Mixer(spec, parameters, lambda x: x, lambda x: x, dtype)  # rows are projected already
+    return Mamba2Mixer(StatePart(spec), parameters, lambda x: x, lambda x: x, dtype)  # rows are projected already
 
 
 def without_kernels(monkeypatch) -> None:

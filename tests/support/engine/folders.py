@@ -184,10 +184,6 @@ SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAM
 # Those of them that differ from another line by a setting alone: left to the long tests.
 VARIANTS = ("llama4-two", "nemotron-3-latent")
 
-# Layers with a state are not divided among ranks.
-_WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Qwen3Next", "Qwen3_5", "Jamba", "Bamba")
-DIVISIBLE = [name for name, (prefix, _) in FAMILIES.items() if not prefix.startswith(_WITH_STATE)]
-
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
     """Two layers of 64, random, with clearly likeliest tokens."""
@@ -270,6 +266,14 @@ class Hand:
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.block_ids: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}
+
+    def states(self) -> list[bytes]:
+        """What layers keep of each sequence that has been stepped, without the padding of a layer's block."""
+        if self.pool.states is None:
+            return []
+        kept = range(len(self.block_ids))
+        size = self.model.spec.state.num_elements
+        return [self.pool.states.of(state_id)[:, :size].numpy().tobytes() for state_id in kept]
 
     def step(self, work: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Append tokens to sequences, all in one batch; logits of all of their rows, per sequence."""

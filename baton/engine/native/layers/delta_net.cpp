@@ -14,8 +14,10 @@ struct DeltaNet {
   int64_t num_heads, num_key_heads, key_dim, value_dim;
   const float *step_bias, *decay;  // of each head
   const float* norm_weight;        // [value_dim], of every head
+  Meeting meeting;
   double eps, length_eps;
 
+  int64_t num_sums() const { return 0; }  // a norm is of one head
   int64_t inner() const { return num_heads * value_dim; }
   int64_t keys() const { return num_key_heads * key_dim; }
 };
@@ -59,7 +61,7 @@ void scan_head(const DeltaNet& layer, const Segment& segment, const Work& work, 
   static thread_local std::vector<char> memory;
   const int64_t size = layer.key_dim, width = layer.value_dim, stride = layer.conv.size, inner = layer.inner();
   const int64_t q = head / (layer.num_heads / layer.num_key_heads) * size;
-  float* own = segment.state + (layer.conv.taps - 1) * stride + head * size * width;
+  float* own = segment.state + layer.conv.recurrence + head * size * width;
   float* state = (float*)scratch(memory, size * width * 4);  // sixteen values at a time, [width / 16][size][16]
   for (int64_t at = 0; at < width; at += 16)
     for (int64_t i = 0; i < size; i++)
@@ -110,8 +112,10 @@ void prepare_row(const DeltaNet& layer, const Work& work, int64_t t) {
   }
 }
 
+void sum_row(const DeltaNet&, const void*, int64_t, float*, float*) {}
+
 // y, of one row, with its norms and its gates -> out.
-void finish_row(const DeltaNet& layer, const void* rows, int64_t row, float* y, void* out) {
+void finish_row(const DeltaNet& layer, const void* rows, int64_t row, float* y, const float*, void* out) {
   const int64_t kind = layer.conv.kind, inner = layer.inner(), size = layer.value_dim;
   for (int64_t begin = 0; begin < inner; begin += size) {
     const float scale = 1.0f / std::sqrt(sum16(squares_of(y + begin, size)) / float(size) + float(layer.eps));
@@ -128,7 +132,8 @@ void finish_row(const DeltaNet& layer, const void* rows, int64_t row, float* y, 
 
 using namespace baton;
 
-extern "C" void baton_delta_net(const DeltaNet* layer, const Segment* segments, int64_t num_segments, const void* rows,
-                                void* out, int64_t num_threads) {
-  fold_heads<DeltaNet>(*layer, {prepare_row, scan_head, finish_row}, segments, num_segments, rows, out, num_threads);
+extern "C" int64_t baton_delta_net(const DeltaNet* layer, const Segment* segments, int64_t num_segments,
+                                   const void* rows, void* out, int64_t num_threads) {
+  const HeadParts<DeltaNet> parts{prepare_row, scan_head, sum_row, finish_row};
+  return fold_heads<DeltaNet>(*layer, parts, segments, num_segments, rows, out, num_threads);
 }

@@ -26,8 +26,9 @@ void scan_channels(const Mamba& layer, const Segment& segment, const Selected& s
                    const void* rows, void* out) {
   static thread_local std::vector<char> memory;
   const int64_t size = layer.state_size, width = layer.conv.size, kind = layer.conv.kind;
-  float *own = segment.state + (layer.conv.taps - 1) * width + at, *state = (float*)scratch(memory, size * 64);
-  for (int64_t n = 0; n < size; n++) store16(state + n * 16, segment.begins ? V16{} : load16(own + n * width));
+  const int64_t stride = layer.conv.tail_size;  // channels of all ranks
+  float *own = segment.state + layer.conv.recurrence + at, *state = (float*)scratch(memory, size * 64);
+  for (int64_t n = 0; n < size; n++) store16(state + n * 16, segment.begins ? V16{} : load16(own + n * stride));
   for (int64_t t = 0; t < segment.num_rows(); t++) {
     const V16 x = load16(selected.x + (first + t) * width + at), step = load16(selected.steps + (first + t) * width + at);
     const float *written = selected.written + (first + t) * size, *read = selected.read + (first + t) * size;
@@ -40,7 +41,7 @@ void scan_channels(const Mamba& layer, const Segment& segment, const Selected& s
       y = fma16(now, all16(read[n]), y);
     }
     if (t + 1 == segment.kept())
-      for (int64_t n = 0; n < size; n++) store16(own + n * width, load16(state + n * 16));
+      for (int64_t n = 0; n < size; n++) store16(own + n * stride, load16(state + n * 16));
     if (t < segment.num_pending) continue;
     const int64_t row = segment.query_start + t - segment.num_pending;
     write16(kind, out, row * width + at, y * silu16(read16(kind, rows, row * layer.conv.row_size + at)));
@@ -53,9 +54,9 @@ void scan_channels(const Mamba& layer, const Segment& segment, const Selected& s
 using namespace baton;
 
 // rows: projected, of conv.row_size elements of conv.kind; out: convolved rows in fp32, pending ones of each segment
-// first. What the convolution will need is kept.
-extern "C" void baton_mamba_convolve(const Mamba* layer, const Segment* segments, int64_t num_segments,
-                                     const void* rows, float* out, int64_t num_threads) {
+// first. What the convolution will need is kept. Returns 0: ranks do not meet here.
+extern "C" int64_t baton_mamba_convolve(const Mamba* layer, const Segment* segments, int64_t num_segments,
+                                        const void* rows, float* out, int64_t num_threads) {
   const Convolution& conv = layer->conv;
   thread_local std::vector<char> memory;
   thread_local std::vector<Inputs> inputs;
@@ -80,6 +81,7 @@ extern "C" void baton_mamba_convolve(const Mamba* layer, const Segment* segments
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].keep(conv, segments[s]);
   }
+  return 0;
 }
 
 // rows: as above; out: rows of conv.size elements of conv.kind. States are folded forward.

@@ -14,9 +14,12 @@ struct Mamba2 {
   const float *step_bias, *decay, *skip;  // of each head: dt_bias, A, D
   const float* norm_weight;               // [inner]; null: no norm
   int64_t num_norm_groups, norm_first;    // equal parts of a row that are normed by themselves; before it is gated
+  int64_t norm_size, num_leaves;          // elements of such a part over all ranks; the leaves of its sum that are here
+  Meeting meeting;
   double least_step, largest_step, eps;
 
   int64_t inner() const { return num_heads * head_dim; }
+  int64_t num_sums() const { return num_norm_groups; }
 };
 
 namespace {
@@ -65,23 +68,37 @@ void scan_channel(const Tile& tile, int64_t state_size, int64_t channel, float s
     out[t * out_stride] = sum16(load16(sums + 16 * t)) + skip * tile.x[t * tile.stride + channel];
 }
 
-// y, of one row, with its gates and its norm -> out.
-void finish_row(const Mamba2& layer, const void* rows, int64_t row, float* y, void* out) {
-  const int64_t kind = layer.conv.kind, inner = layer.inner(), size = inner / layer.num_norm_groups;
-  const auto gate = [&] {
-    for (int64_t i = 0; i < inner; i += 16)
-      store16(y + i, load16(y + i) * silu16(read16(kind, rows, row * layer.conv.row_size + i)));
-  };
-  if (!layer.norm_first) gate();
-  for (int64_t begin = 0; layer.norm_weight && begin < inner; begin += size) {
-    V16 squares{};
-    for (int64_t i = begin; i < begin + size; i += 16) squares = fma16(load16(y + i), load16(y + i), squares);
-    const float scale = 1.0f / std::sqrt(sum16(squares) / float(size) + float(layer.eps));
-    for (int64_t i = begin; i < begin + size; i += 16)
+void gate(const Mamba2& layer, const void* rows, int64_t row, float* y) {
+  for (int64_t i = 0; i < layer.inner(); i += 16)
+    store16(y + i, load16(y + i) * silu16(read16(layer.conv.kind, rows, row * layer.conv.row_size + i)));
+}
+
+// The sum of squares by a tree of as many equal leaves, a power of two.
+float squares(const float* y, int64_t size, int64_t leaves) {
+  if (leaves > 1) return squares(y, size / 2, leaves / 2) + squares(y + size / 2, size / 2, leaves / 2);
+  V16 sum{};
+  for (int64_t i = 0; i < size; i += 16) sum = fma16(load16(y + i), load16(y + i), sum);
+  return sum16(sum);
+}
+
+// y, of one row, as its norm finds it, and its squares.
+void sum_row(const Mamba2& layer, const void* rows, int64_t row, float* y, float* sums) {
+  if (!layer.norm_first) gate(layer, rows, row, y);
+  const int64_t size = layer.inner() / layer.num_norm_groups;
+  for (int64_t group = 0; layer.norm_weight && group < layer.num_norm_groups; group++)
+    sums[group] = squares(y + group * size, size, layer.num_leaves);
+}
+
+// y, of one row, with its norm and its gates -> out.
+void finish_row(const Mamba2& layer, const void* rows, int64_t row, float* y, const float* sums, void* out) {
+  const int64_t inner = layer.inner(), size = inner / layer.num_norm_groups;
+  for (int64_t group = 0; layer.norm_weight && group < layer.num_norm_groups; group++) {
+    const float scale = 1.0f / std::sqrt(sums[group] / float(layer.norm_size) + float(layer.eps));
+    for (int64_t i = group * size; i < (group + 1) * size; i += 16)
       store16(y + i, load16(y + i) * all16(scale) * load16(layer.norm_weight + i));
   }
-  if (layer.norm_first) gate();
-  for (int64_t i = 0; i < inner; i += 16) write16(kind, out, row * inner + i, load16(y + i));
+  if (layer.norm_first) gate(layer, rows, row, y);
+  for (int64_t i = 0; i < inner; i += 16) write16(layer.conv.kind, out, row * inner + i, load16(y + i));
 }
 
 float step_of(const Mamba2& layer, int64_t head, float raw) {
@@ -94,7 +111,7 @@ float step_of(const Mamba2& layer, int64_t head, float raw) {
 void scan_head(const Mamba2& layer, const Segment& segment, const Work& work, int64_t head) {
   const int64_t heads = layer.num_heads, inner = layer.inner(), size = layer.state_size, stride = layer.conv.size;
   const int64_t b = inner + head / (heads / layer.num_groups) * size, c = b + layer.num_groups * size;
-  float* state = segment.state + (layer.conv.taps - 1) * stride;
+  float* state = segment.state + layer.conv.recurrence;
   for (int64_t begin = 0, end; begin < segment.num_rows(); begin = end) {
     const bool keeps = begin < segment.kept();
     end = std::min(begin + TILE, keeps ? segment.kept() : segment.num_rows());
@@ -122,7 +139,8 @@ void prepare_row(const Mamba2& layer, const Work& work, int64_t t) {
 
 using namespace baton;
 
-extern "C" void baton_mamba2(const Mamba2* layer, const Segment* segments, int64_t num_segments, const void* rows,
-                             void* out, int64_t num_threads) {
-  fold_heads<Mamba2>(*layer, {prepare_row, scan_head, finish_row}, segments, num_segments, rows, out, num_threads);
+extern "C" int64_t baton_mamba2(const Mamba2* layer, const Segment* segments, int64_t num_segments, const void* rows,
+                                void* out, int64_t num_threads) {
+  const HeadParts<Mamba2> parts{prepare_row, scan_head, sum_row, finish_row};
+  return fold_heads<Mamba2>(*layer, parts, segments, num_segments, rows, out, num_threads);
 }

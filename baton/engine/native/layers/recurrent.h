@@ -6,7 +6,7 @@
 // pieces, or again, gives the same bits as decoding it.
 #pragma once
 
-#include "../vector.h"
+#include "../ranks.h"
 
 namespace baton {
 
@@ -28,6 +28,49 @@ struct Convolution {
   int64_t kind, first, size, taps, row_size;  // row_size: elements of a projected row
   int64_t num_scalars, first_scalar;           // of a row, that drafts keep beside their channels
   const float *weight, *bias;                  // bias null: none
+  // Ranks that have some heads each share a state block. Its tail has rows of tail_size channels, of which those of this
+  // process are up to three runs, one after the other; its part of the recurrence begins `recurrence` floats into the block.
+  int64_t tail_size, run_first[3], run_size[3], recurrence;
+
+  // A tail of this process [taps - 1][size], from a block or into it.
+  template <class Copy>
+  void each_run(const Copy& copy) const {
+    for (int64_t tap = 0, at = 0; tap + 1 < taps; tap++)
+      for (int run = 0; run < 3; at += run_size[run++]) copy(at, tap * tail_size + run_first[run], run_size[run] * 4);
+  }
+  void read_tail(const float* block, float* to) const {
+    each_run([&](int64_t own, int64_t in_block, int64_t bytes) { std::memcpy(to + own, block + in_block, bytes); });
+  }
+  void write_tail(const float* from, float* block) const {
+    each_run([&](int64_t own, int64_t in_block, int64_t bytes) { std::memcpy(block + in_block, from + own, bytes); });
+  }
+};
+
+// What ranks with a part of a layer each say to each other in the middle of it. `span` neighbours share a norm: they add
+// what each has summed for it, by the tree of all sums. Where several have the same channels none writes a tail before all
+// have read it. ranks null: neither is so.
+struct Meeting {
+  Ranks* ranks;
+  int64_t span;
+
+  // sums: of each row one, where norms are shared. Not 0: a rank is lost.
+  int64_t meet(float* sums, int64_t num_rows) const {
+    static thread_local std::vector<float> said;
+    if (!ranks) return 0;
+    const int64_t count = span > 1 ? num_rows : 1;
+    said.resize((1 + ranks->degree) * count);
+    float *own = said.data(), *all = own + count;
+    std::copy_n(span > 1 ? sums : own, count, own);
+    if (baton_gather_ranks(ranks, own, count * 4, all)) return 1;
+    for (int64_t row = 0; span > 1 && row < num_rows; row++)
+      sums[row] = tree(all + ranks->rank / span * span * count + row, count, span);
+    return 0;
+  }
+
+  static float tree(const float* parts, int64_t stride, int64_t count) {
+    if (count == 1) return parts[0];
+    return tree(parts, stride, count / 2) + tree(parts + count / 2 * stride, stride, count / 2);
+  }
 };
 
 inline float read1(int64_t kind, const void* from, int64_t index) {
@@ -49,7 +92,7 @@ struct Inputs {
   void read(const Convolution& conv, const Segment& segment, const void* rows) const {
     const int64_t tail = (conv.taps - 1) * conv.size, draft = conv.size + conv.num_scalars;
     if (segment.begins) std::memset(channels, 0, tail * 4);
-    else std::memcpy(channels, segment.state, tail * 4);
+    else conv.read_tail(segment.state, channels);
     for (int64_t t = 0; t < segment.num_rows(); t++) {
       float *to = channels + tail + t * conv.size, *scalar = scalars + t * conv.num_scalars;
       if (t < segment.num_pending) {
@@ -66,7 +109,7 @@ struct Inputs {
   // Behind `read` of the whole segment: the tail of what is kept, and the inputs of proposals.
   void keep(const Convolution& conv, const Segment& segment) const {
     const int64_t tail = (conv.taps - 1) * conv.size, draft = conv.size + conv.num_scalars;
-    std::memcpy(segment.state, channels + segment.kept() * conv.size, tail * 4);
+    conv.write_tail(channels + segment.kept() * conv.size, segment.state);
     for (int64_t t = segment.kept(); t < segment.num_rows(); t++) {
       float* to = segment.drafts + (t - segment.kept()) * draft;
       std::memcpy(to, channels + tail + t * conv.size, conv.size * 4);
@@ -97,19 +140,24 @@ template <class Layer>
 struct HeadParts {
   void (*prepare_row)(const Layer&, const Work&, int64_t t);  // row t of a segment, up to its recurrence
   void (*scan_head)(const Layer&, const Segment&, const Work&, int64_t head);
-  void (*finish_row)(const Layer&, const void* rows, int64_t row, float* y, void* out);  // y with its gates and its norm
+  void (*sum_row)(const Layer&, const void* rows, int64_t row, float* y, float* sums);  // sums [num_sums()] for norms of y
+  void (*finish_row)(const Layer&, const void* rows, int64_t row, float* y, const float* sums, void* out);
 };
 
 // rows: projected, of conv.row_size elements, out: rows of inner elements, both of conv.kind. States are folded forward.
+// Not 0: a rank is lost.
 template <class Layer>
-void fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segment* segments, int64_t num_segments,
+int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segment* segments, int64_t num_segments,
                 const void* rows, void* out, int64_t num_threads) {
   const Convolution& conv = layer.conv;
-  const int64_t heads = layer.num_heads, inner = layer.inner();
+  const int64_t heads = layer.num_heads, inner = layer.inner(), num_sums = layer.num_sums();
+  if (!num_segments) return 0;
+  const Segment& last = segments[num_segments - 1];
+  const int64_t num_rows = last.query_start + last.query_len;
   thread_local std::vector<char> memory;
   thread_local std::vector<Work> works;
   const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
-  int64_t total = 0;
+  int64_t total = rounded(num_rows * num_sums);
   for (int64_t s = 0; s < num_segments; s++) {
     const int64_t count = segments[s].num_rows();
     total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
@@ -125,7 +173,15 @@ void fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segment
     work.written = take(rounded(count * heads)), work.kept = take(rounded(count * heads));
     work.convolved = take(count * conv.size), work.y = take(count * inner);
   }
+  float* const sums = take(rounded(num_rows * num_sums));
   const Work* own = works.data();  // threads would each find their own vector
+  // f(row, its y) of each new row of a segment, shared out among threads.
+  const auto each_row = [&](int64_t s, const auto& f) {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < segments[s].query_len; t++)
+      f(segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner);
+  };
+  int64_t lost = 0;
   num_threads = std::max<int64_t>(1, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -138,14 +194,21 @@ void fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segment
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < num_segments * heads; item++)
       parts.scan_head(layer, segments[item / heads], own[item / heads], item % heads);
+    if (layer.meeting.ranks) {
+      for (int64_t s = 0; s < num_segments; s++)
+        each_row(s, [&](int64_t row, float* y) { parts.sum_row(layer, rows, row, y, sums + row * num_sums); });
+#pragma omp single
+      lost = layer.meeting.meet(sums, num_rows);
+    }
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].query_len; t++)
-        parts.finish_row(layer, rows, segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner, out);
-    }
+    for (int64_t s = 0; s < num_segments; s++)
+      each_row(s, [&](int64_t row, float* y) {
+        if (!layer.meeting.ranks) parts.sum_row(layer, rows, row, y, sums + row * num_sums);
+        parts.finish_row(layer, rows, row, y, sums + row * num_sums, out);
+      });
   }
+  return lost;
 }
 
 }  // namespace baton
