@@ -102,6 +102,8 @@ def _of_ranks(
     degree = config.tensor_parallel
     if why := refusal(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
+    if config.remote_stages and spec.state is not None:
+        raise ValueError("remote_stages: states stay on one host; leave it out for this model, whose layers keep some")
     stages = cut_layers(spec, config.pipeline_parallel)
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks_here))
     torch.set_num_threads(config.threads)

@@ -170,6 +170,10 @@ class Model:
         experts = (layer.experts for layer in self.layers if layer is not None and layer.experts is not None)
         return self.attention.capturable and not self._adapted and all(each.grouped is not None for each in experts)
 
+    def kv_of(self, layers: range) -> list[int]:
+        """Return which of the layers that have KV these are."""
+        return [self._kv_index[layer] for layer in layers if layer in self._kv_index]
+
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
         return self.spec.kv_group(form, block_size)

@@ -88,13 +88,13 @@ class FirstStage(Model):
                 rows = pipeline.rows[first_row : first_row + len(part.token_ids)]
                 rows.copy_(super().hidden(part, pool)[: len(rows)])
                 pipeline.send(number, first_row, self._told_stages.numbered(part))
-            _tell(on_layer, self.own_layers)
+            _tell(on_layer, self.kv_of(self.own_layers))
             for _ in parts:
                 pipeline.receive()
         except BaseException:  # the stages are in different places of the step
             pipeline.lose()
             raise
-        _tell(on_layer, range(self.own_layers.stop, self.spec.num_layers))
+        _tell(on_layer, self.kv_of(range(self.own_layers.stop, self.spec.num_layers)))
         return pipeline.rows[: len(batch.token_ids)]
 
 
@@ -124,7 +124,7 @@ class SpreadPool(KVPool):
                     self._leader.put_block(stage.index, block_id, self.layers_of_block(block_id, stage.layers))
 
 
-def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
+def _tell(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None:
     if on_layer is not None:
         for layer in layers:
             on_layer(layer)

@@ -21,13 +21,11 @@ class PipelineStage:
 
 def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
     """Cut a model so that the stage that takes most memory and time takes as little as it can. Raises ValueError where
-    there are more stages than layers, or layers that are not divided.
+    there are more stages than layers.
 
     Counted in weights: those that are held, and once more those that a token meets. The first stage holds the embedding
     and the head, and meets the head.
     """
-    if spec.state is not None and num_stages > 1:
-        raise ValueError(f"pipeline_parallel {num_stages}: layers with a state are not cut into stages yet")
     if num_stages > spec.num_layers:
         raise ValueError(f"pipeline_parallel {num_stages}: the model has {spec.num_layers} layers")
     alone = [replace(spec, layers=(layer,)) for layer in spec.layers]
@@ -66,8 +64,18 @@ def micro_batches(batch: ForwardBatch, num_stages: int) -> list[tuple[int, Forwa
     stage before it computes the next. A row has the same bits in any part."""
     num_tokens = len(batch.token_ids)
     count = max(1, min(num_tokens // LEAST_TOKENS, MICRO_BATCHES * num_stages))
-    borders = [num_tokens * index // count for index in range(count + 1)]
-    return [(begin, rows_of(batch, begin, end)) for begin, end in zip(borders, borders[1:])]
+    borders = [_before_drafts(batch, num_tokens * index // count) for index in range(count + 1)]
+    return [(begin, rows_of(batch, begin, end)) for begin, end in zip(borders, borders[1:]) if begin < end]
+
+
+def _before_drafts(batch: ForwardBatch, row: int) -> int:
+    """Return a row before which a step can be parted: not among proposals that a state does not take in, as those behind
+    need it as it stands behind the first of them."""
+    for seq in batch.seqs:
+        end = seq.query_start + seq.query_len
+        if seq.state is not None and end - seq.state.num_drafts < row < end:
+            return end - seq.state.num_drafts
+    return row
 
 
 def rows_of(batch: ForwardBatch, begin: int, end: int) -> ForwardBatch:
@@ -77,7 +85,12 @@ def rows_of(batch: ForwardBatch, begin: int, end: int) -> ForwardBatch:
         first, last = max(seq.query_start, begin), min(seq.query_start + seq.query_len, end)
         if first < last:
             left = seq.query_start + seq.query_len - last
-            seqs.append(replace(seq, query_start=first - begin, query_len=last - first, kv_len=seq.kv_len - left))
+            state = seq.state
+            if state is not None:
+                pending = state.num_pending if first == seq.query_start else 0
+                state = state._replace(num_pending=pending, num_drafts=max(0, state.num_drafts - left))
+            own = replace(seq, query_start=first - begin, query_len=last - first, kv_len=seq.kv_len - left, state=state)
+            seqs.append(own)
     adapters = tuple(
         rows._replace(begin=max(rows.begin, begin) - begin, end=min(rows.end, end) - begin)
         for rows in batch.adapters

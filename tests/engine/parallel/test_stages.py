@@ -6,20 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.stage import PipelineStage, cut_layers, micro_batches, rows_of
-from tests.support.engine.folders import FAMILIES, SERVED, Hand, make_folder, random_ids
+from tests.support.engine.folders import SERVED, Hand, make_folder, random_ids
 from tests.support.native.ranked import staged
 
 TOLERANCE = 1e-4
-# A head that is the embedding, norms behind both halves, windows and ropes by layer, experts, latent attention.
-ORDINARY = ("llama3", "qwen3", "olmo2", "gemma3", "qwen3-moe", "deepseek-v3")
-# Layers with a state are not cut into stages.
-WITH_STATE = ("Mamba2", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Qwen3Next", "Qwen3_5", "Jamba", "Bamba")
-CUT = [name for name in SERVED if not FAMILIES[name][0].startswith(WITH_STATE)]
+# A head that is the embedding, norms behind both halves, windows and ropes by layer, experts, latent attention, states.
+ORDINARY = ("llama3", "qwen3", "olmo2", "gemma3", "qwen3-moe", "deepseek-v3", "nemotron-h")
 
 
 def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
@@ -29,7 +26,7 @@ def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in CUT]
+    "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in SERVED]
 )
 def test_stages_have_the_bits_of_one_process(tmp_path, name):
     reference = make_folder(tmp_path, name)
@@ -43,8 +40,9 @@ def test_stages_have_the_bits_of_one_process(tmp_path, name):
         hand = Hand(whole.model, form=dtype)
         with staged(config, 2, hand.pool) as hand.model:
             assert torch.equal(logits_of(hand, ids), expected), dtype
-            assert hand.model.layers[1] is None
+            assert hand.model.layers[-1] is None
         assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
+        assert hand.states() == whole.states()
         if dtype == "fp32":
             torch.testing.assert_close(expected, theirs, atol=TOLERANCE, rtol=0)
 
@@ -106,3 +104,22 @@ def test_micro_batches_hold_every_row_of_a_step_once():
         adapted += [first + row for begin, end, _ in part.adapters for row in range(begin, end)]
     assert adapted == list(range(1, 250))
     assert len(micro_batches(batch, 1)) == 4 and len(micro_batches(rows_of(batch, 0, 127), 2)) == 1
+
+
+def test_micro_batches_part_no_proposals():
+    """Of layers with a state: all proposals of a sequence are in one part, behind the rows that its state takes in."""
+    length, drafts, count = 11, 8, 31
+    seqs = [
+        SeqSlice(length * index, length, 50 + length, torch.tensor([index]), StateRows(index, 2, drafts))
+        for index in range(count)
+    ]
+    rows = torch.arange(length * count)
+    parts = [part for _, part in micro_batches(ForwardBatch(rows, rows, rows, seqs, rows), 3)]
+    assert len(parts) == 5 and torch.equal(torch.cat([part.token_ids for part in parts]), rows)
+    told = [seq for part in parts for seq in part.seqs]
+    for seq in seqs:
+        own = [each for each in told if each.state.state_id == seq.state.state_id]
+        assert [each.state.num_pending for each in own] == [2, 0][: len(own)]
+        assert sum(each.query_len - each.state.num_drafts for each in own) == length - drafts
+        assert [each.state.num_drafts for each in own if each.state.num_drafts] == [drafts]
+    assert len(told) > count, "no border was in a sequence"

@@ -1,4 +1,4 @@
-"""Engines of ranks whose layers keep states: speculated, handed over to other shapes and gone on from a
+"""Engines of ranks and of stages whose layers keep states: speculated, handed over to other shapes and gone on from a
 checkpoint they give the answers of one process; and one line where states are not divided."""
 
 import pytest
@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason()
 SHAPES = {
     "one process": {},
     "two ranks": {"tensor_parallel": 2, "threads": 2},
+    "two stages": {"pipeline_parallel": 2},
+    "two stages of two ranks": {"tensor_parallel": 2, "pipeline_parallel": 2},
 }
+LONG = {"two stages of two ranks"}
 PROMPT = [*range(5, 165), *range(5, 45)]
 MAX_TOKENS = 24
 ANSWERS: dict[tuple[str, int], list[int]] = {}  # that proposers know: two of three tokens are right
@@ -58,7 +61,11 @@ def whole(engines):
     return run(engines("one process"), [asked])[asked.key]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def shapes(*names: str):
+    return [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in names]
+
+
+@pytest.mark.parametrize("shape", shapes(*SHAPES))
 def test_speculated_and_once_more_from_a_checkpoint(engines, whole, shape):
     engine = engines(shape, **SPECULATES)
     for turn in range(2):
@@ -70,13 +77,14 @@ def test_speculated_and_once_more_from_a_checkpoint(engines, whole, shape):
     assert sum(counts.proposed) > sum(counts.accepted) > 0
 
 
+@pytest.mark.parametrize("source", shapes("two ranks", "two stages", "two stages of two ranks"))
 @pytest.mark.parametrize("back", [False, True])
-def test_handed_over(engines, whole, back):
+def test_handed_over(engines, whole, source, back):
     """To one process and from it."""
-    ends = engines("two ranks", **SPECULATES), engines("one process")
+    ends = engines(source, **SPECULATES), engines("one process")
     prefill, decode = ends[::-1] if back else ends
     assert prefill.numerics_class == decode.numerics_class
-    asked = request(f"handed {back}", named=False)
+    asked = request(f"{source} {back}", named=False)
     ANSWERS[asked.key.request_id, 0] = whole.tokens[0]
     firsts, rest = hand_over(prefill, decode, [asked])
     check_handed_over(firsts, rest, asked, whole)
@@ -97,7 +105,7 @@ def test_handed_over(engines, whole, back):
             "granite-4", {"mamba_d_state": 24}, {"tensor_parallel": 2},
             "tensor_parallel 2: needs native kernels .* multiples of 16: a rank would have Mamba2Spec.*state_size=24",
         ),
-        ("granite-4", {}, {"pipeline_parallel": 2}, "pipeline_parallel 2: layers with a state are not cut into stages"),
+        ("granite-4", {}, {"pipeline_parallel": 2, "remote_stages": 1}, "^remote_stages: states stay on one host"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_named(tmp_path, name, changes, options, message):
