@@ -48,6 +48,16 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.write_line(line)
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    """Where workers are born: to import torch takes each 1.5 s of CPU. Starts themselves are tested in tests/e2e and
+    tests/cli."""
+    from tests.support.faults.nursery import Nursery
+
+    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
+        yield nursery
+
+
 @pytest.fixture
 def fast_switches():
     """Threads take turns as often as they can."""

@@ -5,9 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.cli.launch.placing.ports import HeldPorts
 from tests.support.process import Process
+
+if TYPE_CHECKING:
+    from tests.support.faults.nursery import Nursery
 
 # What no log may ever contain.
 _BROKEN = re.compile(r"Traceback|was never retrieved|Task was destroyed|coroutine .* was never awaited")
@@ -37,13 +41,14 @@ class Stack:
         gateway_options: Sequence[str] = (),
         env: dict[str, str] | None = None,
         failpoints: bool = False,
+        nursery: "Nursery | None" = None,
     ):
-        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed."""
+        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `nursery`: workers are born there."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)
         self.env = {"OMP_NUM_THREADS": "1", **(env or {})}
-        self.failpoints = failpoints
+        self.failpoints, self.nursery = failpoints, nursery
         self._plans = [(f"prefill{i}", "prefill_worker", [*options, *prefill_options]) for i in range(num_prefill)]
         self._plans += [(f"decode{i}", "decode_worker", [*options, *decode_options]) for i in range(num_decode)]
         self._plans += [
@@ -140,6 +145,8 @@ class Stack:
         return self._process(name, argv, self.folder)
 
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:
+        if self.nursery is not None and not name.startswith("gateway"):
+            return self.nursery.process(name, argv, folder, self.env, self.failpoints)
         return Process(name, argv, folder, self.env, self.failpoints)
 
     def _await(self, processes: list[Process]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.engine import native
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.process import Process, children
+from tests.support.process import children
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 OPTIONS = ("--num-blocks", "64", "--threads", "1")
@@ -31,17 +31,28 @@ def is_gone(pid: int) -> bool:
     return True
 
 
+TENSOR, PIPELINE = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
+KILLED, STOPPED = (signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")
+DRAINED = (signal.SIGTERM, None)
+
+
 @pytest.mark.parametrize(
-    "degree", [("--tensor-parallel", "2"), ("--pipeline-parallel", "2")], ids=lambda degree: degree[0]
+    ("how", "reason", "degree"),
+    [
+        (*KILLED, TENSOR),
+        (*STOPPED, PIPELINE),
+        (*DRAINED, TENSOR),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((*KILLED, PIPELINE), (*STOPPED, TENSOR), (*DRAINED, PIPELINE))
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s"), (signal.SIGTERM, None)],
-)
-def test_a_worker_and_its_ranks_end_together(model, tmp_path, degree, how, reason):
+def test_a_worker_and_its_ranks_end_together(nursery, model, tmp_path, degree, how, reason):
     """SIGTERM is for the worker, which drains."""
     program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
-    worker = Process("worker", program, tmp_path)
+    worker = nursery.process("worker", program, tmp_path)
     try:
         worker.ready()
         (rank,) = children(worker.pid)
@@ -56,11 +67,11 @@ def test_a_worker_and_its_ranks_end_together(model, tmp_path, degree, how, reaso
 
 
 @pytest.mark.parametrize(
-    "degree", [("--tensor-parallel", "2"), ("--pipeline-parallel", "2")], ids=lambda degree: degree[0]
+    "degree", [TENSOR, pytest.param(PIPELINE, marks=pytest.mark.long)], ids=lambda degree: degree[0]
 )
-def test_ranks_end_with_a_worker_that_is_killed(model, tmp_path, degree):
+def test_ranks_end_with_a_worker_that_is_killed(nursery, model, tmp_path, degree):
     program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
-    worker = Process("worker", program, tmp_path)
+    worker = nursery.process("worker", program, tmp_path)
     try:
         worker.ready()
         (rank,) = children(worker.pid)

@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.process import ROOT
+from tests.support.process import ROOT, Process
 
 ROLES = ("prefill_worker", "decode_worker")
 
 
-def start(module: str, *options: str) -> tuple[int, str]:
-    """Exit status and stderr of a process that ends by itself."""
-    argv = [sys.executable, "-m", module, *options]
-    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "ready " not in ran.stdout, "it said that it is ready"
-    return ran.returncode, ran.stderr
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are forked
+    from a process that has read torch: the lines are the same, and there are twenty."""
+
+    def start(module: str, *options: str) -> tuple[int, str]:
+        make = nursery.process if module in ROLES else Process
+        process = make(module, [sys.executable, "-m", module, *options], tmp_path)
+        status = process.wait(60)
+        assert "ready " not in process.out.read_text(), "it said that it is ready"
+        return status, process.log.read_text()
+
+    return start
 
 
 def assert_one_line(stderr: str, *names: str) -> None:
@@ -38,7 +45,7 @@ def broken(model, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("module", [*ROLES, "gateway"])
-def test_missing_folder(module, tmp_path):
+def test_missing_folder(start, module, tmp_path):
     options = ["--listen", "127.0.0.1:0"]
     if module == "gateway":
         options += ["--decode-workers", "127.0.0.1:1"]
@@ -48,14 +55,14 @@ def test_missing_folder(module, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_missing_file(broken, name):
+def test_missing_file(start, broken, name):
     (broken / name).unlink()
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
     assert status == 2
     assert_one_line(stderr, "safetensors" if name == "model.safetensors" else name)
 
 
-def test_truncated_weights(broken):
+def test_truncated_weights(start, broken):
     path = broken / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
@@ -63,28 +70,28 @@ def test_truncated_weights(broken):
     assert_one_line(stderr, "model.safetensors")
 
 
-def test_weights_that_are_no_safetensors(broken):
+def test_weights_that_are_no_safetensors(start, broken):
     (broken / "model.safetensors").write_bytes(b"\x80\x04 this is no safetensors file at all" * 20)
     status, stderr = start("prefill_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
     assert status == 2
     assert_one_line(stderr, "model.safetensors")
 
 
-def test_weights_in_another_format(broken):
+def test_weights_in_another_format(start, broken):
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
     status, stderr = start("prefill_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
     assert status == 2
     assert_one_line(stderr, "safetensors")
 
 
-def test_config_that_is_no_json(broken):
+def test_config_that_is_no_json(start, broken):
     (broken / "config.json").write_text("{ not json")
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
     assert status == 2
     assert_one_line(stderr, "config.json")
 
 
-def test_unknown_architecture(broken):
+def test_unknown_architecture(start, broken):
     path = broken / "config.json"
     config = {**json.loads(path.read_text()), "model_type": "mamba", "architectures": ["MambaForCausalLM"]}
     path.write_text(json.dumps(config))
@@ -94,7 +101,7 @@ def test_unknown_architecture(broken):
 
 
 @pytest.mark.parametrize("module", [*ROLES, "gateway"])
-def test_port_taken(model, module):
+def test_port_taken(start, model, module):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -109,7 +116,7 @@ def test_port_taken(model, module):
     "option, value",
     [("--block-size", "48"), ("--dtype", "fp7"), ("--num-blocks", "-3"), ("--attention", "magic"), ("--no-such", "1")],
 )
-def test_wrong_use(model, option, value):
+def test_wrong_use(start, model, option, value):
     status, stderr = start("decode_worker", "--model", str(model), "--listen", "127.0.0.1:0", option, value)
     assert status == 2
     assert_one_line(stderr, option.lstrip("-").split("-")[0])

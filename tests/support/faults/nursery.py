@@ -1,8 +1,8 @@
-"""Workers that start in a tenth of a second, for runs that kill hundreds: forked from a process that has read torch.
+"""Workers that start in a tenth of a second, for runs that start hundreds: forked from a process that has read torch.
 
 `Nursery(folder)` runs `python -m tests.support.faults.nursery SOCKET`, which has imported third-party packages and nothing of
-Baton's. For each request it forks twice; what comes of it is a child of the process that asked (a subreaper), with a
-session, files, environment and failpoints of its own, and runs its module as `python -m MODULE` would.
+Baton's. For each request it forks; what comes of it is its child, with a session, files, environment and failpoints of
+its own, and runs its module as `python -m MODULE` would. It tells how its children ended.
 """
 
 import ctypes
@@ -22,19 +22,17 @@ from tests.support.faults.world import ProxiedStack
 from tests.support.process import Process
 
 _PACKAGES = ("torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors", "prometheus_client")
-_SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl(2)
+_DEATH_SIGNAL = 1  # of prctl(2)
 _START_S = 60.0
 
 
 class Nursery:
-    """`with Nursery(folder) as nursery`; its children outlive it."""
+    """`with Nursery(folder) as nursery`; its children end with it."""
 
     def __init__(self, folder: Path):
         self._path = folder / "nursery"
-        _prctl(_SUBREAPER, 1)
-        self._process = Process(
-            "nursery-process", [sys.executable, "-m", "tests.support.faults.nursery", str(self._path)], folder
-        )
+        argv = [sys.executable, "-m", "tests.support.faults.nursery", str(self._path)]
+        self._process = Process("nursery-process", argv, folder, {"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> "Nursery":
         self._process.ready(_START_S)
@@ -43,28 +41,39 @@ class Nursery:
     def __exit__(self, *exc) -> None:
         self._process.kill()
 
+    def process(self, *args) -> "Born":
+        """Return a Process of these arguments."""
+        return Born(self, *args)
+
     def bear(self, argv: list[str], out: Path, log: Path, env: dict[str, str]) -> "Child":
-        """`argv`: PYTHON -m MODULE ARGUMENTS."""
-        wish = {"argv": argv[2:], "out": str(out), "log": str(log), "env": env}
+        """`argv`: PYTHON -m MODULE ARGUMENTS; `env`: beside that of this process."""
+        wish = {"argv": argv[2:], "out": str(out), "log": str(log), "env": {**os.environ, **env}}
+        return Child(self, int(self._ask(wish)))
+
+    def status(self, pid: int) -> int | None:
+        """Return the status that a child has ended with, None while it runs."""
+        return json.loads(self._ask({"pid": pid}))
+
+    def _ask(self, wish: dict) -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_START_S)
             connection.connect(str(self._path))
             connection.send(json.dumps(wish).encode())
-            return Child(int(connection.recv(64)))
+            return connection.recv(64)
 
 
 class Child:
     """As much of subprocess.Popen as tests/support/process.py uses."""
 
-    def __init__(self, pid: int):
+    def __init__(self, nursery: Nursery, pid: int):
         self.pid, self.returncode = pid, None
+        self._nursery = nursery
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                self.returncode = self._nursery.status(self.pid)
             return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -75,32 +84,35 @@ class Child:
             time.sleep(0.005)
         return self.returncode
 
-    def terminate(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class NurseryStack(ProxiedStack):
-    """Workers are born in a nursery, gateways as always."""
+    """Workers are born in a nursery of the stack's own, gateways as always."""
 
     def __enter__(self) -> "NurseryStack":
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._nursery = Nursery(self.folder)
-        self._nursery.__enter__()
+        self.nursery = Nursery(self.folder)
+        self.nursery.__enter__()
         return super().__enter__()
 
     def stop(self) -> dict[str, int]:
         statuses = super().stop()
-        self._nursery.__exit__()
+        self.nursery.__exit__()
         return statuses
 
-    def _process(self, name: str, argv: list[str], folder: Path) -> Process:
-        if "gateway" in argv:
-            return super()._process(name, argv, folder)
-        return _Born(self._nursery, name, argv, folder, self.env, self.failpoints)
 
+class Born(Process):
+    """A process that a nursery starts."""
 
-class _Born(Process):
     def __init__(self, nursery: Nursery, *args):
         self._nursery = nursery
         super().__init__(*args)
@@ -133,15 +145,13 @@ def _next_wish(listener: socket.socket) -> dict | None:
     """None in the nursery itself; in the child that was asked for, what it shall be."""
     connection, _ = listener.accept()
     with connection:
-        wish = json.loads(connection.recv(1 << 16))
-        if between := os.fork():
-            os.waitpid(between, 0)
+        wish = json.loads(connection.recv(1 << 17))
+        if "pid" in wish:
+            ended, status = os.waitpid(wish["pid"], os.WNOHANG)
+            connection.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
             return None
-        between = os.getpid()
         if os.fork():
-            os._exit(0)
-        while os.getppid() == between:
-            time.sleep(0.001)
+            return None
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
         os.setsid()
         connection.send(str(os.getpid()).encode())
@@ -152,6 +162,7 @@ def _live(wish: dict) -> None:
     for number, path in ((1, wish["out"]), (2, wish["log"])):
         with Path(path).open("wb") as file:
             os.dup2(file.fileno(), number)
+    os.environ.clear()
     os.environ.update(wish["env"])
     sys.argv = [sys.executable, *wish["argv"][1:]]
     runpy.run_module(wish["argv"][0], run_name="__main__", alter_sys=True)

@@ -24,11 +24,13 @@ def samples(address: str) -> dict[tuple, float]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory):
+def stack(nursery, tmp_path_factory):
     folder = tmp_path_factory.mktemp("meters")
     model = make_model(folder / "model")
     options = ("--num-blocks", "96", "--threads", "1", "--transports", "shm")
-    with Stack(model, folder / "logs", options=options, gateway_options=("--split", "always")) as stack:
+    with Stack(
+        model, folder / "logs", options=options, gateway_options=("--split", "always"), nursery=nursery
+    ) as stack:
         yield stack
 
 
