@@ -19,7 +19,8 @@ from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import quantization_config
-from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, kept_modules, linear_shapes, unfit
+from baton.quantization.core import linears
+from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
@@ -55,8 +56,6 @@ def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
         raise QuantizeError(
             f"{model}: scheme {scheme} is calibrated through Llama's layers, not {reason}; take {plain}"
         )
-    if spec.state is not None:
-        raise QuantizeError(f"{model}: layers with a state are not quantized here; serve it with --quantization")
     if any(layer.experts and layer.experts.stacked for layer in spec.layers):
         raise QuantizeError(f"{model}: experts in one tensor are not quantized; serve it with --quantization")
     if (found := quantization_config(model)) is not None:
@@ -73,7 +72,7 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
     a broken model.
     """
     with new_folder(out) as writer, torch.inference_mode():
-        weights = Weights(job.spec.folder)
+        weights = _open(job.spec)
         if unfit(job.spec):
             _round_as_stored(job, weights, writer, progress)
             return
@@ -83,31 +82,40 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
         rope, config = Rope(job.spec.ropes[0], job.spec.head_dim, longest), None
         for index in tqdm(range(job.spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
             form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
-            config = config or config_of(job.scheme.name, form, job.packed)
+            config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)
         writer.add({EMBEDDING: embedding, FINAL_NORM: weights.read(FINAL_NORM, (job.spec.hidden_size,))})
         if not job.spec.tied:
             writer.add({HEAD: weights.read(HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
         writer.finish(job.spec.folder, read_json(job.spec.folder / "config.json") | {"quantization_config": config})
 
 
+def _open(spec: ModelSpec) -> Weights:
+    """Return the tensors by the names that the engine asks for, of a layer that predicts further tokens too."""
+    around = () if spec.predictor is None else spec.predictor.renamed
+    return Weights(spec.folder, (*around, *spec.names.renamed))
+
+
 def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, progress: bool) -> None:
     """Round every linear of the layers, a tensor at a time, and copy the rest: nothing of the layers is computed."""
-    spec, config, rounded = job.spec, None, set[str]()
+    spec, config, rounded, kept = job.spec, None, set[str](), list[str]()
     for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
-        for name, shape in linear_shapes(spec, index).items():
-            module = f"model.layers.{index}.{name}"
-            weight = weights.read(f"{module}.weight", shape).float()
+        for module, shape in linears.linear_shapes(spec, weights, index).items():
+            weight, stored = weights.read(f"{module}.weight", shape).float(), weights.stored_name(f"{module}.weight")
             if not torch.isfinite(weight).all():
-                raise QuantizeError(f"{spec.folder}: tensor {module}.weight holds NaN or infinity")
-            form = job.scheme.round(LayerWeights({name: weight}), Stage((name,), []), job.settings)[name]
-            writer.add(tensors_of(module, form, job.settings.dtype, job.packed))
-            config = config or config_of(job.scheme.name, form, job.packed)
+                raise QuantizeError(f"{spec.folder}: tensor {stored} holds NaN or infinity")
+            form = job.scheme.round(LayerWeights({module: weight}), Stage((module,), []), job.settings)[module]
+            writer.add(tensors_of(stored.removesuffix(".weight"), form, job.settings.dtype, job.packed))
+            config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)
             rounded.add(f"{module}.weight")
     for name in weights.names():
         if name not in rounded:
-            writer.add({name: weights.read(name)})
+            tensor, stored = weights.read(name), weights.stored_name(name)
+            writer.add({stored: tensor})
+            if tensor.dim() == 2 and name.endswith(".weight") and name not in (EMBEDDING, HEAD):
+                # Other linears, as whoever reads the folder may take them, by the names that we ask for too.
+                kept += [each.removesuffix(".weight") for each in dict.fromkeys((name, stored))]
     assert config is not None, "a model has layers"
-    quantization = config | {"ignore": [*config["ignore"], *kept_modules(job.spec)]}
+    quantization = config | {"ignore": [*config["ignore"], *kept]}
     writer.finish(spec.folder, read_json(spec.folder / "config.json") | {"quantization_config": quantization})
 
 
@@ -145,7 +153,7 @@ def _write(job: QuantizeJob, block: Block, forms: dict[str, Form], writer: Folde
 
 def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
     """The group asked for, or for int4 the largest that divides every linear."""
-    widths = sorted({shape[1] for index in range(spec.num_layers) for shape in linear_shapes(spec, index).values()})
+    widths = _widths(spec) if scheme.grouped or group is not None else []
     if group is None:
         if not scheme.grouped:
             return None
@@ -160,6 +168,15 @@ def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
     if wrong := [width for width in widths if width % group]:
         raise QuantizeError(f"group {group} does not divide the {_listed(wrong)} inputs of a layer; take a smaller one")
     return group
+
+
+def _widths(spec: ModelSpec) -> list[int]:
+    """Return the inputs that linears of the layers have."""
+    if not unfit(spec):
+        return sorted({width for _, width in linear_shapes(spec).values()})
+    weights = _open(spec)
+    layers = (linears.linear_shapes(spec, weights, index).values() for index in range(spec.num_layers))
+    return sorted({width for shapes in layers for _, width in shapes})
 
 
 def _listed(numbers: Iterable[int]) -> str:

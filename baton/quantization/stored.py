@@ -22,22 +22,23 @@ def tensors_of(module: str, form: IntWeight | Fp8Weight, dtype: torch.dtype, pac
     return {f"{module}.weight": form.values} | scales | _outliers(module, form)
 
 
-def config_of(scheme: str, form: IntWeight | Fp8Weight, packed: bool) -> dict:
-    """quantization_config of a model whose linears, the head aside, all have forms like this one."""
+def config_of(scheme: str, form: IntWeight | Fp8Weight, packed: bool, group: int | None) -> dict:
+    """quantization_config of a model whose linears, the head aside, all have forms like this one, with a scale for `group`
+    inputs, or for all."""
     if scheme == "int8-outlier":
         return {"quant_method": OWN_METHOD, "scheme": scheme, "ignore": ["lm_head"]}
     number = "float" if isinstance(form, Fp8Weight) else "int"
     bits = form.bits if isinstance(form, IntWeight) else 8
     weights = {"num_bits": bits, "type": number, "symmetric": True, "strategy": "channel", "dynamic": False}
-    if isinstance(form, IntWeight) and form.scales.shape[1] > 1:
-        weights |= {"strategy": "group", "group_size": form.group}
+    if group is not None:
+        weights |= {"strategy": "group", "group_size": group}
     layout = "pack-quantized" if packed else f"{number}-quantized"
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": _activations(form, number)}
+    linears = {"targets": ["Linear"], "weights": weights, "input_activations": _activations(form, number)}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group | {"format": layout}},
+        "config_groups": {"group_0": linears | {"format": layout}},
         "ignore": ["lm_head"],
     }
 

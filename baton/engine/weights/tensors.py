@@ -45,6 +45,10 @@ class Weights:
         """Return the names of all tensors."""
         return list(self._files)
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        return self._stored[name]
+
     def unread(self) -> list[str]:
         """Return the names of tensors that nobody has asked for."""
         return [name for name in self._files if name not in self._read]

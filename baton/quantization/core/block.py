@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import visible
-from baton.engine.core.model_spec import LatentSpec, ModelSpec, TensorNames
+from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.layers.rope import Rope, order_of_head
 from baton.quantization.core.errors import QuantizeError
 
 Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
-KV_UP = "self_attn.kv_b_proj"
 INPUT_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 Q_NORM, K_NORM = "self_attn.q_norm", "self_attn.k_norm"
 STAGES = ((Q, K, V), (O,), (GATE, UP), (DOWN,))
@@ -56,48 +55,12 @@ class Stage:
         return torch.cat([x[index % step :: step] for index, x in enumerate(self.inputs)])
 
 
-def linear_shapes(spec: ModelSpec, index: int = 0) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of every linear of layer `index`; those of `kept_modules` aside, which are never rounded."""
-    hidden, size, names = spec.hidden_size, spec.intermediate_size, spec.names
-    shapes = _attention_shapes(spec) if spec.latent is None else _latent_shapes(spec, spec.latent)
-    if (experts := spec.layers[index].experts) is None:
-        width = (1 + spec.gated) * size // len(names.gate_up)
-        return shapes | dict.fromkeys(names.gate_up, (width, hidden)) | {names.down: (hidden, size)}
-    for expert in range(experts.num_experts):
-        *wide, down = (name.format(expert) for name in experts.names[1:])
-        width = experts.intermediate_size
-        shapes |= dict.fromkeys(wide, (width, hidden)) | {down: (hidden, width)}
-    if experts.shared_size:
-        _, *wide, down = experts.shared_names
-        shapes |= dict.fromkeys(wide, (experts.shared_size, hidden)) | {down: (hidden, experts.shared_size)}
-    return shapes
-
-
-def kept_modules(spec: ModelSpec) -> list[str]:
-    """Return the linears that stay in floating point: routers, and what latent attention absorbs."""
-    kept = []
-    for index, layer in enumerate(spec.layers):
-        names = [] if spec.latent is None else [KV_UP]
-        if layer.experts is not None:
-            names += [layer.experts.names[0], *filter(None, layer.experts.shared_names[:1])]
-        kept += [f"model.layers.{index}.{name}" for name in names]
-    return kept
-
-
-def _attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of every linear of a layer that a Block computes."""
+    hidden, size = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    parts = (q_size, kv_size, kv_size) if len(spec.names.qkv) == 3 else (q_size + 2 * kv_size,)
-    shapes = {name: (out, spec.hidden_size) for name, out in zip(spec.names.qkv, parts, strict=True)}
-    return shapes | {O: (spec.hidden_size, q_size)}
-
-
-def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> dict[str, tuple[int, int]]:
-    q_size, rank = spec.num_heads * (latent.nope_dim + latent.rope_dim), latent.query_rank
-    queries = {"self_attn.q_proj": (q_size, spec.hidden_size)}
-    if rank is not None:
-        queries = {"self_attn.q_a_proj": (rank, spec.hidden_size), "self_attn.q_b_proj": (q_size, rank)}
-    output = {O: (spec.hidden_size, spec.num_heads * latent.value_dim)}
-    return queries | {"self_attn.kv_a_proj_with_mqa": (latent.row_dim, spec.hidden_size)} | output
+    attention = {Q: (q_size, hidden), K: (kv_size, hidden), V: (kv_size, hidden), O: (hidden, q_size)}
+    return attention | {GATE: (size, hidden), UP: (size, hidden), DOWN: (hidden, size)}
 
 
 def unfit(spec: ModelSpec) -> str:

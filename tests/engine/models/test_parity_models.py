@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
+from baton.quantization.core.errors import QuantizeError
+from baton.quantization.quantize import plan, quantize
 from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids, randomize
 
 TOLERANCE = 1e-4
@@ -190,6 +192,8 @@ def test_experts_of_qwen3_5_in_one_tensor(tmp_path):
         tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], expected)
+    with pytest.raises(QuantizeError, match="experts in one tensor are not quantized"):
+        quantize(plan(tmp_path, "int8"), tmp_path / "made")
 
 
 def test_sharded_equals_single(tmp_path):

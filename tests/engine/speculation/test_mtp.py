@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
+from baton.quantization.quantize import plan, quantize
 from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
 
@@ -92,6 +93,14 @@ def test_answers_are_those_of_plain_decoding(made):
     firsts, rest = hand_over(load(made[0]), load(made[0], speculator="mtp", num_draft_tokens=3), requests())
     for request in requests():
         check_handed_over(firsts, rest, request, plain[request.key])
+
+
+def test_a_rounded_model_keeps_the_layer_as_it_is(made, tmp_path):
+    folder = tmp_path / "rounded"
+    quantize(plan(made[0], "int8"), folder)
+    engine = load(folder, speculator="mtp", num_draft_tokens=3)
+    check(run(engine, requests()), run(load(folder), requests()))
+    assert engine.speculator.counts["mtp"].num_drafts > 20
 
 
 def test_a_full_slot_moves_down(made, monkeypatch):

@@ -1,0 +1,52 @@
+"""The linears of any family's layers, as its own reader asks for them. What it reads otherwise stays as it is: routers, what
+latent attention absorbs, convolutions, recurrences."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.models.linears import Linears
+from baton.engine.models.read_layer import read_layer
+from baton.engine.parallel.shard import WHOLE
+from baton.engine.weights.formats.base import DenseFormat
+from baton.engine.weights.tensors import Weights
+from baton.quantization.core.errors import QuantizeError
+
+
+class _Unmade(LinearKernel):
+    """In place of a kernel: nothing is computed."""
+
+    name, batch_invariant, row_multiple = "none", True, 1
+
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("only the shape of this linear was asked for")
+
+
+class _Asked(Linears):
+    """Notes the modules that it is asked for, and reads none."""
+
+    def __init__(self, source: DenseFormat):
+        super().__init__(source, lambda *of_a_weight: _Unmade())
+        self.shapes: dict[str, tuple[int, int]] = {}
+
+    def read(
+        self, modules: Sequence[str], sizes: Sequence[int], in_features: int, *how: Any, **else_: Any
+    ) -> LinearKernel:
+        self.shapes |= {module: (size, in_features) for module, size in zip(modules, sizes, strict=True)}
+        return _Unmade()
+
+    def expert(self, name: str, *which: Any, **how: Any) -> LinearKernel:
+        raise QuantizeError(f"{name}: experts in one tensor are not quantized; serve the folder with --quantization")
+
+
+def linear_shapes(spec: ModelSpec, weights: Weights, index: int) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of every linear of layer `index` by the name of its module. Raises ModelError for what else the layer
+    has, where it is missing or differs."""
+    source = DenseFormat(weights, torch.float32)
+    asked = _Asked(source)
+    read_layer(spec, index, source, asked, lambda *of_a_router: _Unmade(), WHOLE)
+    return asked.shapes
