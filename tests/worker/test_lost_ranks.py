@@ -1,4 +1,4 @@
-"""A worker of two ranks, one of which is lost: the worker ends with the reason, and leaves no process behind."""
+"""A worker of several ranks, one of which is lost: the worker ends with the reason, and leaves no process behind."""
 
 import os
 import signal
@@ -32,6 +32,7 @@ def is_gone(pid: int) -> bool:
 
 
 TENSOR, PIPELINE = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
+GRID = (*TENSOR, *PIPELINE)  # the last rank is of the second stage, and not its first
 KILLED, STOPPED = (signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")
 DRAINED = (signal.SIGTERM, None)
 
@@ -44,7 +45,13 @@ DRAINED = (signal.SIGTERM, None)
         (*DRAINED, TENSOR),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in ((*KILLED, PIPELINE), (*STOPPED, TENSOR), (*DRAINED, PIPELINE))
+            for case in (
+                (*KILLED, PIPELINE),
+                (*STOPPED, TENSOR),
+                (*DRAINED, PIPELINE),
+                (*KILLED, GRID),
+                (*STOPPED, GRID),
+            )
         ),
     ],
     ids=str,
@@ -55,12 +62,13 @@ def test_a_worker_and_its_ranks_end_together(nursery, model, tmp_path, degree, h
     worker = nursery.process("worker", program, tmp_path)
     try:
         worker.ready()
-        (rank,) = children(worker.pid)
+        ranks = children(worker.pid)
+        rank = ranks[-1]
         os.kill(rank if reason else worker.pid, how)
         assert worker.wait() == (1 if reason else 0), worker.tail()
-        assert is_gone(rank)
+        assert all(map(is_gone, ranks))
         if reason:
-            assert f"rank 1 (pid {rank}) {reason}, so this worker ends with all its ranks" in worker.text()
+            assert f"rank {len(ranks)} (pid {rank}) {reason}, so this worker ends with all its ranks" in worker.text()
     finally:
         worker.popen.kill()
         worker.wait()
@@ -74,8 +82,8 @@ def test_ranks_end_with_a_worker_that_is_killed(nursery, model, tmp_path, degree
     worker = nursery.process("worker", program, tmp_path)
     try:
         worker.ready()
-        (rank,) = children(worker.pid)
+        ranks = children(worker.pid)
     finally:
         worker.popen.kill()
         worker.wait()
-    assert is_gone(rank)
+    assert all(map(is_gone, ranks))
