@@ -77,7 +77,7 @@ def test_batched_chunked_and_from_the_cache(folder, alone):
 
 def test_parked_and_back(folder):
     """More is admitted than fits: short answers have made the engine expect more of them."""
-    requests = [make_request(f"long{seed}", random_ids(20, seed), 80, logprobs=0) for seed in range(4)]
+    requests = [make_request(f"long{seed}", random_ids(20, seed), 50, logprobs=0) for seed in range(4)]
     expected = {request.key: run(load(folder), [request])[request.key] for request in requests}
     engine = load(folder, num_blocks=15)
     for seed in range(20):
