@@ -96,7 +96,14 @@ inline int64_t chunk_of(const Linear& linear) {
   return std::max<int64_t>(1, most / linear.group) * linear.group;
 }
 
+#ifdef BATON_AVX512
+// Several rows of a panel of bf16 or fp32, in vectors of 64 bytes (bytes64/linear_fma64.cpp).
+void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
+               std::vector<char>& memory);
+#endif
+
 // All rows of a panel. Kernel: bytes(inputs) of a panel; TURN inputs, whose values of the 64 outputs lie side by side;
+// AS_STORED, or else
 // SLICE_BYTES of an unpacked input; unpack(values of 16 outputs, inputs, slice); tile<rows>(slice, first row, its sums, ahead).
 // Sums are side by side between two chunks, [planes][rows][64].
 template <class Kernel>
@@ -117,8 +124,10 @@ void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const R
       const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next;
       Ahead ahead{from, from + Kernel::bytes(std::min(chunk, k1 < in ? in - k1 : in))};
       for (int64_t first = 0; first < PANEL; first += SLICE) {
-        Kernel::unpack(values + Kernel::bytes(k0) + first / SLICE * stored_bytes, k1 - k0, unpacked);
-        const Slice slice{linear, rows, panel, first, k0, k1, unpacked, plane};
+        const uint8_t* stored = values + Kernel::bytes(k0) + first / SLICE * stored_bytes;
+        if constexpr (!Kernel::AS_STORED) Kernel::unpack(stored, k1 - k0, unpacked);
+        const char* taken = Kernel::AS_STORED ? reinterpret_cast<const char*>(stored) : unpacked;
+        const Slice slice{linear, rows, panel, first, k0, k1, taken, plane};
         for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
           const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
           float* at = sums + __builtin_popcountll(slice.leaf) * plane + (row - begin) * PANEL + first;

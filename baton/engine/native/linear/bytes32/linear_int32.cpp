@@ -20,6 +20,7 @@ inline __m256 scaled(__m256i acc, __m256 sx, __m256 s, __m256 before) {
 template <int64_t KIND>
 struct Integers {
   using Products = IntProducts<KIND>;
+  static constexpr bool AS_STORED = false;
   static constexpr int64_t SLICE_BYTES = Products::SLICE_BYTES, TURN = KIND == U4 ? 8 : 4;
   static int64_t bytes(int64_t inputs) { return inputs * PANEL / (KIND == U4 ? 2 : 1); }
 
