@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def nursery(tmp_path_factory):
     """Where workers are born: to import torch takes each 1.5 s of CPU. Starts themselves are tested in tests/e2e and
     tests/cli."""
-    from tests.support.faults.nursery import Nursery
+    from tests.support.nursery.workers import Nursery
 
     with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
         yield nursery

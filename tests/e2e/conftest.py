@@ -43,12 +43,12 @@ def receiver():
 
 
 @pytest.fixture(scope="session")
-def run_stack(model, tmp_path_factory):
+def run_stack(model, nursery, tmp_path_factory):
     """`with run_stack(name, ...) as stack`; at its end the logs must be clean and all must have exited 0 on SIGTERM."""
 
     @contextmanager
     def run(name: str, stack_class: type[Stack] = Stack, **options):
-        options = {"options": OPTIONS, **options}
+        options = {"options": OPTIONS, "nursery": nursery, **options}
         stack = stack_class(model, tmp_path_factory.mktemp(name), failpoints=True, **options)
         with stack:
             _running.append(stack)

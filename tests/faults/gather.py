@@ -21,7 +21,6 @@ from tests.faults import fuzz, marathon, record
 from tests.support.faults.checker import check_history
 from tests.support.faults.history import Ask, percentile
 from tests.support.faults.load import Load
-from tests.support.faults.nursery import NurseryStack
 from tests.support.faults.reference import Reference
 from tests.support.faults.world import Case, World
 from tests.support.fuzz import fuzzers
@@ -29,6 +28,7 @@ from tests.support.fuzz.fuzzer import Fuzzer, words
 from tests.support.fuzz.fuzzer import run as run_fuzzer
 from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.models import make_model
+from tests.support.nursery.workers import NurseryStack
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS
 

@@ -11,7 +11,7 @@ from baton.cli.launch.placing.ports import HeldPorts
 from tests.support.process import Process
 
 if TYPE_CHECKING:
-    from tests.support.faults.nursery import Nursery
+    from tests.support.nursery.workers import Nursery
 
 # What no log may ever contain.
 _BROKEN = re.compile(r"Traceback|was never retrieved|Task was destroyed|coroutine .* was never awaited")

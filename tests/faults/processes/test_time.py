@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from tests.faults import marathon
-from tests.support.faults.nursery import NurseryStack
 from tests.support.faults.world import ProxiedStack
+from tests.support.nursery.workers import NurseryStack
 
 
 class JumpingStack(ProxiedStack):

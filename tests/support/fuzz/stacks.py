@@ -26,9 +26,9 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support import bare
 from tests.support.client import make_request, read_error
-from tests.support.faults.nursery import NurseryStack
 from tests.support.faults.world import World
 from tests.support.fuzz.shrink import Plan
+from tests.support.nursery.workers import NurseryStack
 from tests.support.pace import patience
 from tests.support.process import Process
 

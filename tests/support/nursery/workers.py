@@ -1,15 +1,11 @@
 """Workers that start in a tenth of a second, for runs that start hundreds: forked from a process that has read torch.
 
-`Nursery(folder)` runs `python -m tests.support.faults.nursery SOCKET`, which has imported third-party packages and nothing of
-Baton's. For each request it forks; what comes of it is its child, with a session, files, environment and failpoints of
-its own, and runs its module as `python -m MODULE` would. It tells how its children ended.
+`Nursery(folder)` runs program.py. For each request that forks; what comes of it is its child, with a session, files,
+environment and failpoints of its own, and runs its module as `python -m MODULE` would. It tells how its children ended.
 """
 
-import ctypes
-import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -21,8 +17,6 @@ from pathlib import Path
 from tests.support.faults.world import ProxiedStack
 from tests.support.process import Process
 
-_PACKAGES = ("torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors", "prometheus_client")
-_DEATH_SIGNAL = 1  # of prctl(2)
 _START_S = 60.0
 
 
@@ -31,7 +25,7 @@ class Nursery:
 
     def __init__(self, folder: Path):
         self._path = folder / "nursery"
-        argv = [sys.executable, "-m", "tests.support.faults.nursery", str(self._path)]
+        argv = [sys.executable, "-m", "tests.support.nursery.program", str(self._path)]
         self._process = Process("nursery-process", argv, folder, {"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> "Nursery":
@@ -121,52 +115,3 @@ class Born(Process):
         self.out.touch()
         self.log.touch()
         return self._nursery.bear(self.argv, self.out, self.log, env)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
-
-
-def main() -> None:
-    for package in _PACKAGES:
-        importlib.import_module(package)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen()
-        print("ready here=1", flush=True)
-        while (wish := _next_wish(listener)) is None:
-            pass
-    _live(wish)
-
-
-def _next_wish(listener: socket.socket) -> dict | None:
-    """None in the nursery itself; in the child that was asked for, what it shall be."""
-    connection, _ = listener.accept()
-    with connection:
-        wish = json.loads(connection.recv(1 << 17))
-        if "pid" in wish:
-            ended, status = os.waitpid(wish["pid"], os.WNOHANG)
-            connection.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
-            return None
-        if os.fork():
-            return None
-        _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        os.setsid()
-        connection.send(str(os.getpid()).encode())
-    return wish
-
-
-def _live(wish: dict) -> None:
-    for number, path in ((1, wish["out"]), (2, wish["log"])):
-        with Path(path).open("wb") as file:
-            os.dup2(file.fileno(), number)
-    os.environ.clear()
-    os.environ.update(wish["env"])
-    sys.argv = [sys.executable, *wish["argv"][1:]]
-    runpy.run_module(wish["argv"][0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
