@@ -26,7 +26,7 @@ def call(*words):
 @pytest.fixture
 def seconds_only(monkeypatch):
     quick = recipe.quick
-    monkeypatch.setattr(recipe, "quick", lambda: quick(minutes=0.04))
+    monkeypatch.setattr(recipe, "quick", lambda: quick(minutes=0.015))
 
 
 def test_one_command_makes_the_demo(tmp_path, capsys, seconds_only):
