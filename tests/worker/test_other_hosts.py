@@ -75,7 +75,7 @@ def answers(engine: Engine) -> dict:
 
 
 @contextmanager
-def started(folder, name: str, model, address: str, certs=None, role: str = "rank") -> Iterator[Process]:
+def started(nursery, folder, name: str, model, address: str, certs=None, role: str = "rank") -> Iterator[Process]:
     shown = ()
     if certs is not None:
         shown = tuple(
@@ -95,7 +95,7 @@ def started(folder, name: str, model, address: str, certs=None, role: str = "ran
         "1",
         *shown,
     ]
-    process = Process(name, program, folder)
+    process = nursery.process(name, program, folder)
     try:
         yield process
     finally:
@@ -103,13 +103,13 @@ def started(folder, name: str, model, address: str, certs=None, role: str = "ran
         process.wait()
 
 
-async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, model, certs, tmp_path):
+async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, nursery, model, certs, tmp_path):
     """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its rank."""
     expected = answers(Engine.load(config_of(model)))
 
     listener = await listen(certs.tls("decode"))
     config = config_of(model, pipeline_parallel=3, remote_stages=1)
-    with started(tmp_path, "rank", model, listener.address, certs) as rank:
+    with started(nursery, tmp_path, "rank", model, listener.address, certs) as rank:
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
         assert await asyncio.to_thread(answers, engine) == expected
         assert [len(engine.ranks.pids), len(engine.ranks.num_bytes)] == [1, 2]
@@ -121,10 +121,10 @@ async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, mod
 @pytest.mark.parametrize(
     ("how", "said"), [(signal.SIGKILL, "has closed its connection"), (signal.SIGSTOP, "was not heard for 1.5 s")]
 )
-async def test_a_lost_rank_of_another_host_ends_every_wait(listen, model, tmp_path, how, said):
+async def test_a_lost_rank_of_another_host_ends_every_wait(listen, nursery, model, tmp_path, how, said):
     listener = await listen()
     reasons = []
-    with started(tmp_path, "rank", model, listener.address) as rank:
+    with started(nursery, tmp_path, "rank", model, listener.address) as rank:
         config = config_of(model, pipeline_parallel=2, remote_stages=1)
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
         engine.ranks.when_lost(reasons.append)
@@ -153,7 +153,7 @@ async def test_a_rank_that_never_joins(listen, model, monkeypatch):
         await asyncio.to_thread(Engine.load, config, joining=listener)
 
 
-async def test_what_does_not_fit_is_refused_on_both_sides(listen, model, certs, tmp_path):
+async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model, certs, tmp_path):
     """Another version, other instructions, nonsense and another role take no place; another model ends both."""
     other = make_model(tmp_path / "other", replace(TINY, num_layers=4), seed=1)
     own = {"version": baton.__version__, "instructions": instruction_set(CPU)}
@@ -180,12 +180,12 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, model, certs, 
                 await call.read()
             assert refused.value.code().name == what
     config = config_of(model, pipeline_parallel=2, remote_stages=1)
-    with started(tmp_path, "other", other, listener.address, certs) as rank:
+    with started(nursery, tmp_path, "other", other, listener.address, certs) as rank:
         with pytest.raises(ValueError, match=f"^rank 1: {other}: is model [0-9a-f]{{16}}, the worker has "):
             await asyncio.to_thread(Engine.load, config, joining=listener)
         assert await asyncio.to_thread(rank.wait) == 2
         assert f"baton rank: {other}: is model" in rank.text()
-    with started(tmp_path, "second", model, listener.address, certs) as rank:
+    with started(nursery, tmp_path, "second", model, listener.address, certs) as rank:
         assert await asyncio.to_thread(rank.wait) == 1
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
 
