@@ -116,9 +116,11 @@ class StepTimes:
         if num_rows:
             head_s = roofs.head_s(num_rows, is_cached)
             head_s /= efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows, is_cached)
-        kernel_s = [each / self._degree for each in (linear_s, head_s, self._attention(step, is_cached))]
+        linear_s, head_s, attention_s = (
+            each / self._degree for each in (linear_s, head_s, self._attention(step, is_cached))
+        )
         host = self.efficiencies.host
-        return StepBound(*kernel_s, host.step_s + host.sequence_s * len(step.pieces), is_memory)
+        return StepBound(linear_s, head_s, attention_s, host.step_s + host.sequence_s * len(step.pieces), is_memory)
 
     def decode_s(self, num_seqs: int, context: float) -> float:
         """Return the seconds of a step in which as many sequences of this context decode."""

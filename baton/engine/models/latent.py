@@ -6,6 +6,8 @@ A kept row, and a query of each head, is [rope part | latent] in the order in wh
 value at once. Values have no rope part: the product behind them has zeros there.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class ByHead:
         if all(kernel.name == "triton" for kernel in kernels):
             from baton.engine.layers.grouped import GroupedLinear  # triton is an extra
 
-            self._grouped = GroupedLinear(kernels)
+            self._grouped = GroupedLinear(cast(list[Any], kernels))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads, in] -> [T, heads, out]."""
