@@ -1,4 +1,5 @@
-"""G: a worker of two ranks that loses one, in every phase: it ends with all its ranks, and others go on with every token."""
+"""G: a worker of two ranks, or of two stages of two ranks, that loses the last of them, in every phase: it ends with all its
+ranks, and others go on with every token."""
 
 import asyncio
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from baton.engine import native
 from tests.faults.processes.test_death import NOBODY_NOTICES, told
+from tests.support.pace import patience
 from tests.support.process import Process, children
 
 pytestmark = [
@@ -18,27 +20,40 @@ pytestmark = [
 ]
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--max-num-batched-tokens", "128", "--strict-numerics")
 RANKS = ("--tensor-parallel", "2")
+GRID = (*RANKS, "--pipeline-parallel", "2")
 ENDS = "so this worker ends with all its ranks"
 HOW = [signal.SIGKILL, signal.SIGSTOP]
 
 
-@pytest.fixture(scope="module")
-def groups(make_world):
-    """Both prefill workers have two ranks, one decode worker has two and one is one process: of one numerics class."""
-    unlike = {"prefill_options": RANKS, "decode_options": RANKS, "unlike_decode": [()]}
+@pytest.fixture(scope="module", params=[RANKS, GRID], ids=["ranks", "grid"])
+def groups(request, make_world):
+    """Both prefill workers are groups, one decode worker is one and one is one process: of one numerics class."""
+    unlike = {"prefill_options": request.param, "decode_options": request.param, "unlike_decode": [()]}
     with make_world("groups", options=OPTIONS, num_decode=1, **unlike) as world:
         yield world
 
 
 async def lose(c, worker: Process, how: signal.Signals) -> None:
-    """Signal the rank of a worker, which ends with the reason; then start the worker again."""
-    (rank,) = children(worker.pid)
+    """Signal the last rank of a worker, which ends with all ranks and the reason."""
+    ranks = children(worker.pid)
+    rank = ranks[-1]
     psutil.Process(rank).send_signal(how)
     begun = time.monotonic()
-    assert await c.world.aside(worker.wait) == 1 and ENDS in worker.text()
+    assert await c.world.aside(worker.wait) == 1
+    assert f"rank {len(ranks)} (pid {rank})" in worker.text() and ENDS in worker.text()
     c.figures["ended_after_s"] = round(time.monotonic() - begun, 2)
     worker.killed = True
-    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+    assert all(is_gone(pid) for pid in ranks)
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, or does so within moments of its worker."""
+    deadline = time.monotonic() + patience(2)
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 async def running(asks, num_tokens: int) -> None:
@@ -93,8 +108,7 @@ async def test_a_rank_has_no_memory_left_for_a_prompt(case, groups):
     """Served with the memory that the rank has, or the worker ends and others read it."""
     async with case("G5 out of memory", NOBODY_NOTICES, world=groups) as c:
         for worker in c.stack.prefill[:1]:
-            (rank,) = children(worker.pid)
-            seen = psutil.Process(rank)
+            seen = psutil.Process(children(worker.pid)[-1])
             seen.rlimit(psutil.RLIMIT_AS, (1, psutil.RLIM_INFINITY))  # nothing more than it has
             asks = c.ask_many(4, 800, max_tokens=8)
             await c.ended()
