@@ -19,13 +19,13 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
-from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MultiStep, compute
 from baton.engine.execute.runner import Flight, Runner, can_launch
 from baton.engine.execute.throughput import Rate
 from baton.engine.execute.watermark import layer_watermark
+from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
 from baton.engine.kv.window import Window
@@ -121,7 +121,7 @@ class Engine:
             reading = thread.submit(read_grammars, config.model, vocab_size)
             identity = model_identity(config.model)
             make = None if proposers is None else lambda config, model: proposers
-            parts = load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
+            parts = load(config, identity, memory_for, gpu_memory_for, make, joining)
         engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
         for name, folder in config.adapter_folders.items():
             engine.add_adapter(name, folder)

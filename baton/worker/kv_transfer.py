@@ -37,8 +37,10 @@ class KVTransfer:
         self.host_id = host_id
         numerics = (engine.layout, identity.numerics_class)
         ranks = [] if engine.ranks is None else [rank for rank in engine.ranks.joined if isinstance(rank, JoiningRank)]
-        self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        self.gives, self.takes = [], []  # of ranks on GPUs each has its heads in memory of its own: they do not meet
+        if engine.ranks is None or engine.pool.device.type == "cpu":
+            self.gives = gives(*numerics, is_strict=settings.strict_numerics)
+            self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self._spread = SpreadSource(ranks, self.holders.lease_over) if ranks else None

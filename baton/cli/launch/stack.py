@@ -57,7 +57,7 @@ class StackPlan:
     control: str | None = None  # where operators scale it; None: at control.DEFAULT_ADDRESS if that is free
     access: Access = Access()  # by which calls reach workers, and the certificate of the control port
     ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
-    resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, for a cluster
+    resources: Mapping[str, Resources] = field(default_factory=dict)  # of a worker, by role
     together: bool = False  # the gateway and the one worker are one process
 
     @property
@@ -141,9 +141,12 @@ class Stack:
         plan = self._plan
         programs = [_program(name, path, plan.worker_options) for name, path in plan.models.items()]
         if plan.ray_address is None:
-            num_on_gpus = sum(number for role, number in plan.num_placed.items() if role not in plan.cpu_roles)
+            num_gpus = {role: each.num_gpus for role, each in plan.resources.items()}
+            num_on_gpus = sum(
+                number * num_gpus.get(role, 1) for role, number in plan.num_placed.items() if role not in plan.cpu_roles
+            )
             num_first, num_on_gpus = (len(programs) * each for each in (sum(plan.num_placed.values()), num_on_gpus))
-            return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_on_gpus)
+            return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_on_gpus, num_gpus)
         try:  # here: it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
         except ModuleNotFoundError:

@@ -67,6 +67,7 @@ class LowRanks:
         parts: int = 1,
         row_parallel: bool = False,
         column_parallel: bool = False,
+        num_outputs: int = 0,
     ) -> LowRank | None:
         """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read; of inputs that
         ranks share it takes all."""

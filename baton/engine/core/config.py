@@ -75,7 +75,7 @@ class EngineConfig:
         metavar="auto|N",
     )
     tensor_parallel: int = _knob(
-        "processes that share each layer of the model, 1, 2, 4 or 8, with --threads each; on a CPU", 1, metavar="N"
+        "processes that share each layer of the model, 1, 2, 4 or 8, with --threads or a GPU each", 1, metavar="N"
     )
     pipeline_parallel: int = _knob(
         "stages that have some layers of the model each, of as many processes as --tensor-parallel says; on a CPU",
@@ -213,10 +213,8 @@ class EngineConfig:
             raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
         if self.remote_stages and self.tensor_parallel > 1:
             raise ValueError("remote_stages: a stage of another host has one rank; leave tensor_parallel at 1")
-        if self.device == "cuda" and self.num_ranks > 1:
-            raise ValueError(
-                f"{self.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give cpu"
-            )
+        if self.device == "cuda" and self.pipeline_parallel > 1:
+            raise ValueError("pipeline_parallel has no effect on a GPU: leave it out, or give device cpu")
 
     @property
     def num_ranks(self) -> int:
@@ -227,11 +225,6 @@ class EngineConfig:
     def num_ranks_here(self) -> int:
         """Return those of them that are on this host."""
         return self.num_ranks - self.remote_stages
-
-    @property
-    def ranks_option(self) -> str:
-        """Return the name of the option that asks for several."""
-        return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -1,6 +1,7 @@
 """Put an engine's parts together, read from a model folder onto its device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,14 +78,19 @@ def load_parts(
                 partial(start_ranks, identity=identity.hex(), joining=joining),
             )
         model = load_model(config, device)
-        pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
+        pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, pool))
-    if config.num_ranks > 1:
-        raise ValueError(
-            f"{config.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give --device cpu"
-        )
-    try:
+    if config.pipeline_parallel > 1:
+        raise ValueError("pipeline_parallel has no effect on a GPU: leave it out, or give device cpu")
+    with explained(device, config):
         return _on_gpu(config, spec, device, gpu_memory_for, make)
+
+
+@contextmanager
+def explained(device: torch.device, config: EngineConfig) -> Iterator[None]:
+    """Turn running out of a GPU's memory into one line, a ValueError."""
+    try:
+        yield
     except torch.cuda.OutOfMemoryError as error:
         memory = Memory.of(device)
         sizes = f"{memory.free / GIB:.1f} GiB are free of {memory.total / GIB:.1f}"
@@ -139,33 +145,37 @@ def _on_gpu(
     model = load_model(widest, device)
     proposers = make(widest, model)
     for proposer in proposers:
-        proposer.use_launcher(_draft_launcher)
+        proposer.use_launcher(draft_launcher)
     with torch.inference_mode():
         if config.num_blocks is None:
-            config = replace(config, num_blocks=_num_blocks(widest, model, bool(proposers)))
+            config = replace(config, num_blocks=gpu_blocks(widest, model, bool(proposers)))
         config = resolve(config, spec)
-        pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
+        pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
         launcher = GpuLauncher(model, pool, config, bool(proposers))
         launcher.warm_up(config)
     return EngineParts(config, model, pool, sampler_on(device), proposers, launcher)
 
 
 @torch.inference_mode()
-def _draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLauncher:
-    """Its graphs are of one token a sequence, and of those that it lacks."""
+def draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLauncher:
+    """Make what launches a draft model on a GPU. Its graphs are of one token a sequence, and of those that it lacks."""
     launcher = GpuLauncher(model, pool, config, True)
     launcher.warm_up(config)
     return launcher
 
 
-def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
+def gpu_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
+    """Return the blocks that fit behind the weights and one step of the largest kind."""
     used = step_bytes(model, config, speculates)
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
     return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)
 
 
-def _pool(config: EngineConfig, model: Model, memory_for: Callable[[int], Any] | None) -> KVPool:
+def make_pool(
+    config: EngineConfig, model: Model, memory_for: Callable[[int], Any] | None, kind: type[KVPool] = KVPool
+) -> KVPool:
+    """Return the pool of a model, in memory of its own where `memory_for` is None."""
     layout, num_states = model.kv_layout(config.kv_dtype, config.block_size), config.num_states or 0
     memory = memory_for(layout.pool_bytes(config.num_blocks, num_states)) if memory_for is not None else None
-    return KVPool(layout, config.num_blocks, memory, model.device, num_states)
+    return kind(layout, config.num_blocks, memory, model.device, num_states)

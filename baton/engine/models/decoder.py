@@ -1,6 +1,7 @@
 """A decoder of any served family: what its layers do is data (core/model_spec.py)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ class Model:
             self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
         if has_ends and spec.tied:
             table = source.tied_head(self.embedding, vocab_size, hidden_size)
-            self.head = linears.make([linears.share(pad(table, rows=missing))])
+            self.head = linears.make([linears.share(pad(table, rows=missing))], num_outputs=vocab_size + missing)
             self.embedding = tied(self.embedding, self.head)
         elif has_ends:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
@@ -116,7 +117,7 @@ class Model:
         self._state = next(
             (mixer.spec for mixer in mixers if mixer is not None), None
         )  # sizes of the part that is here
-        if collectives is not None and attention.name != NativeAttention.name:
+        if collectives is not None and collectives.shares_memory and attention.name != NativeAttention.name:
             raise ModelError(
                 f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
             )
@@ -175,12 +176,18 @@ class Model:
         return [self._kv_index[layer] for layer in layers if layer in self._kv_index]
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
-        return self.spec.kv_group(form, block_size)
+        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads; `form` is a key of
+        kvtransfer.layout.KV_FORMS."""
+        group = self.spec.kv_group(form, block_size)
+        if self.collectives is None or self.collectives.shares_memory:
+            return group
+        return replace(group, num_kv_heads=self.attention.shape.num_kv_heads)
 
     def kv_layout(self, form: str, block_size: int) -> KVLayout:
         """Return the layout of a pool for this model; `form` as of `kv_group`."""
-        return self.spec.kv_layout(form, block_size)
+        if self.collectives is None or self.collectives.shares_memory:
+            return self.spec.kv_layout(form, block_size)
+        return KVLayout((self.kv_group(form, block_size),))
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the KV of all tokens and return logits fp32 [R, vocab_size] of batch.logit_rows.

@@ -53,13 +53,14 @@ class GpuLayers:
         spec, last = self._spec, len(self._layers) - 1
         plan = self._attention.plan(batch, pool)
         tables = [rope.signed_tables for rope in self._ropes]
-        mixed = x.new_empty(x.shape[0], spec.num_heads, spec.head_dim)
+        num_heads = self._attention.shape.num_heads  # of a rank: its own
+        mixed = x.new_empty(x.shape[0], num_heads, spec.head_dim)
         heads = self._after_norm(x, None, self._layers[0].input_norm.weight, self._layers[0].qkv)
         for index, layer in enumerate(self._layers):
             turns = tables[spec.layers[index].rope or 0]
             heads = heads.unflatten(1, (-1, spec.head_dim))
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
-            q = self._write_kv(heads, spec.num_heads, batch.positions, batch.slots, turns, norms, pool, index)
+            q = self._write_kv(heads, num_heads, batch.positions, batch.slots, turns, norms, pool, index)
             if on_layer is not None:
                 on_layer(index)
             self._attention(plan, index, q, mixed)

@@ -91,12 +91,12 @@ def read_latent(
     heads, size = (torch.tensor(own).unsqueeze(1) * len(head) + head).flatten(), num_heads * len(head)
     row = torch.cat((turned + latent.rank, torch.arange(latent.rank)))
     if (rank := latent.query_rank) is None:
-        query = [linears.read([f"{prefix}q_proj"], [size], hidden, False, orders=[heads])]
+        query = [linears.read([f"{prefix}q_proj"], [size], hidden, False, orders=[heads], num_outputs=size)]
         query_norm = None
     else:
         query = [
             linears.read([f"{prefix}q_a_proj"], [rank], hidden, spec.qkv_bias),
-            linears.read([f"{prefix}q_b_proj"], [size], rank, False, orders=[heads]),
+            linears.read([f"{prefix}q_b_proj"], [size], rank, False, orders=[heads], num_outputs=size),
         ]
         query_norm = make_norm(NORM, source.tensor(f"{prefix}q_a_layernorm.weight", rank))
     kept = linears.read([f"{prefix}kv_a_proj_with_mqa"], [len(row)], hidden, spec.qkv_bias, orders=[row])

@@ -31,44 +31,66 @@ class LeadingModel(Model):
         self._told_ranks = ToldAdapters()
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        with self._all_or_none() as collectives:
+        with self.all_or_none() as collectives:
             tell_step(collectives, batch, self._told_ranks)
             return super().hidden(batch, pool, on_layer)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        with self._all_or_none() as collectives:
+        with self.all_or_none() as collectives:
             tell_rows(collectives, CommandKind.LOGITS, hidden)
             return super().logits(hidden, out)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        with self._all_or_none() as collectives:
+        with self.all_or_none() as collectives:
             tell_rows(collectives, CommandKind.EMBEDDED, token_ids)
             return super().embedded(token_ids)
 
     def scored(self, features: Tensor) -> Tensor:
-        with self._all_or_none() as collectives:
+        with self.all_or_none() as collectives:
             tell_rows(collectives, CommandKind.SCORED, features)
             return super().scored(features)
 
     def measure_sums(self, num_tokens: int) -> SumSpeed:
         """Return how fast all ranks add one row, and rows of a step of `num_tokens`."""
-        rows = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.dtype)
-        with self._all_or_none() as collectives:
+        rows = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        with self.all_or_none() as collectives:
             seconds = []
             for part in (rows[:1], rows):
                 tell_rows(collectives, CommandKind.SUMMED, part)
                 seconds.append(sum_often(collectives, part))
         num_bytes = rows.nbytes if collectives.fast else 4 * rows.numel()
-        return SumSpeed(1e6 * seconds[0], num_bytes / seconds[1], copy_bytes_per_s())
+        return SumSpeed(1e6 * seconds[0], num_bytes / seconds[1], copy_bytes_per_s(self.device))
 
     @contextmanager
-    def _all_or_none(self) -> Iterator[Collectives]:
+    def all_or_none(self) -> Iterator[Collectives]:
+        """Let no later step be told where what is told here does not end."""
         assert self.collectives is not None
         try:
             yield self.collectives
         except BaseException:
             self.collectives.lose()
             raise
+
+
+class LeadingDeviceModel(LeadingModel):
+    """The same on a GPU, where whole steps are told by the launcher (gpu_ranks/launcher.py), which may replay a graph: what is
+    computed `in_step` has been told."""
+
+    _in_step = False
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        return Model.hidden(self, batch, pool, on_layer)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return Model.logits(self, hidden, out) if self._in_step else super().logits(hidden, out)
 
 
 class FirstStage(Model):
@@ -133,7 +155,7 @@ def _tell(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
     """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a rank
     is lost: raises RankLost."""
-    held, told = HeldAdapters(partial(_made_of, model)), ToldAdapters()
+    held, told = HeldAdapters(partial(made_of, model)), ToldAdapters()
 
     def hear(kind: int, number: int, other: int, data: Tensor) -> None:
         if kind == COPY:
@@ -160,7 +182,7 @@ def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
         CommandKind.SCORED: model.scored,
         CommandKind.SUMMED: partial(sum_often, collectives),
     }
-    held = HeldAdapters(partial(_made_of, model))
+    held = HeldAdapters(partial(made_of, model))
     while True:
         kind, batch, rows, key = hear(collectives, model.spec.hidden_size, model.dtype)
         if batch is not None and rows is not None:
@@ -173,5 +195,5 @@ def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
             ask[kind](rows)
 
 
-def _made_of(model: Model, files: Files) -> Adapter:
+def made_of(model: Model, files: Files) -> Adapter:
     return model.make_adapter("", LoraFolder(Path("told by the first rank"), files))

@@ -19,7 +19,8 @@ from baton.engine.weights.forms import Weight, form_name
 from baton.engine.weights.leaves import inputs_of, leaves_of, order_of
 from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
-Make = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # (weight, bias, leaves, partial) -> kernel
+# (weight, bias, leaves, partial, outputs of the weight of which this one is a rank's part) -> kernel
+Make = Callable[..., LinearKernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,14 @@ class Linears:
         row_parallel: bool = False,
         column_parallel: bool = False,
         cut: bool = True,
+        num_outputs: int = 0,
     ) -> LinearKernel:
         """Return one kernel for modules that share their input, their outputs one after the other.
 
         `orders`: which outputs of each module, int64, None: all, as stored. A module is `parts` of equal size, one
         above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` and `cut` as
-        in `make`; `column_parallel`: a rank has its share of the outputs of each part.
+        in `make`; `column_parallel`: a rank has its share of the outputs of each part. `num_outputs`: of all ranks, where
+        `orders` name some of them.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -111,7 +114,7 @@ class Linears:
                 weight, vector = take_rows(weight, order), vector[order]
             weights += [pad(part, rows, columns) for part in split_rows(weight, parts)]
             biases += [F.pad(part, (0, rows)) for part in vector.chunk(parts)]
-        return self._join(weights, biases if bias else [], row_parallel, column_parallel, cut)
+        return self._join(weights, biases if bias else [], row_parallel, column_parallel, cut, num_outputs)
 
     def expert(
         self, name: str, index: int, experts: ExpertsSpec, out_features: int, in_features: int, rows: int = 0,
@@ -132,24 +135,30 @@ class Linears:
         return self._join(weights, biases, row_parallel, column_parallel, cut)
 
     def _join(
-        self, weights: list[Weight], biases: list[Tensor], row_parallel: bool, column_parallel: bool, cut: bool
-    ) -> LinearKernel:
+        self, weights: list[Weight], biases: list[Tensor], row_parallel: bool, column_parallel: bool, cut: bool,
+        num_outputs: int = 0,
+    ) -> LinearKernel:  # fmt: skip
         if column_parallel:
+            num_outputs = sum(part.shape[0] for part in weights)
             weights = [self.share(part) for part in weights]
             biases = [part[slice_of(self.shard.share(len(part)))] for part in biases]
-        return self.make(weights, torch.cat(biases) if biases else None, row_parallel, cut)
+        return self.make(weights, torch.cat(biases) if biases else None, row_parallel, cut, num_outputs)
 
     def make(
-        self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False, cut: bool = True
-    ) -> LinearKernel:
+        self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False, cut: bool = True,
+        num_outputs: int = 0,
+    ) -> LinearKernel:  # fmt: skip
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
         agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so that
-        their sum is a tree; not `cut`: this rank has all of them."""
+        their sum is a tree; not `cut`: this rank has all of them. `num_outputs`: of all ranks, where each has some; 0: all
+        are here."""
         merged = merge(weights)
+        own = sum(weight.shape[0] for weight in merged)
+        outputs = [weight.shape[0] * (num_outputs or own) // own for weight in merged]
         biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
         leaves = [leaves_of(weight) if row_parallel else 1 for weight in merged]
         make = self._make_part if row_parallel and cut and self.collectives is not None else self._make_whole
-        kernels = [make(*parts) for parts in zip(merged, biases, leaves, strict=True)]
+        kernels = [make(*parts) for parts in zip(merged, biases, leaves, outputs, strict=True)]
         for weight, kernel, count in zip(merged, kernels, leaves, strict=True):
             num_values = weight.shape[0] * weight.shape[1]
             self._forms[form_name(weight)] += num_values
@@ -165,10 +174,10 @@ class Linears:
             return weight
         return take_rows(weight, torch.tensor(self.shard.share(weight.shape[0])))
 
-    def _make_whole(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
-        return self._make(weight, bias, leaves, False)
+    def _make_whole(self, weight: Weight, bias: Tensor | None, leaves: int, num_outputs: int) -> LinearKernel:
+        return self._make(weight, bias, leaves, False, num_outputs)
 
-    def _make_part(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
+    def _make_part(self, weight: Weight, bias: Tensor | None, leaves: int, num_outputs: int) -> LinearKernel:
         """Make the kernel of this rank's inputs. Raises ModelError where they are no whole leaves."""
         assert self.collectives is not None
         rank, degree = self.shard.rank, self.shard.degree
@@ -177,9 +186,9 @@ class Linears:
             raise ModelError(f"tensor_parallel {degree}: {cut}")
         inputs, order = inputs_of(weight, rank, degree), order_of(weight, rank, degree)
         if not self.collectives.fast:
-            part = self._make(inputs, None, leaves // degree, True)
+            part = self._make(inputs, None, leaves // degree, True, num_outputs)
             return RowParallelLinear(part, bias, order, self.collectives)
-        part = self._make(inputs, bias if rank == 0 else None, 1, False)
+        part = self._make(inputs, bias if rank == 0 else None, 1, False, num_outputs)
         return RowParallelLinear(part, None, order, self.collectives)
 
 

@@ -20,7 +20,7 @@ from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.norm import Norm
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import FirstStage, FirstStageOfRanks, LeadingModel
+from baton.engine.models.leading import FirstStage, FirstStageOfRanks, LeadingDeviceModel, LeadingModel
 from baton.engine.models.linears import Linears
 from baton.engine.models.read_layer import read_norm
 from baton.engine.models.registry import read_spec
@@ -92,9 +92,9 @@ def load_model(
         check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
-    def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool) -> LinearKernel:
+    def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool, num_outputs: int = 0) -> LinearKernel:
         _trim()
-        return make_linear(weight, bias, leaves, partial)
+        return make_linear(weight, bias, leaves, partial, num_outputs)
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
@@ -102,8 +102,8 @@ def load_model(
         model = (FirstStage if collectives is None else FirstStageOfRanks)(pipeline, *arguments)
     else:
         leads = collectives is not None and shard.rank == 0 and stage is None
-        kind = LeadingModel if leads else Model
-        model = kind(*arguments)
+        leading = LeadingModel if collectives is None or collectives.shares_memory else LeadingDeviceModel
+        model = (leading if leads else Model)(*arguments)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

@@ -272,7 +272,8 @@ def _read_qkv(
         orders = orders or [torch.arange(size) for size in sizes]
         modules, sizes = [*modules, modules[0]], [2 * sizes[0], *sizes[1:], 2 * sizes[0]]
         orders = [queries[orders[0]], *orders[1:], gates]
-    return linears.read(modules, sizes, spec.hidden_size, spec.qkv_bias, orders=orders or ())
+    num_outputs = (sum(counts) + (spec.num_heads if spec.attention_gate else 0)) * spec.head_dim
+    return linears.read(modules, sizes, spec.hidden_size, spec.qkv_bias, orders=orders or (), num_outputs=num_outputs)
 
 
 def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears | LowRanks):

@@ -36,6 +36,8 @@ class Collectives:
     """One rank's end. All ranks make the same calls in the same order; each waits for the others, and raises RankLost
     where one is lost. Rows of a sum are whole vectors. One thread at a time, but for `beat`, `beat_of` and `lose`."""
 
+    shares_memory = True  # ranks write one pool, and native code sums
+
     def __init__(self, memory: memoryview, shard: Shard, fast: bool = False):
         """`memory`: writable, of num_bytes_for(degree); the library is there. `fast`: what ranks say of a sum is rounded, so
         that their number shows in its bits."""
@@ -59,6 +61,9 @@ class Collectives:
     def address(self) -> int:
         """Return the address of the struct, for native code that sums."""
         return ctypes.addressof(self._ranks)
+
+    def join(self) -> None:
+        """Meet the other ranks, once all have their parts of the model: before the first sum."""
 
     def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]: [T, size], rounded once."""

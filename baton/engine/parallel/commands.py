@@ -32,6 +32,15 @@ class CommandKind(IntEnum):
     LAYERS = 5  # a step, from its rows as the stage before left them
     SUMMED = 6  # rows [R, hidden_size], several times (sums.py)
     ADAPTER = 7  # its bytes and its number: hold it, or where there are none let it go
+    # Of ranks on GPUs:
+    READ = 8  # a step of which all rows are read
+    LAUNCH = 9  # a step whose tokens the first rank draws
+    CONTINUE = 10  # one that goes on from the tokens of the launch before
+    COPY = 11  # a block of the pool to another one
+
+
+STEPS = (CommandKind.STEP, CommandKind.LAYERS, CommandKind.READ, CommandKind.LAUNCH, CommandKind.CONTINUE)
+OF_IDS = (CommandKind.EMBEDDED, CommandKind.COPY)
 
 
 def packed(batch: ForwardBatch) -> Tensor:
@@ -68,15 +77,15 @@ def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
 
 
 def tell_step(
-    collectives: Collectives, batch: ForwardBatch, adapters: ToldAdapters, rows: Tensor | None = None
-) -> None:
+    collectives: Collectives, batch: ForwardBatch, adapters: ToldAdapters, rows: Tensor | None = None,
+    kind: CommandKind = CommandKind.STEP,
+) -> None:  # fmt: skip
     """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another stage."""
     for key, data in adapters.news(batch):
         collectives.tell(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
         collectives.tell(data)
     told = packed(adapters.numbered(batch))
-    if rows is not None:
-        told[0] = CommandKind.LAYERS
+    told[0] = kind if rows is None else CommandKind.LAYERS
     collectives.tell(told[:HEADER])
     collectives.tell(told[HEADER:])
     if rows is not None:
@@ -84,17 +93,17 @@ def tell_step(
 
 
 def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
-    """Tell all ranks the rows, or token ids, of which something is wanted."""
+    """Tell all ranks the rows, or token or block ids, of which something is wanted."""
     collectives.tell(torch.tensor((kind, len(rows), 0, 0, 0, 0)))
-    collectives.tell(rows.contiguous())
+    collectives.tell(rows.cpu().contiguous())
 
 
 class Told(NamedTuple):
     """What a rank has heard."""
 
     kind: CommandKind
-    batch: ForwardBatch | None  # of STEP and LAYERS
-    rows: Tensor | None  # of all but STEP; of EMBEDDED token ids, of ADAPTER bytes
+    batch: ForwardBatch | None  # of a step
+    rows: Tensor | None  # of LAYERS and all that are no step; of EMBEDDED and COPY ids, of ADAPTER bytes
     key: int = 0  # of ADAPTER
 
 
@@ -104,17 +113,18 @@ def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Told
     collectives.tell(header)
     numbers = header.tolist()
     kind, num_rows, batch = CommandKind(numbers[0]), numbers[1], None
-    if kind in (CommandKind.STEP, CommandKind.LAYERS):
+    if kind in STEPS:
         told = torch.empty(sum(sizes_of(numbers)), dtype=torch.int64)
         collectives.tell(told)
         batch = unpacked(numbers, told)
-        if kind == CommandKind.STEP:
+        if kind != CommandKind.LAYERS:
             return Told(kind, batch, None)
     if kind == CommandKind.ADAPTER:
         data = torch.empty(num_rows, dtype=torch.uint8)
         collectives.tell(data)
         return Told(kind, None, data, key=numbers[2])
-    are_ids = kind == CommandKind.EMBEDDED
-    rows = torch.empty(num_rows, dtype=torch.int64) if are_ids else torch.empty(num_rows, hidden_size, dtype=dtype)
+    rows = (
+        torch.empty(num_rows, dtype=torch.int64) if kind in OF_IDS else torch.empty(num_rows, hidden_size, dtype=dtype)
+    )
     collectives.tell(rows)
     return Told(kind, batch, rows)

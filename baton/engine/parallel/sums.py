@@ -23,18 +23,28 @@ class SumSpeed(NamedTuple):
 def sum_often(collectives: Collectives, rows: Tensor) -> float:
     """Add the rows of all ranks several times; return the seconds of the quickest time."""
     part, seconds = rows.to(rows.dtype if collectives.fast else torch.float32), []
+    _finish(rows.device)
     for _ in range(NUM_SUMS):
         begun = time.perf_counter()
         collectives.sum(part, rows.dtype)
+        _finish(rows.device)
         seconds.append(time.perf_counter() - begun)
     return min(seconds)
 
 
-def copy_bytes_per_s() -> float:
-    """Return what this host copies in a second, on as many threads as the ranks have."""
-    source, target, seconds = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8), []
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Return what this host copies in a second, on as many threads as the ranks have, or what a GPU copies in its memory."""
+    source, seconds = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device), []
+    target = torch.zeros_like(source)
+    _finish(device)
     for _ in range(4):
         begun = time.perf_counter()
         target.copy_(source)
+        _finish(device)
         seconds.append(time.perf_counter() - begun)
     return COPY_BYTES / min(seconds)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -36,6 +36,8 @@ class Assignment:
     stage: PipelineStage | None = None
     stream_fd: int = -1  # of a stage's first rank: a socket to the first stage
     identity: str = ""  # of the model, where a rank reads files of its own
+    device: str = "cpu"
+    store: str = ""  # on GPUs: a file by which ranks find each other
 
     def line(self) -> str:
         """Return it as one line of JSON."""
@@ -80,10 +82,10 @@ class RankProcess:
 
     still = "stands still"
 
-    def __init__(self, given: Assignment):
+    def __init__(self, given: Assignment, program: str = "baton.engine.ranks"):
         fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.rows_fd, given.stream_fd) if fd >= 0)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.engine.ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             pass_fds=fds, start_new_session=True,  # Ctrl-C is the leader's, which drains
         )  # fmt: skip
         with suppress(BrokenPipeError):  # it has ended: `said` tells so

@@ -121,6 +121,12 @@ class Ranks:
         )
         return f"beside {len(self._processes)} more ranks with {held} MiB in kernels (all read {read} MiB)"
 
+    def why_lost(self) -> str:
+        """Return why a rank was lost, as soon as that is known; "" where none is."""
+        if self._watcher.is_alive():
+            self._watcher.join(2 * MISSED_BEATS * BEAT_S)
+        return self._reason
+
     @property
     def places(self) -> list[str]:
         """Return how people find all ranks, in order."""

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.cli.launch.placing import local
-from baton.cli.launch.placing.gpus import VISIBLE, deal_gpus, visible_gpus
+from baton.cli.launch.placing.gpus import VISIBLE, GpuSlots, deal_gpus, visible_gpus
 from baton.cli.launch.placing.launcher import WorkerProgram
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import UTILIZATION, memory_share
@@ -38,6 +38,23 @@ def test_workers_beyond_the_gpus_share():
     shares = deal_gpus(["0", "1"], 3)
     assert [(share.visible[0], share.num_workers) for share in shares] == [("0", 2), ("1", 1), ("0", 2)]
     assert deal_gpus([], 3) == []
+
+
+def test_a_worker_of_several_gpus_has_them_alone():
+    slots = GpuSlots(["0", "1", "2", "3"], 3)
+    two, one = slots.take(2), slots.take()
+    assert two[:2] == (("0", "1", "2", "3"), 1) and one[:2] == (("2", "3", "0", "1"), 1)
+    with pytest.raises(IndexError):
+        slots.take(2)
+    slots.give_back(two)
+    assert slots.take(3).visible == ("3", "0", "1", "2")
+
+
+def test_a_worker_never_has_one_gpu_twice():
+    slots = GpuSlots(["0", "1"], 4)
+    assert [slots.take(2)[:2] for _ in range(2)] == [(("0", "1"), 2)] * 2
+    with pytest.raises(IndexError):
+        GpuSlots(["0", "1"], 4).take(3)
 
 
 def test_workers_of_one_gpu_divide_its_memory(tmp_path):

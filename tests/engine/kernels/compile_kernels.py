@@ -7,11 +7,13 @@ import re
 import sys
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton.engine.attention import triton_paged
 from baton.engine.kernels import kv_write, paged_attention, sampling
+from baton.engine.parallel import add_ranks
 
 POINTERS = {
     "fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5", "int8": "*i8",
@@ -95,6 +97,18 @@ def draw(kernel, capability: int, warps: int, constants: dict):
     return compiled(kernel, pointers, constants, capability, warps)
 
 
+def add(num_ranks: int, capability: int):
+    pointers = {"parts": "fp32", "bias": "fp32", "out": "bf16"}
+    constants = {"NUM_RANKS": num_ranks, "BLOCK": add_ranks.BLOCK}
+    return compiled(add_ranks._add, pointers, constants, capability, 4)
+
+
+def add_peers(num_ranks: int, capability: int):
+    pointers = {"parts": "int64", "sums": "int64", "bias": "fp32"}
+    constants = {"NUM_RANKS": num_ranks, "DTYPE": tl.bfloat16, "BLOCK": add_ranks.BLOCK}
+    return compiled(add_ranks._add_peers, pointers, constants, capability, 4)
+
+
 def main() -> None:
     made = {}
     for capability in (80, 90, 100):
@@ -116,6 +130,9 @@ def main() -> None:
         made[f"{capability} score"] = draw(sampling.score, capability, 8, {"BLOCK": sampling.PART})
         constants = {"PARTS": 64, "BLOCK": sampling.ROW_BLOCK}
         made[f"{capability} choose"] = draw(sampling.choose, capability, sampling.ROW_WARPS, constants)
+        for num_ranks in (2, 4, 8):
+            made[f"{capability} add {num_ranks}"] = add(num_ranks, capability)
+            made[f"{capability} add peers {num_ranks}"] = add_peers(num_ranks, capability)
         made[f"{capability} combine"] = combine(capability)
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)

@@ -3,10 +3,12 @@
 import mmap
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import distributed
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
@@ -15,6 +17,7 @@ from baton.engine.models.leading import follow, follow_stage
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives, RankLost, num_bytes_for
+from baton.engine.parallel.distributed import DistributedCollectives, add_tree
 from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
 from baton.engine.parallel.shard import Shard
 from baton.engine.parallel.stage import PipelineStage, cut_layers
@@ -25,6 +28,27 @@ def collectives_of(degree: int, whole_experts: bool = False, fast: bool = False)
     """Return the ends of so many ranks."""
     memory = memoryview(mmap.mmap(-1, num_bytes_for(degree)))
     return [Collectives(memory, Shard(rank, degree, whole_experts), fast) for rank in range(degree)]
+
+
+@contextmanager
+def distributed_of(degree: int, fast: bool = False) -> Iterator[list[DistributedCollectives]]:
+    """The ends of so many ranks, joined by gloo, until the end."""
+    memory, store = memoryview(mmap.mmap(-1, num_bytes_for(degree))), distributed.HashStore()
+    ends = [DistributedCollectives(memory, Shard(rank, degree), store, CPU, fast) for rank in range(degree)]
+    for end in ends:
+        end._add = add_tree  # threads: Triton's interpreter runs one kernel at a time
+    together(ends, lambda end: end.join())
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.lose()
+
+
+def together(ends: Sequence[Collectives], act: Callable) -> list:
+    """Let all ranks act, each in a thread of its own; return what each of them had."""
+    with ThreadPoolExecutor(len(ends)) as threads:
+        return list(threads.map(act, ends))
 
 
 @contextmanager

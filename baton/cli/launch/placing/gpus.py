@@ -15,6 +15,7 @@ class GpuShare(NamedTuple):
 
     visible: tuple[str, ...]
     num_workers: int
+    places: tuple["GpuShare", ...] = ()  # of a worker with several GPUs: of each
 
     @property
     def env(self) -> dict[str, str]:
@@ -55,10 +56,23 @@ class GpuSlots:
         self._free = deque(deal_gpus(gpus, max(num_first, len(gpus))))
         self.num_gpus, self.num_used = len(gpus), min(len(gpus), num_first)
 
-    def take(self) -> GpuShare | None:
-        """Return the place of one more worker; None where there is no GPU at all. Raises IndexError where all are taken."""
-        return self._free.popleft() if self.num_gpus else None
+    def take(self, count: int = 1) -> GpuShare | None:
+        """Return the place of one more worker, of so many GPUs; None where there is no GPU at all. Raises IndexError where
+        fewer are free."""
+        if not self.num_gpus:
+            return None
+        free: dict[str, GpuShare] = {}
+        for place in self._free:
+            free.setdefault(place.visible[0], place)
+        taken = [*free.values()][:count]
+        if len(taken) < count:
+            raise IndexError
+        for place in taken:
+            self._free.remove(place)
+        own = tuple(place.visible[0] for place in taken)
+        others = (name for name in taken[0].visible if name not in own)
+        return GpuShare((*own, *others), max(place.num_workers for place in taken), tuple(taken))
 
     def give_back(self, share: GpuShare | None) -> None:
         if share is not None:
-            self._free.append(share)
+            self._free.extend(share.places)

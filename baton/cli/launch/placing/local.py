@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,11 +30,13 @@ class LocalLauncher:
 
     def __init__(
         self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: int, cpu_roles: Collection[str],
-        num_on_gpus: int,
+        num_on_gpus: int, num_gpus: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        """The workers of a role have the programs in turn. Of the first workers `num_on_gpus` take a GPU, if there is one; those of `cpu_roles` never do."""
+        """The workers of a role have the programs in turn. The first workers take `num_on_gpus` GPUs, if there are any; those of `cpu_roles` never do. `num_gpus`: of a
+        worker, by role (default: 1)."""
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
+        self._num_gpus = num_gpus or {}
         self._num_started = Counter[str]()  # by role
         self._num_left = num_first  # of the first
         self._board, self._ports, self.gpus = WorkerBoard(), HeldPorts(), GpuSlots(visible_gpus(), num_on_gpus)
@@ -73,9 +75,10 @@ class LocalLauncher:
     def _start(self, role: str) -> None:
         is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
         try:
-            share = None if role in self._cpu_roles else self.gpus.take()
+            share = None if role in self._cpu_roles else self.gpus.take(self._num_gpus.get(role, 1))
         except IndexError:
-            raise LaunchError(f"all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
+            needs = f"a worker of this role needs {count}: " if (count := self._num_gpus.get(role, 1)) > 1 else ""
+            raise LaunchError(f"{needs}all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
         name, address = self._board.new_name(role), self._ports.hold("127.0.0.1:0")
         own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
         program = self._programs[self._num_started[role] % len(self._programs)]

@@ -29,10 +29,11 @@ class GpuChoice:
         self._table = None
 
     def __call__(
-        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False
-    ) -> LinearKernel:
+        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
+        num_outputs: int = 0,
+    ) -> LinearKernel:  # fmt: skip
         """weight [out_features, in_features] of any form on the device, bias [out_features] -> its kernel. `leaves` and
-        `partial` as on a CPU."""
+        `partial` as on a CPU; `num_outputs` as of GpuLinear."""
         if "triton" in self.reasons or self._name == "fast":
             self.reasons.setdefault("triton", f"{self._name} was asked for")
             return FastLinear(weight, bias, self._dtype, partial=partial)
@@ -41,7 +42,7 @@ class GpuChoice:
         if why := triton.refusal(weight, self._dtype):
             weight = DenseWeight(weight.dequantize())
             self.reasons["triton, as it is stored"] = f"{why}: expanded to the compute dtype"
-        kernel = triton.GpuLinear(weight, bias, self._dtype, self._exact, leaves, partial)
+        kernel = triton.GpuLinear(weight, bias, self._dtype, self._exact, leaves, partial, num_outputs)
         self.reasons.setdefault("fast", "is one of the paths of triton, which a measured table chooses from")
         if not self._exact and self._device.type == "cuda":
             self._measured().apply(kernel, self._device, self._dtype)

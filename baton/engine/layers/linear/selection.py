@@ -33,10 +33,12 @@ class LinearChoice:
             raise ValueError(f"linear kernel {name!r}: {self.reasons[name]}")
 
     def __call__(
-        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False
-    ) -> LinearKernel:
+        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
+        num_outputs: int = 0,
+    ) -> LinearKernel:  # fmt: skip
         """weight [out_features, in_features] of any form, bias [out_features] -> its kernel. `leaves` of its inputs are
-        summed apart where rows are exact; `partial`: y is fp32, to be added to others."""
+        summed apart where rows are exact; `partial`: y is fp32, to be added to others. `num_outputs`: no kernel of a CPU
+        sums otherwise for it."""
         chosen = self._choose(weight)
         for other in KERNELS:
             if other != chosen:

@@ -67,9 +67,11 @@ class GpuLinear(LinearKernel):
         exact: bool,
         leaves: int = 1,
         partial: bool = False,
+        num_outputs: int = 0,
     ):
         """weight and bias are on the device; dtype: of x and y. `refusal` has nothing against the weight. `leaves`: of an
-        exact sum; of a faster one the inputs are one."""
+        exact sum; of a faster one the inputs are one. `num_outputs`: of the weight of which ranks have some outputs each
+        (0: all of them are here), so that a rank's sums are those of one process."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
         self.stored = stored = store(weight, dtype)
@@ -85,12 +87,12 @@ class GpuLinear(LinearKernel):
                 self._outliers = GpuLinear(DenseWeight(weight.outliers.values), None, dtype, exact)
         self.scaled_by_row = self._rounding is not None and self._rounding.of_rows
         self.leaves = leaves if exact else 1
-        wanted = round(SEGMENTED_PROGRAMS / -(-stored.num_out // BLOCK_N))
+        wanted = round(SEGMENTED_PROGRAMS / -(-(num_outputs or stored.num_out) // BLOCK_N))
         num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
         multiple = math.lcm(stored.block_k, stored.group if stored.is_grouped else 1)
         self.segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
-        if self.leaves > 1:
-            self.segment_len = stored.num_in // leaves
+        if self.leaves > 1 or (partial and exact):  # one leaf of a rank's, too
+            self.segment_len = stored.num_in // self.leaves
         self.num_segments = -(-stored.num_in // self.segment_len)
         self.paths = self._exact_paths() if exact else self._fast_paths()
         self._by_rows: list[tuple[float, str]] = self._unmeasured()

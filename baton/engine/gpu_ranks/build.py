@@ -1,0 +1,180 @@
+"""Put together an engine whose model several GPUs of this host share."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed
+
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.device import Memory, find_device, memory_share, wait_for_memory
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.execute.build import (
+    UNBOUNDED,
+    EngineParts,
+    GpuMemoryFor,
+    MakeProposers,
+    MemoryFor,
+    draft_launcher,
+    explained,
+    gpu_blocks,
+    load_parts,
+    make_pool,
+)
+from baton.engine.execute.launcher import GpuLauncher
+from baton.engine.gpu_ranks.launcher import LeadingLauncher, LeadingPool
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.leading import LeadingDeviceModel
+from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import RankLost, num_bytes_for
+from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.parallel.shard import Shard, refusal
+from baton.engine.ranks.process import Assignment, RankProcess, Ready
+from baton.engine.ranks.spawn import Joining, OwnMemory, RankGrid, Ranks
+from baton.engine.sampling.on_device import sampler_on
+from baton.engine.speculation.proposers.selection import make_proposers
+
+PROGRAM = "baton.engine.gpu_ranks"
+
+
+def load(
+    config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
+    make: MakeProposers | None = None, joining: Joining | None = None,
+) -> EngineParts:  # fmt: skip
+    """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts."""
+    if config.tensor_parallel > 1 and find_device(config.device).type == "cuda":
+        return load_on_gpus(config, gpu_memory_for, make)
+    return load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
+
+
+def load_on_gpus(
+    config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None
+) -> EngineParts:
+    """Load the parts of Engine.load: those of the first rank here, beside processes for the others. Raises ValueError, one
+    line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
+    spec, make = read_spec(config.model), make or make_proposers
+    shard = Shard(0, config.tensor_parallel, config.expert_parallel)
+    if why := unfit(config) or refusal(spec, shard):
+        raise ValueError(f"tensor_parallel {config.tensor_parallel}: {why}")
+    devices = devices_for(config)
+    ranks, collectives = _start(config, devices)
+    try:
+        with explained(devices[0], config):
+            return _lead(config, spec, devices[0], gpu_memory_for, make, ranks, collectives)
+    except RankLost as error:
+        why = ranks.why_lost() or str(error)
+        ranks.close()
+        raise ValueError(why) from None
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def unfit(config: EngineConfig) -> str:
+    """Return why ranks on GPUs cannot do what `config` asks for; "" if they can."""
+    if config.pipeline_parallel > 1:
+        return "pipeline_parallel has no effect on a GPU; leave it out, or give device cpu"
+    if config.sm_share is not None:
+        return "sm_share: ranks have their GPUs alone; leave it out"
+    if config.all_reduce == "fast" and config.batch_invariant:
+        return "all_reduce fast adds in an order that the size of a step changes: give --no-batch-invariant as well"
+    return ""
+
+
+def devices_for(config: EngineConfig) -> list[torch.device]:
+    """Return a GPU for each rank, the first ones that this process sees. Raises ValueError where they are too few, or
+    unlike, or torch cannot join them."""
+    degree = config.tensor_parallel
+    if (count := torch.cuda.device_count()) < degree:
+        told = f"each rank needs a GPU, and {count} can be seen"
+        raise ValueError(f"tensor_parallel {degree}: {told}; show more (CUDA_VISIBLE_DEVICES), or lower the number")
+    if not distributed.is_nccl_available():
+        raise ValueError(f"tensor_parallel {degree}: torch {torch.__version__} has no NCCL; install one that has it")
+    names = [torch.cuda.get_device_name(index) for index in range(degree)]
+    for index, name in enumerate(names):
+        if name != names[0]:
+            raise ValueError(
+                f"tensor_parallel {degree}: GPU 0 is {names[0]}, GPU {index} is {name}: give ranks GPUs of a kind"
+            )
+    return [torch.device("cuda", index) for index in range(degree)]
+
+
+def use(device: torch.device, config: EngineConfig) -> None:
+    """Take a device for this process."""
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nothing of it listens beyond this host
+        torch.cuda.set_device(device)
+        wait_for_memory(partial(Memory.of, device), memory_share(config))
+
+
+def device_parts(
+    config: EngineConfig, model: Model, collectives: DistributedCollectives, speculates: bool,
+    launcher_of: type[GpuLauncher] = GpuLauncher, pool_of: type[KVPool] = KVPool,
+    memory_for: Callable[[int], Any] | None = None,
+) -> tuple[EngineConfig, KVPool, GpuLauncher]:  # fmt: skip
+    """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together, and compute the
+    same steps in it; `speculates` counts on the first."""
+    collectives.reach(config.max_num_batched_tokens * model.spec.hidden_size)
+    spec, speculates = model.spec, not collectives.least(int(not (speculates and collectives.shard.rank == 0)))
+    with torch.inference_mode():
+        if config.num_blocks is None:
+            own = gpu_blocks(widest(config, spec), model, speculates)
+            config = replace(config, num_blocks=collectives.least(own))
+        config = resolve(config, spec)
+        pool = make_pool(config, model, memory_for, pool_of)
+        launcher = launcher_of(model, pool, config, speculates)
+        launcher.warm_up(config)
+    return config, pool, launcher
+
+
+def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the config for what is loaded before the pool has its size: for the longest context that could fit."""
+    return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+
+
+def _start(config: EngineConfig, devices: list[torch.device]) -> tuple[Ranks, DistributedCollectives]:
+    folder = tempfile.mkdtemp(prefix="baton-ranks-")  # this user's alone
+    atexit.register(shutil.rmtree, folder, True)  # not before: NCCL looks into it again
+    degree, store = len(devices), os.path.join(folder, "store")
+    memory = OwnMemory(num_bytes_for(degree))
+    shards = [Shard(rank, degree, config.expert_parallel) for rank in range(degree)]
+    given = Assignment(config, memory_fd=memory.fd, memory_bytes=len(memory.memory), store=store)
+    collectives = DistributedCollectives(
+        memory.memory, shards[0], distributed.FileStore(store, degree), devices[0], config.all_reduce == "fast"
+    )
+    others = [
+        RankProcess(replace(given, shard=shard, device=str(device)), PROGRAM)
+        for shard, device in zip(shards[1:], devices[1:], strict=True)
+    ]
+    return Ranks(RankGrid([collectives], None, degree), others), collectives
+
+
+def _lead(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers,
+    ranks: Ranks, collectives: DistributedCollectives,
+) -> EngineParts:  # fmt: skip
+    use(device, config)
+    model = load_model(widest(config, spec), device, collectives)
+    assert isinstance(model, LeadingDeviceModel)
+    ranks.wait(Ready.of(model))
+    collectives.join()
+    proposers = make(widest(config, spec), model)
+    for proposer in proposers:
+        proposer.use_launcher(draft_launcher)
+    memory = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
+    config, pool, launcher = device_parts(
+        config, model, collectives, bool(proposers), LeadingLauncher, LeadingPool, memory
+    )
+    assert isinstance(pool, LeadingPool)
+    pool.lead(model)
+    with torch.inference_mode():
+        ranks.sums = model.measure_sums(config.max_num_batched_tokens)
+    return EngineParts(config, model, pool, sampler_on(device), proposers, launcher, ranks)

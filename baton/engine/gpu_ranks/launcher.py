@@ -1,0 +1,129 @@
+"""Launch one step on the GPUs of all ranks: the first rank tells the others what its own launcher gets, from the host, and
+they do the same, graphs included. Tokens that it draws go to the others' devices without a way over the host."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.config import EngineConfig
+from baton.engine.execute.launcher import Draw, GpuLauncher, LaunchedTokens
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.leading import LeadingDeviceModel, made_of
+from baton.engine.parallel.adapters import HeldAdapters, ToldAdapters
+from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
+from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.parallel.sums import sum_often
+
+
+class LeadingPool(KVPool):
+    """The first rank's pool, of its heads: what is copied here is copied in all ranks' pools."""
+
+    def lead(self, model: LeadingDeviceModel) -> None:
+        self._model = model
+
+    def copy_block(self, src: int, dst: int) -> None:
+        with self._model.all_or_none() as collectives:
+            tell_rows(collectives, CommandKind.COPY, torch.tensor((src, dst)))
+            super().copy_block(src, dst)
+
+
+class LeadingLauncher(GpuLauncher):
+    """The first rank's. A step that raises in its middle is the last one: ranks would be in different places."""
+
+    model: LeadingDeviceModel
+
+    def __init__(self, model: LeadingDeviceModel, pool: KVPool, config: EngineConfig, speculates: bool):
+        self._told = ToldAdapters()
+        with model.in_step():
+            super().__init__(model, pool, config, speculates)
+
+    @property
+    def words(self) -> str:
+        assert isinstance(self.model.collectives, DistributedCollectives)
+        return f"{super().words}, {self.model.collectives.words}"
+
+    def warm_up(self, config: EngineConfig) -> None:
+        with self.model.in_step():
+            super().warm_up(config)
+
+    def run(
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
+        on_hidden: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        with self._step(batch, CommandKind.STEP if on_hidden is None else CommandKind.READ):
+            return super().run(batch, keeps_hidden, on_layer, on_hidden)
+
+    def launch(
+        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> LaunchedTokens:  # fmt: skip
+        def draw_for_all(logits: Tensor) -> Tensor:
+            drawn = draw(logits)
+            if len(drawn):
+                collectives.send(drawn)
+            return drawn
+
+        with self._step(batch, CommandKind.LAUNCH if before is None else CommandKind.CONTINUE) as collectives:
+            return super().launch(batch, draw_for_all, before, on_layer)
+
+    @contextmanager
+    def _step(self, batch: ForwardBatch, kind: CommandKind) -> Iterator[DistributedCollectives]:
+        with self.model.all_or_none() as collectives, self.model.in_step():
+            assert isinstance(collectives, DistributedCollectives)
+            tell_step(collectives, batch, self._told, kind=kind)
+            yield collectives
+
+
+def follow_launches(launcher: GpuLauncher, collectives: DistributedCollectives) -> None:
+    """Launch what the first rank tells, until a rank is lost: raises RankLost."""
+    model, pool, held = launcher.model, launcher.pool, HeldAdapters(partial(made_of, launcher.model))
+    ask = _answers(model, pool, collectives)
+    last: LaunchedTokens | None = None
+    while True:
+        kind, batch, rows, key = hear(collectives, model.spec.hidden_size, model.dtype)
+        if batch is None:
+            if kind == CommandKind.ADAPTER:
+                held.hear(key, rows)
+            else:
+                ask[kind](rows)
+            continue
+        batch = held.named(batch)
+        if kind in (CommandKind.LAUNCH, CommandKind.CONTINUE):
+            receive = partial(_receive, collectives, len(batch.logit_rows))
+            launched = launcher.launch(batch, receive, last if kind == CommandKind.CONTINUE else None)
+            if last is not None:
+                last.read()  # its inputs' place on the host is the next step's
+            last = launched
+        else:
+            launcher.run(batch, False, None, None if kind == CommandKind.STEP else lambda hidden: None)
+            launcher.wait()
+            last = None
+
+
+def _receive(collectives: DistributedCollectives, count: int, logits: Tensor) -> Tensor:
+    drawn = torch.empty(count, dtype=torch.int64, device=logits.device)
+    if count:
+        collectives.send(drawn)
+    return drawn
+
+
+def _answers(
+    model: Model, pool: KVPool, collectives: DistributedCollectives
+) -> dict[CommandKind, Callable[[Tensor], object]]:
+    """Return what answers what is no step; rows and ids come on the host."""
+
+    def on_device(ask: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        return lambda rows: ask(rows.to(model.device))
+
+    return {
+        CommandKind.LOGITS: on_device(model.logits),
+        CommandKind.EMBEDDED: on_device(model.embedded),
+        CommandKind.SCORED: on_device(model.scored),
+        CommandKind.SUMMED: on_device(partial(sum_often, collectives)),
+        CommandKind.COPY: lambda blocks: pool.copy_block(*blocks.tolist()),
+    }

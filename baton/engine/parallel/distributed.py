@@ -1,0 +1,156 @@
+"""Sums and gathers of ranks over torch.distributed: NCCL between GPUs, gloo between CPUs. What the first rank tells crosses
+the memory of their host, as among ranks of a CPU.
+
+exact   parts cross in fp32, each element to the rank that adds it by the tree of ranks; rounded sums cross back. Where the GPUs
+        reach each other's memory, in one kernel (peers.py); which of the two, the start decides, and bits are the same
+fast    one all-reduce of rounded parts, in the order that the library chooses: by the size of the step, too
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+
+from baton.engine import kernels
+from baton.engine.parallel.collectives import Collectives, RankLost
+from baton.engine.parallel.peers import PeerMemory, PeerSums, SymmetricMemory, num_bytes
+from baton.engine.parallel.shard import Shard
+
+JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; and with gloo for one call
+CALL_S = (
+    600.0  # with NCCL: another rank may compile meanwhile; one that stands still is noticed otherwise (ranks/spawn.py)
+)
+
+MakePeerMemory = Callable[[distributed.Store, Shard, torch.device, int], PeerMemory]
+
+
+class DistributedCollectives(Collectives):
+    """One rank's end, for tensors on `device`. `join` once, before the first sum or gather."""
+
+    shares_memory = False
+
+    def __init__(
+        self, memory: memoryview, shard: Shard, store: distributed.Store, device: torch.device, fast: bool = False
+    ):
+        """`memory` and `fast`: as of Collectives; `store`: where the ranks find each other."""
+        super().__init__(memory, shard, fast)
+        self._store, self._device, self._group = store, device, None
+        self.peers: PeerSums | None = None
+        self.why_no_peers = ""
+        self._add = add_tree
+        if not kernels.unavailable(device.type):
+            from baton.engine.parallel.add_ranks import add_ranks  # triton is an extra
+
+            self._add = add_ranks
+
+    def join(self) -> None:
+        """Meet the other ranks, and make what joins their devices: it may not be made while a graph is captured."""
+        is_cpu, where = self._device.type == "cpu", (self._store, self.shard.rank, self.degree)
+        make, call_s = (distributed.ProcessGroupGloo, JOIN_S) if is_cpu else (distributed.ProcessGroupNCCL, CALL_S)
+        self._store.set_timeout(timedelta(seconds=JOIN_S))
+        try:
+            self._group = make(*where, timeout=timedelta(seconds=call_s))
+        except (RuntimeError, distributed.DistStoreError) as error:
+            raise RankLost(f"ranks have not met: {error}") from error
+        self.sum(torch.zeros(1, 16, device=self._device), torch.float32)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def reach(self, num_elements: int, make: MakePeerMemory | None = None) -> None:
+        """From now on add by way of the other GPUs' memory, sums of so many elements at most, if every rank can and both ways
+        give equal bits; else `why_no_peers` says why not. All ranks call it together. `make`: in place of torch's
+        symmetric memory."""
+        why = "" if make is not None else self._out_of_reach()
+        if self.least(int(not why)):
+            try:
+                memory = (make or SymmetricMemory)(self._store, self.shard, self._device, num_bytes(num_elements))
+                self.peers = PeerSums(memory, self.shard, num_elements)
+            except (RuntimeError, AttributeError, TypeError, ImportError) as error:
+                why = " ".join(str(error).split())[:160]
+            if self.least(int(not why)) and not self._peers_agree():
+                why = "sums by way of it have other bits"
+        if not self.least(int(not why)):
+            self.peers, self.why_no_peers = None, why or "another rank cannot"
+
+    @property
+    def words(self) -> str:
+        """Return how ranks add, for the engine's start line."""
+        return "sums in peers' memory" if self.peers is not None else f"sums by NCCL ({self.why_no_peers})"
+
+    def _out_of_reach(self) -> str:
+        if self.fast or self._device.type == "cpu":
+            return "only exact sums of GPUs go that way"
+        if kernels.unavailable(self._device.type):
+            return kernels.unavailable(self._device.type)
+        others = (rank for rank in range(self.degree) if rank != self.shard.rank)
+        away = [rank for rank in others if not torch.cuda.can_device_access_peer(self._device, rank)]
+        return f"the memory of GPU {away[0]} cannot be reached" if away else ""
+
+    def _peers_agree(self) -> bool:
+        peers = self.peers
+        assert peers is not None
+        generator = torch.Generator().manual_seed(self.shard.rank)
+        part = torch.randn(peers.num_elements, generator=generator).view(-1, 16).to(self._device)
+        found = peers.sum(part, torch.bfloat16, None)
+        self.peers = None
+        wanted = self.sum(part, torch.bfloat16)
+        self.peers = peers
+        return torch.equal(found, wanted)
+
+    def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if self.fast:
+            assert bias is None  # the first rank's part has it
+            out = part.to(dtype, copy=True).contiguous()
+            self._all(lambda group: group.allreduce([out]))
+            return out
+        if self.peers is not None and part.numel() <= self.peers.num_elements:
+            return self.peers.sum(part, dtype, bias)
+        parts = part.contiguous().view(self.degree, -1)  # what each rank adds: of whole rows, whatever their number
+        theirs = torch.empty_like(parts)
+        self._all(lambda group: group.alltoall_base(theirs, parts, [], []))
+        own = self._add(theirs, dtype, bias, self.shard.rank * parts.shape[1])
+        return self._gathered(own).view(part.shape)
+
+    def gather(self, own: Tensor, wanted: bool = True) -> Tensor:
+        """As of Collectives; every rank has it, wanted or not."""
+        own = own.contiguous()
+        return self._gathered(own.flatten()).view(self.degree, *own.shape)
+
+    def send(self, data: Tensor) -> None:
+        """Copy the first rank's `data`, contiguous and on the device, to that of all others."""
+        self._all(lambda group: group.broadcast([data]))
+
+    def least(self, number: int) -> int:
+        """Return the smallest number that a rank calls this with. It crosses the memory of the host."""
+        numbers = super().gather(torch.tensor([number]))
+        assert numbers is not None
+        return int(numbers.min())
+
+    def lose(self) -> None:
+        super().lose()
+        if self._group is not None:
+            self._group.abort()  # NCCL's kernels end; with gloo a wait ends when the other process does
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        out = own.new_empty(self.degree * len(own))
+        self._all(lambda group: group._allgather_base(out, own))
+        return out
+
+    def _all(self, call: Callable) -> None:
+        """Let all ranks make one call; on a GPU it is launched, not waited for. Raises RankLost."""
+        try:
+            call(self._group).wait()
+        except RuntimeError as error:
+            raise RankLost(f"a rank is lost: {' '.join(str(error).split())[:160]}") from error
+
+
+def add_tree(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:
+    """Do what add_ranks.py does."""
+    total = parts.float()
+    while len(total) > 1:
+        total = total[0::2] + total[1::2]
+    total = total[0]
+    if bias is not None:
+        total = total + bias[(first + torch.arange(len(total), device=total.device)) % len(bias)]
+    return total.to(dtype)

@@ -1,0 +1,179 @@
+"""Engines whose ranks have a device and a pool each, on a CPU with gloo: graphs, steps in flight and the sums between
+processes are real, the devices are not."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+pytest.importorskip("triton")
+
+from baton.engine import kernels, native
+from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.execute import launcher
+from baton.engine.execute.launcher import GpuLauncher
+from baton.engine.gpu_ranks import build
+from baton.engine.gpu_ranks.build import load_on_gpus
+from baton.engine.gpu_ranks.launcher import LeadingLauncher
+from baton.engine.models.loader import model_identity
+from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.parallel.shard import Shard
+from baton.engine.ranks.spawn import Ranks
+from baton.engine.sampling.on_device import sampler_on
+from tests.engine.gpu_ranks.cpu_as_gpu import compute_again, stand_in
+from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.toys import make_request, run
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the real devices are tested by test_on_gpus.py"),
+    pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),
+    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(build, "PROGRAM", "tests.engine.gpu_ranks.cpu_as_gpu")
+    monkeypatch.setattr(build, "devices_for", lambda config: [CPU] * config.tensor_parallel)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_folder(path, "llama3", head_dim=16, num_hidden_layers=1)
+    return path
+
+
+def config_of(folder, degree: int, **options) -> EngineConfig:
+    return EngineConfig(
+        folder, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64,
+        max_num_batched_tokens=66, threads=1, tensor_parallel=degree, **options,
+    )  # fmt: skip
+
+
+def load(config: EngineConfig) -> Engine:
+    parts = load_on_gpus(config)
+    return Engine(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
+
+
+def answers(engine: Engine) -> dict:
+    sampled = dict(temperature=0.9, seed=3, top_p=0.9)
+    requests = [
+        make_request("greedy", random_ids(9, 1), 6), make_request("sampled", random_ids(14, 2), 4, **sampled),
+        make_request("two", random_ids(20, 3), 3, temperature=1.0, seed=5, n=2, logprobs=2),
+        make_request("read", random_ids(11, 4), 2, prompt_logprobs=2),
+    ]  # fmt: skip
+    records: dict = {}
+    for together in (requests[:2], requests[2:3], requests[3:]):
+        records |= run(engine, together)
+    return {key: (record.answer(), record.logprobs) for key, record in records.items()}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degree):
+    """In the bits of KV as well, of which each has its heads: in graphs and without, steps in flight, blocks that are copied,
+    logits that are asked for later."""
+    alone = Engine.load(config_of(folder, 1))
+    alone.runner.launcher = GpuLauncher(alone.runner.model, alone.pool, alone.config, False)
+    alone.runner.sampler = sampler_on(CPU)
+    expected = answers(alone)
+    engine = load(config_of(folder, degree))
+    try:
+        made = engine.runner.launcher
+        assert made.overlaps and made.num_graphs == 2
+        launched, launch = [], made.launch
+        made.launch = lambda batch, *given: launched.append(batch.token_ids) or launch(batch, *given)
+        assert answers(engine) == expected
+        assert any(bool((ids < 0).all()) for ids in launched)
+        assert engine.numerics_class == alone.numerics_class
+        own = Shard(0, degree).kv_heads(engine.spec.num_kv_heads)
+        assert torch.equal(engine.pool.blocks, alone.pool.blocks[:, :, :, own.start : own.stop])
+        weights = engine.runner.model.weights.num_bytes
+        assert engine.ranks.num_bytes == [weights] * (degree - 1)
+        assert engine.ranks.sums.row_us > 0
+    finally:
+        engine.ranks.close()
+    assert all(process.ended() for process in engine.ranks._processes)
+
+
+def test_captured_steps_have_their_sums(folder, devices, monkeypatch):
+    """Each layer's two and the embedding's: an all-to-all and an all-gather each, and the head's all-gather."""
+    calls, captured, call_all = [], [], DistributedCollectives._all
+    monkeypatch.setattr(DistributedCollectives, "_all", lambda self, call: calls.append(call) or call_all(self, call))
+
+    def capture(run):
+        before = len(calls)
+        made = compute_again(run)
+        captured.append(len(calls) - before)
+        return made
+
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: capture)
+    engine = load(config_of(folder, 2))
+    engine.ranks.close()
+    assert captured == [2 * (2 * engine.spec.num_layers + 1) + 1] * 2
+
+
+def test_fast_sums_are_a_class_of_their_own(folder, devices):
+    engine = load(config_of(folder, 2, all_reduce="fast", batch_invariant=False))
+    try:
+        request = make_request("a", random_ids(9, 1), 3)
+        record = run(engine, [request])[request.key]
+        assert len(record.tokens[0]) == 3
+        assert "ranks2" in str(engine.numerics_class)
+    finally:
+        engine.ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")]
+)
+def test_a_lost_rank_ends_every_wait(folder, devices, how, said):
+    engine = load(config_of(folder, 2))
+    reasons = []
+    try:
+        engine.ranks.when_lost(reasons.append)
+        engine.submit(make_request("a", random_ids(9, 1), 6))
+        engine.step()
+        time.sleep(0.3)  # it has been seen to live
+        os.kill(pid := engine.ranks.pids[-1], how)
+        with pytest.raises(RankLost):
+            while True:
+                engine.step()
+                assert engine.has_work() or not engine.submit(make_request(str(engine.step_number), [5, 6], 5))
+        engine.ranks._watcher.join(10)
+        assert reasons == [f"rank 1 (pid {pid}) {said}"]
+    finally:
+        engine.ranks.close()
+
+
+def test_a_rank_that_is_lost_while_it_warms_up(folder, devices, monkeypatch):
+    """As one that has no room for its pool: a line says which."""
+    warm_up = LeadingLauncher.warm_up
+
+    def warm_up_without(made, config):
+        os.kill(made.killed, signal.SIGKILL)
+        warm_up(made, config)
+        made.model.measure_sums(1)
+
+    wait = Ranks.wait
+    monkeypatch.setattr(
+        Ranks, "wait", lambda ranks, own: wait(ranks, own) or setattr(LeadingLauncher, "killed", ranks.pids[0])
+    )
+    monkeypatch.setattr(LeadingLauncher, "killed", 0, raising=False)
+    monkeypatch.setattr(LeadingLauncher, "warm_up", warm_up_without)
+    with pytest.raises(ValueError, match=r"^rank 1 \(pid \d+\) was killed by signal 9$"):
+        load(config_of(folder, 2))
+
+
+def test_a_rank_that_ends_before_it_has_met_the_others(folder, devices, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match="^rank 1 ended at its start with status 1: see its lines on stderr$"):
+        load(config_of(folder, 2))
