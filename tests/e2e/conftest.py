@@ -1,6 +1,7 @@
 """Stacks that the tests of this folder share: started once a session, on the first use."""
 
 import itertools
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.support.client import Client
 from tests.support.models import make_model
 from tests.support.observe.otlp import Receiver
 from tests.support.observe.probe import Probe
+from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS, Stack
 
 _running: list[Stack] = []
@@ -25,6 +27,7 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+ROLES = ("prefill_worker", "decode_worker")
 OPTIONS = ("--num-blocks", "160", "--threads", "1")
 GATEWAY_OPTIONS = ("--split", "always")  # also where the gateway would not find it worth its while
 
@@ -137,3 +140,18 @@ def prompts():
         return token_ids
 
     return draw
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are forked
+    from a process that has read torch: the lines are the same, and there are twenty."""
+
+    def start(module: str, *options: str) -> tuple[int, str]:
+        make = nursery.process if module in ROLES else Process
+        process = make(module, [sys.executable, "-m", module, *options], tmp_path)
+        status = process.wait(60)
+        assert "ready " not in process.out.read_text(), "it said that it is ready"
+        return status, process.log.read_text()
+
+    return start

@@ -10,24 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.process import ROOT, Process
-
-ROLES = ("prefill_worker", "decode_worker")
-
-
-@pytest.fixture
-def start(nursery, tmp_path):
-    """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are forked
-    from a process that has read torch: the lines are the same, and there are twenty."""
-
-    def start(module: str, *options: str) -> tuple[int, str]:
-        make = nursery.process if module in ROLES else Process
-        process = make(module, [sys.executable, "-m", module, *options], tmp_path)
-        status = process.wait(60)
-        assert "ready " not in process.out.read_text(), "it said that it is ready"
-        return status, process.log.read_text()
-
-    return start
+from tests.e2e.conftest import ROLES
+from tests.support.process import ROOT
 
 
 def assert_one_line(stderr: str, *names: str) -> None:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.e2e.start.test_start_errors import assert_one_line, start
+from tests.e2e.start.test_start_errors import assert_one_line
 from tests.support.engine import published
 
 PROJECTION = "model.layers.1.mlp.up_proj"
@@ -22,7 +22,7 @@ def gptq(model, tmp_path):
 @pytest.mark.parametrize(
     ("part", "value", "words"), [("scales", float("nan"), "NaN or infinite"), ("qweight", None, "is missing")]
 )
-def test_a_tensor_that_is_wrong(gptq, part, value, words):
+def test_a_tensor_that_is_wrong(start, gptq, part, value, words):
     name = f"{PROJECTION}.{part}"
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
