@@ -25,6 +25,7 @@ it fresh. Every run names its command, date and machine, and keeps the rows that
 - *limit* is what that machine can do at best, in the same unit.
 - An *A/A* row compares an arm with itself: its distance from 1 is the noise of the run.
 - Compare ratios, not absolute figures: the runs are of different days and machines.
+- [latency.md](latency.md) has what was measured of latencies before and after the token's way was shortened.
 """
 
 
