@@ -1,11 +1,15 @@
 """Choose the instruction tier of native kernels, and run their suites, parity and an end-to-end file at every tier below the
 machine's best: one in eight of their tests, in `make test-long` all."""
 
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from baton.engine.native import build, compiler
 from baton.engine.native.tier import TIERS as ALL_TIERS
 from baton.engine.native.tier import available, missing, tiers_for, tiers_of
 from tests.support.engine.weight_forms import FORMS
+from tests.support.pace import patience
 from tests.support.process import ROOT
 
 SUITES = (
@@ -110,6 +115,24 @@ def test_tiers_that_this_machine_lacks_compile(tier, tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "FLAGS", tuple(flag for flag in compiler.FLAGS if flag != "-O3"))
     assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
+
+
+def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch, capfd):
+    """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
+    path = build.built("g++", TIERS[0])
+    path.unlink()
+    with open(path.with_suffix(".lock")) as lock, ThreadPoolExecutor(2) as threads:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert threads.submit(build.built, "g++", TIERS[1]).result(patience(10)).exists()
+        waiting, said = threads.submit(build.built, "g++", TIERS[0]), ""
+        while f"waiting for another process, which builds the native kernels for {TIERS[0].name}" not in said:
+            assert not waiting.done()
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert waiting.result(patience(10)) == path
 
 
 @pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")

@@ -126,15 +126,18 @@ class Model:
     def numerics(self) -> tuple[str, ...]:
         """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set and order of sums,
         rope factors."""
+        is_fast = self.collectives is not None and self.collectives.fast
         capability = instruction_set(self.device)
         attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
         if any("triton" in name for name in (attention, self.layers_name, linears)):
             capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
         if self.spec.state is not None:
-            variants[f"state-{state_kernels(self.spec.state)}"] = None
+            order = "state" if is_fast else "state-tree"  # of norms and products over all ranks' parts
+            variants[f"{order}-{state_kernels(self.spec.state)}"] = None
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
-        if self.collectives is not None and self.collectives.fast:
+        if is_fast:
+            assert self.collectives is not None
             sums = [f"ranks{self.collectives.shard.degree}"]
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 

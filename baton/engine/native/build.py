@@ -79,8 +79,13 @@ def built(command: str, tier: Tier) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / "native.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers start at once: one builds, the other waits
+    with open(path.with_suffix(".lock"), "w") as lock:  # two workers start at once: one builds, the other waits
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits_for = f"another process, which builds the native kernels for {tier.name} ({lock.name})"
+            print(f"starting: waiting for {waits_for}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:

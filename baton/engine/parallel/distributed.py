@@ -18,9 +18,8 @@ from baton.engine.parallel.peers import PeerMemory, PeerSums, SymmetricMemory, n
 from baton.engine.parallel.shard import Shard
 
 JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; and with gloo for one call
-CALL_S = (
-    600.0  # with NCCL: another rank may compile meanwhile; one that stands still is noticed otherwise (ranks/spawn.py)
-)
+# Of one call with NCCL: another rank may compile meanwhile, and one that stands still is noticed otherwise (ranks/spawn.py).
+CALL_S = 600.0
 
 MakePeerMemory = Callable[[distributed.Store, Shard, torch.device, int], PeerMemory]
 

@@ -55,9 +55,7 @@ def say_often(beat: Callable[[], None]) -> None:
 
 
 def leave_with_leader() -> None:
-    """Exit when stdin ends."""
-    while os.read(
-        0, 1024
-    ):  # until it is closed, by hand or by the end of the first rank; not by sys.stdin, which main has locked
+    """Exit when stdin is closed, by hand or by the end of the first rank."""
+    while os.read(0, 1024):  # not by sys.stdin, which main has locked
         pass
     os._exit(0)

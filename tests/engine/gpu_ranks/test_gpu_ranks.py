@@ -3,7 +3,6 @@ processes are real, the devices are not."""
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from baton.engine.gpu_ranks import build
 from baton.engine.gpu_ranks.build import load_on_gpus
 from baton.engine.gpu_ranks.launcher import LeadingLauncher
 from baton.engine.models.loader import model_identity
-from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
@@ -29,6 +27,7 @@ from baton.engine.sampling.on_device import sampler_on
 from tests.engine.gpu_ranks.cpu_as_gpu import compute_again, stand_in
 from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.native.ranked import lose_last_rank
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real devices are tested by test_on_gpus.py"),
@@ -137,21 +136,8 @@ def test_fast_sums_are_a_class_of_their_own(folder, devices):
 )
 def test_a_lost_rank_ends_every_wait(folder, devices, how, said):
     engine = load(config_of(folder, 2))
-    reasons = []
-    try:
-        engine.ranks.when_lost(reasons.append)
-        engine.submit(make_request("a", random_ids(9, 1), 6))
-        engine.step()
-        time.sleep(0.3)  # it has been seen to live
-        os.kill(pid := engine.ranks.pids[-1], how)
-        with pytest.raises(RankLost):
-            while True:
-                engine.step()
-                assert engine.has_work() or not engine.submit(make_request(str(engine.step_number), [5, 6], 5))
-        engine.ranks._watcher.join(10)
-        assert reasons == [f"rank 1 (pid {pid}) {said}"]
-    finally:
-        engine.ranks.close()
+    long = make_request("a", random_ids(9, 1), 6)
+    lose_last_rank(engine, how, said, long, lambda name: make_request(name, [5, 6], 5))
 
 
 def test_a_rank_that_is_lost_while_it_warms_up(folder, devices, monkeypatch):

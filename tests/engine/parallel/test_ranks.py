@@ -1,6 +1,5 @@
 """The ranks of an engine as processes: the same tokens and KV as one process, and one line where they cannot be had."""
 
-import os
 import signal
 import threading
 import time
@@ -13,12 +12,11 @@ from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
-from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.stage import cut_layers
 from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
-from tests.support.native.ranked import collectives_of
+from tests.support.native.ranked import collectives_of, lose_last_rank
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 NUM_TOKENS = 24
@@ -144,21 +142,8 @@ KILLED, STOPPED = (signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "
 )
 def test_a_lost_rank_ends_every_wait(folder, how, said, config):
     engine = Engine.load(config(folder, 2))
-    reasons = []
-    try:
-        engine.ranks.when_lost(reasons.append)
-        engine.submit(make_request("a", PROMPTS[2], NUM_TOKENS))
-        engine.step()
-        time.sleep(0.3)  # it has been seen to live
-        os.kill(pid := engine.ranks.pids[-1], how)
-        with pytest.raises(RankLost):
-            while True:
-                engine.step()
-                assert engine.has_work() or not engine.submit(make_request(str(engine.step_number), PROMPTS[0], 5))
-        engine.ranks._watcher.join(10)
-        assert reasons == [f"rank {len(engine.ranks.pids)} (pid {pid}) {said}"]
-    finally:
-        engine.ranks.close()
+    long = make_request("a", PROMPTS[2], NUM_TOKENS)
+    lose_last_rank(engine, how, said, long, lambda name: make_request(name, PROMPTS[0], 5))
 
 
 def test_ranks_that_have_some_experts_each(tmp_path):

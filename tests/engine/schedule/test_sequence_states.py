@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from baton.engine.core.request import Refusal
 from baton.engine.kv.ledger import Holder
 from tests.support.engine.toys import (
     Collector,
@@ -14,6 +13,7 @@ from tests.support.engine.toys import (
     going_on,
     hand_over,
     make_request,
+    random_lives,
     run,
     toy_answer,
     toy_engine,
@@ -32,36 +32,9 @@ def request_of(chance: random.Random, index: int):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lives(seed):
     """Submitted, cancelled, parked and resumed, preempted, found again in the cache."""
-    chance, engine, records, live = random.Random(seed), toy_engine(**OPTIONS), Collector(), {}
-    cancelled = set()
-    for index in range(60):
-        match chance.choice(("submit", "submit", "step", "step", "step", "cancel", "park", "resume")):
-            case "submit":
-                request = request_of(chance, index)
-                try:
-                    engine.submit(request)
-                    live[request.key] = request
-                except Refusal:
-                    pass
-            case "step":
-                records.take(engine.step())
-            case "cancel" if live:
-                key = chance.choice(list(live))
-                engine.cancel(key)
-                cancelled.add(key)
-            case "park" if live:
-                engine.admission.park(chance.choice(list(live)))
-            case "resume":
-                for key in live:
-                    if key in engine.admission.groups:
-                        engine.admission.resume(key)
-        engine.check_integrity()
-    for key in list(engine.admission.groups):
-        engine.admission.resume(key)
-    run(engine, collector=records)
-    for key, request in live.items():
-        if key not in cancelled:
-            assert records[key].answer() == toy_answer(request), key
+    engine = toy_engine(**OPTIONS)
+    for request, record in random_lives(engine, random.Random(seed), 60, request_of):
+        assert record.answer() == toy_answer(request), request.key
     assert engine.ledger.states.counts()["running"] == 0 and engine.ledger.states.num_reserved == 0
 
 

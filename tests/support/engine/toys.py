@@ -5,7 +5,9 @@ the pool. A block that was shared, copied, evicted or fetched wrongly changes th
 raises.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -230,6 +232,40 @@ def run(engine: Engine, requests: Sequence[Request] = (), collector: Collector |
         records.take(engine.step())
         engine.check_integrity()
     raise AssertionError(f"not done after 5000 steps: {engine.load_report()}")
+
+
+def random_lives(
+    engine: Engine, chance: random.Random, num_turns: int, request_of: Callable[[random.Random, int], Request]
+) -> "list[tuple[Request, Record]]":
+    """Submit, cancel, park and resume requests, and step, in any order, checking integrity after each turn; then let the rest
+    end. Returns those that nobody cancelled, with what they gave out."""
+    records, live, cancelled = Collector(), {}, set()
+    for index in range(num_turns):
+        match chance.choice(("submit", "submit", "step", "step", "step", "cancel", "park", "resume")):
+            case "submit":
+                request = request_of(chance, index)
+                with suppress(Refusal):
+                    engine.submit(request)
+                    live[request.key] = request
+            case "step":
+                records.take(engine.step())
+            case "cancel" if live:
+                key = chance.choice(list(live))
+                engine.cancel(key)
+                cancelled.add(key)
+            case "park" if live:
+                engine.admission.park(chance.choice(list(live)))
+            case "resume":
+                _resume_all(engine)
+        engine.check_integrity()
+    _resume_all(engine)
+    run(engine, collector=records)
+    return [(request, records[key]) for key, request in live.items() if key not in cancelled]
+
+
+def _resume_all(engine: Engine) -> None:
+    for key in list(engine.admission.groups):
+        engine.admission.resume(key)
 
 
 def copy_kv(source: Engine, source_refs: Sequence[BlockRef], target: Engine, target_refs: Sequence[BlockRef]) -> None:

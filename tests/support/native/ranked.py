@@ -1,16 +1,23 @@
-"""The ranks or stages of one model as threads of this process, over memory that they share as processes do."""
+"""The ranks or stages of one model as threads of this process, over memory that they share as processes do; and how those that
+are processes are lost."""
 
 import mmap
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+import pytest
 import torch
 from torch import distributed
 
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Request
+from baton.engine.engine import Engine
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import follow, follow_stage
@@ -49,6 +56,27 @@ def together(ends: Sequence[Collectives], act: Callable) -> list:
     """Let all ranks act, each in a thread of its own; return what each of them had."""
     with ThreadPoolExecutor(len(ends)) as threads:
         return list(threads.map(act, ends))
+
+
+def lose_last_rank(
+    engine: Engine, how: signal.Signals, said: str, long: Request, short: Callable[[str], Request]
+) -> None:
+    """Signal it while `long` is answered: every step from then on ends, and the reason is told. `short`: more to do, by name."""
+    reasons: list[str] = []
+    try:
+        engine.ranks.when_lost(reasons.append)
+        engine.submit(long)
+        engine.step()
+        time.sleep(0.3)  # it has been seen to live
+        os.kill(pid := engine.ranks.pids[-1], how)
+        with pytest.raises(RankLost):
+            while True:
+                engine.step()
+                assert engine.has_work() or not engine.submit(short(str(engine.step_number)))
+        engine.ranks._watcher.join(10)
+        assert reasons == [f"rank {len(engine.ranks.pids)} (pid {pid}) {said}"]
+    finally:
+        engine.ranks.close()
 
 
 @contextmanager
