@@ -114,7 +114,7 @@ async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, nur
         assert await asyncio.to_thread(answers, engine) == expected
         assert [len(engine.ranks.pids), len(engine.ranks.num_bytes)] == [1, 2]
         await asyncio.to_thread(engine.ranks.close)
-        assert await asyncio.to_thread(rank.wait) == 1
+        assert await asyncio.to_thread(rank.wait) == 1, rank.text()
         assert f"the worker at {listener.address} has ended, or its connection" in rank.text()
 
 
@@ -186,7 +186,7 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model
         assert await asyncio.to_thread(rank.wait) == 2
         assert f"baton rank: {other}: is model" in rank.text()
     with started(nursery, tmp_path, "second", model, listener.address, certs) as rank:
-        assert await asyncio.to_thread(rank.wait) == 1
+        assert await asyncio.to_thread(rank.wait) == 1, rank.text()
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
 
 

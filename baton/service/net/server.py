@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -195,6 +197,9 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
         import uvloop
 
         loop_factory = uvloop.new_event_loop
+    # What `main` raises holds calls and channels, in circles, and with them gRPC's thread: alive when the interpreter ends, it
+    # was seen to abort the process ("terminate called without an active exception", 2 of 14 ends on a busy machine).
+    atexit.register(gc.collect)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_with_signals(main)) or 0
 

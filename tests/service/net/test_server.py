@@ -182,3 +182,29 @@ asyncio.run(main())
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ran.stdout.strip(), ran.stderr) == ("UNIMPLEMENTED", "")
+
+
+ENDS_WITH_A_CALL = """
+import atexit, grpc, threading
+from baton.service.net.server import run
+
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "poll" in thread.name]))
+
+async def main(stop):
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        try:
+            await channel.stream_stream("/a/b")().read()
+        except grpc.aio.AioRpcError as error:
+            raise ValueError("nobody is there") from None
+
+try:
+    run(main)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_grpc_has_no_thread_left_when_a_program_ends():
+    """What its calls hold goes before the interpreter, which else may abort as it ends."""
+    done = subprocess.run([sys.executable, "-c", ENDS_WITH_A_CALL], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["nobody is there", "[]"]), done.stderr
