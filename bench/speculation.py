@@ -75,6 +75,8 @@ class Arm:
     def load(cls, **options) -> "Arm":
         arm = cls(bare.load_engine(TARGET, num_blocks=1024, **options))
         arm._watch(arm.engine.runner, "run", "verify")
+        if arm.engine._multi_step is not None:  # where all of a step is native
+            arm._watch(arm.engine._multi_step, "_run", "verify")
         for proposer in arm.engine.speculator.proposers.values():
             for name in ("prepare", "propose", "advance"):
                 arm._watch(proposer, name, "draft")

@@ -1,11 +1,12 @@
 """Measure the cost of telemetry: python bench/telemetry.py [--quick] [--json FILE].
 
-Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A
-row), to a collector that takes them, to a closed port, and to one that accepts and never answers. All run at once and
-take turns, a block of requests each, in any order; workers have one core, everything else the other. A block's cost is the
-CPU time of its gateway and its worker from its first request until what they send after the last one is sent, while the
-next block runs already; idle time between is the same for all. What is compared are the blocks of one round, with the mean
-of the two that have no collector, and of these ratios the median counts: what drifts falls on all alike. /metrics and the
+Stacks of one gateway and one decode worker whose spans go to a collector that takes them, to a closed port, and to one
+that accepts and never answers. A request is traced or not, as its `traceparent` says: so what is compared is the same
+processes with themselves, a block of requests each time, not traced, traced, and not traced again (the A/A row), in any
+order. Between two stacks that were equal the CPU of a token was 7.7 % apart. All stacks run at once and take turns;
+workers have one core, everything else the other. A block's cost is the CPU time of its gateway and its worker from its
+first request until what they send after the last one is sent, while the next stack's block runs already; idle time
+between is the same for all. Of the rounds' ratios the median counts: what drifts falls on all alike. /metrics and the
 log line are always on: the last rows are what they take, after the last token.
 """
 
@@ -15,6 +16,7 @@ if not __package__:  # started by its path
     run()
 
 import asyncio
+import itertools
 import os
 import random
 import socket
@@ -29,8 +31,10 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-from baton.loadgen.client import Sender
-from bench.lib import sending
+from baton.client import AsyncClient
+from baton.loadgen.workload import FIRST_TOKEN
+from baton.service.observe.telemetry import TraceContext, format_traceparent
+from baton.v1 import inference_pb2 as pb
 from bench.lib.report import Report, finish, start
 from gateway.config.slo_classes import BUILT_IN
 from gateway.observe import access_log
@@ -42,42 +46,54 @@ from tests.support.stack import Stack
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read where they are answered
-OFF, AGAIN = "off", "off again"
+OFF, ON, AGAIN = "off", "on", "off again"
 COLLECTORS = ("up", "down", "stalled")
-NAMES = (OFF, *COLLECTORS, AGAIN)
-NUM_ROUNDS, NUM_REQUESTS = 30, 30  # about four minutes where a token takes 0.6 ms
+KINDS = (OFF, ON, AGAIN)
+NUM_ROUNDS, NUM_REQUESTS = 24, 30  # about four minutes where a token takes 0.6 ms
 SENT_S = 1.5  # after the last request: spans leave a process within a second
 _PROCESS_CPU = 2  # of a process's clocks, by the kernel's numbering: what its threads have run
 CORES = sorted(os.sched_getaffinity(0))
 
 
 class Block(NamedTuple):
-    """What the requests of one arm took in one round."""
+    """What the requests of one kind took in one round."""
 
     cpu_us: float  # a token, of gateway and worker
     tpot_ms: float  # medians of its requests
     ttft_ms: float
 
 
-class Arms:
-    """A stack an arm, which takes a block of requests a round."""
+class Open(NamedTuple):
+    """A block whose requests are done, and whose spans may not be sent yet."""
+
+    kind: str
+    before_s: float  # CPU of its processes before it
+    done_at: float
+    medians: tuple[float, float]
+
+
+Blocks = dict[str, dict[str, list[Block]]]  # of each collector, of each kind, one a round
+
+
+class Stacks:
+    """A stack a collector, which takes a block of requests of each kind a round."""
 
     def __init__(self, folder: Path, exits: ExitStack, runner: asyncio.Runner):
         self._run = runner.run
         self._rng = random.Random(0)
-        self._senders: dict[str, Sender] = {}
+        self._clients: dict[str, AsyncClient] = {}
         self._processes: dict[str, list[Process]] = {}
         # Not in this process: what it costs there would be the client's time.
         self._receiver = Process("receiver", [sys.executable, "-m", "bench.processes.telemetry_receiver"], folder)
         exits.callback(self._receiver.kill)
         endpoints = {"up": self._receiver.ready()["endpoint"], "down": _closed_port(), "stalled": _deaf_port(exits)}
-        for name in NAMES:
-            env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoints.get(name, "")}
+        for name in COLLECTORS:
+            env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoints[name]}
             options = {"num_prefill": 0, "options": ("--threads", "1", "--num-blocks", "128"), "env": env}
-            stack = exits.enter_context(Stack(MODEL, folder / name.replace(" ", "-"), **options))
+            stack = exits.enter_context(Stack(MODEL, folder / name, **options))
             _pin(stack.decode[0], CORES[-1])
             _pin(stack.gateways[0], CORES[0])
-            self._senders[name] = self._run(sending.connect(stack.target))
+            self._clients[name] = self._run(_connect(stack.target))
             self._processes[name] = stack.processes
         _pin(self._receiver, CORES[0])
 
@@ -88,19 +104,38 @@ class Arms:
         return int(told[-1].removeprefix("spans=")) if told else 0
 
     def close(self) -> None:
-        for sender in self._senders.values():
-            self._run(sender.close())
+        for client in self._clients.values():
+            self._run(client.close())
 
     def cpu_s(self, name: str) -> float:
-        """CPU that the processes of an arm have had, threads that are gone included."""
+        """CPU that the processes of a stack have had, threads that are gone included."""
         return sum(time.clock_gettime(~process.pid << 3 | _PROCESS_CPU) for process in self._processes[name])
 
-    def requests(self, name: str, number: int) -> tuple[float, float]:
+    def requests(self, name: str, kind: str, number: int) -> tuple[float, float]:
         """Send them one after the other; returns the medians of TPOT and TTFT in ms."""
-        jobs = sending.draw_jobs(self._rng, [(PROMPT, OUTPUT)] * number, VOCAB)
-        done = self._run(sending.closed(self._senders[name], jobs, 1))
-        tpot_s = statistics.median((each.e2e_s - each.ttft_s) / (OUTPUT - 1) for each in done)
-        return 1e3 * tpot_s, 1e3 * statistics.median(each.ttft_s for each in done)
+        done = [self._run(self._one(self._clients[name], kind == ON)) for _ in range(number)]
+        ttft_s, tpot_s = (statistics.median(column) for column in zip(*done, strict=True))
+        return 1e3 * tpot_s, 1e3 * ttft_s
+
+    async def _one(self, client: AsyncClient, is_traced: bool) -> tuple[float, float]:
+        """Return TTFT and TPOT of a request, in seconds."""
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[self._rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(PROMPT)]),
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=OUTPUT, ignore_eos=True),
+        )
+        context = TraceContext(self._rng.randrange(1, 1 << 128), self._rng.randrange(1, 1 << 64), is_traced)
+        begun, first, num_tokens = time.perf_counter(), 0.0, 0
+        async for message in client.send(request, metadata=(("traceparent", format_traceparent(context)),)):
+            first = first or time.perf_counter()
+            num_tokens += len(message.token_ids)
+        if num_tokens != OUTPUT:
+            raise RuntimeError(f"{num_tokens} of {OUTPUT} tokens came")
+        return first - begun, (time.perf_counter() - first) / (OUTPUT - 1)
+
+
+async def _connect(target: str) -> AsyncClient:
+    return AsyncClient(target, timeout_s=120.0)
 
 
 def _pin(process: Process, core: int) -> None:
@@ -122,58 +157,57 @@ def _deaf_port(exits: ExitStack) -> str:
     return "http://127.0.0.1:%d" % listener.getsockname()[1]
 
 
-def rounds(arms: Arms, num_rounds: int, num_requests: int) -> dict[str, list[Block]]:
-    """Return the blocks of each arm, one a round."""
-    for name in NAMES:
-        arms.requests(name, 8)  # warm
-    rng, blocks = random.Random(0), {name: [] for name in NAMES}
-    open_blocks: dict[
-        str, tuple[float, float, tuple[float, float]]
-    ] = {}  # CPU before it, when its requests were done, medians
+def rounds(stacks: Stacks, num_rounds: int, num_requests: int) -> Blocks:
+    """Return the blocks of each stack."""
+    for name in COLLECTORS:
+        stacks.requests(name, ON, 8)  # warm
+    rng = random.Random(0)
+    blocks: Blocks = {name: {kind: [] for kind in KINDS} for name in COLLECTORS}
+    open_blocks: dict[str, Open] = {}
 
     def close(now: float) -> None:
         """Count those whose spans have been sent by now."""
-        for name, (before_s, done_at, medians) in list(open_blocks.items()):
-            if now - done_at >= SENT_S:
-                cpu_us = 1e6 * (arms.cpu_s(name) - before_s) / (num_requests * OUTPUT)
-                blocks[name].append(Block(cpu_us, *medians))
+        for name, block in list(open_blocks.items()):
+            if now - block.done_at >= SENT_S:
+                cpu_us = 1e6 * (stacks.cpu_s(name) - block.before_s) / (num_requests * OUTPUT)
+                blocks[name][block.kind].append(Block(cpu_us, *block.medians))
                 del open_blocks[name]
 
     for _ in range(num_rounds):
-        # In any order: an arm that follows itself finds its weights in the cache.
-        for name in rng.sample(NAMES, len(NAMES)):
+        orders = {name: rng.sample(KINDS, len(KINDS)) for name in COLLECTORS}
+        for turn, name in itertools.product(range(len(KINDS)), COLLECTORS):
             while name in open_blocks:
                 time.sleep(0.05)
                 close(time.monotonic())
-            before_s = arms.cpu_s(name)
-            medians = arms.requests(name, num_requests)
+            before_s = stacks.cpu_s(name)
+            medians = stacks.requests(name, orders[name][turn], num_requests)
             close(time.monotonic())
-            open_blocks[name] = before_s, time.monotonic(), medians
+            open_blocks[name] = Open(orders[name][turn], before_s, time.monotonic(), medians)
     while open_blocks:
         time.sleep(0.05)
         close(time.monotonic())
     return blocks
 
 
-def compare(report: Report, blocks: dict[str, list[Block]]) -> None:
-    for field, title, unit, goal in (
-        ("cpu_us", "CPU of a token", "us", "ratio <= 1.01"), ("tpot_ms", "TPOT", "ms", "ratio <= 1.01")
-    ):  # fmt: skip
-        values = {name: [getattr(block, field) for block in each] for name, each in blocks.items()}
-        off = [statistics.mean(pair) for pair in zip(values[OFF], values[AGAIN], strict=True)]
-        base = statistics.median(off)
-        for name in COLLECTORS:
-            ratio = _ratio(values[name], off)
-            report.add(f"{title}: collector {name}, over none", ratio * base, unit, against=base, goal=goal)
-        same = _ratio(values[AGAIN], values[OFF])
-        report.add(f"{title}: A/A, off over off", same * base, unit, against=base)
-        is_cpu = field == "cpu_us"
-        report.add(f"{title}: A/A, apart by", 100 * abs(same - 1), "%", goal="value <= 0.3" if is_cpu else "")
-    ttft = {name: statistics.median(block.ttft_ms for block in each) for name, each in blocks.items()}
-    for name in (*COLLECTORS, AGAIN):
-        title = "A/A, off over off" if name == AGAIN else f"collector {name}, over none"
-        goal = "" if name == AGAIN else "value <= 0.2"
-        report.add(f"TTFT added: {title}", ttft[name] - ttft[OFF], "ms", goal=goal)
+def compare(report: Report, blocks: Blocks) -> None:
+    for field, title, unit, aa_goal in (
+        ("cpu_us", "CPU of a token", "us", "value <= 0.3"),
+        ("tpot_ms", "TPOT", "ms", ""),
+    ):
+        same = []
+        for name, kinds in blocks.items():
+            off, on, again = ([getattr(block, field) for block in kinds[kind]] for kind in KINDS)
+            plain = [statistics.mean(pair) for pair in zip(off, again, strict=True)]
+            base = statistics.median(plain)
+            row = f"{title}: collector {name}, traced over not"
+            report.add(row, _ratio(on, plain) * base, unit, against=base, goal="ratio <= 1.01")
+            same += [one / other for one, other in zip(again, off, strict=True)]
+        apart = 100 * abs(statistics.median(same) - 1)
+        report.add(f"{title}: A/A, not traced over not, apart by", apart, "%", goal=aa_goal)
+    for name, kinds in blocks.items():
+        off, on, again = (statistics.median(block.ttft_ms for block in kinds[kind]) for kind in KINDS)
+        report.add(f"TTFT added: collector {name}, traced over not", on - (off + again) / 2, "ms", goal="value <= 0.2")
+        report.add(f"TTFT added: collector {name}, A/A", again - off, "ms")
 
 
 def _ratio(values: list[float], against: list[float]) -> float:
@@ -193,13 +227,13 @@ def after_the_last_token(report: Report, num_requests: int) -> None:
 
 
 def main() -> int:
-    arguments, report = start("telemetry", "Spans and metrics on against off, with the collector up, down and stalled.")
+    arguments, report = start("telemetry", "Requests traced and not, with the collector up, down and stalled.")
     with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner, ExitStack() as exits:
-        arms = Arms(Path(name), exits, runner)
-        compare(report, rounds(arms, *((2, 10) if arguments.quick else (NUM_ROUNDS, NUM_REQUESTS))))
-        arms.close()
+        stacks = Stacks(Path(name), exits, runner)
+        compare(report, rounds(stacks, *((2, 10) if arguments.quick else (NUM_ROUNDS, NUM_REQUESTS))))
+        stacks.close()
         time.sleep(3)  # a process sends its spans within a second
-        report.add("spans that the collector received", arms.num_spans, "spans", goal="value >= 1")
+        report.add("spans that the collector received", stacks.num_spans, "spans", goal="value >= 1")
     after_the_last_token(report, 500 if arguments.quick else 5000)
     return finish(arguments, report)
 

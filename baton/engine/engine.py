@@ -23,7 +23,6 @@ from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MultiStep, compute
 from baton.engine.execute.runner import Flight, Runner, can_launch
-from baton.engine.execute.throughput import Rate
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
 from baton.engine.kv.ledger import Ledger
@@ -43,7 +42,7 @@ from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Copies, Group
 from baton.engine.schedule.states import GroupEvent
-from baton.engine.schedule.step_work import StepWork
+from baton.engine.schedule.step_work import Rate, StepWork
 from baton.engine.schedule.tenant_shares import Shares
 from baton.engine.speculation.control.speculator import Speculator, clock_for
 from baton.engine.speculation.proposers.proposer import Proposer
@@ -90,6 +89,7 @@ class Engine:
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
+        self.speculator.steps_several = self._multi_step is not None
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
         self.launched = False  # the last step computed something
@@ -326,12 +326,14 @@ class Engine:
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
-        several = None if self.speculator.proposers or self._compiling else self._multi_step
+        several = None if self._compiling else self._multi_step
         on_layer = layer_watermark(slices, self.layout, self.on_progress)
-        drawn, num_steps = compute(self.runner, several, slices, self.scheduler, on_layer)
+        drawn, num_steps = compute(
+            self.runner, several, slices, self.scheduler, on_layer, self.speculator.num_plain_steps
+        )
         self.step_number += num_steps
         self.work.add(slices, num_steps)
-        self.speculator.measure(drawn)
+        self.speculator.measure(drawn, num_steps)
         self.results.collect(slices, drawn, launched_at, self._outputs, num_steps=num_steps)
         self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))

@@ -87,12 +87,12 @@ class MultiStep:
         )
         return cls(model, runner.pool, bell) if is_native else None
 
-    def num_steps(self, slices: Seq[Slice], scheduler: Scheduler) -> int:
-        """Return how many steps of these slices may be done in one call: 1 where more than decoding is to be done, or where the
-        host has a say in what is drawn. Their sequences have the blocks for as many."""
-        if scheduler.waiting or len(scheduler.running) > len(slices) or failpoints.is_armed(*HURT):
+    def num_steps(self, slices: Seq[Slice], scheduler: Scheduler, most: int) -> int:
+        """Return how many steps of these slices, at most `most`, may be done in one call: 1 where more than decoding is to be
+        done, or where the host has a say in what is drawn. Their sequences have the blocks for as many."""
+        if most <= 1 or scheduler.waiting or len(scheduler.running) > len(slices) or failpoints.is_armed(*HURT):
             return 1
-        most = MOST_STEPS
+        most = min(most, MOST_STEPS)
         for seq, begin, end in slices:
             most = min(most, _most_steps(seq, end - begin))
             if most > 1:
@@ -133,10 +133,21 @@ class MultiStep:
 
 def compute(
     runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
-    on_layer: Callable[[int], None] | None,
+    on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
-    """Compute a step, or `several` in one call while nothing but these slices waits; the tokens, and how many steps."""
-    if several is not None and (num_steps := several.num_steps(slices, scheduler)) > 1:
+    """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and how
+    many steps."""
+    runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
+    drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
+    runner.threads.passed(num_steps)
+    return drawn, num_steps
+
+
+def _compute(
+    runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
+    on_layer: Callable[[int], None] | None, most: int,
+) -> tuple[list[Drawn], int]:  # fmt: skip
+    if several is not None and (num_steps := several.num_steps(slices, scheduler, most)) > 1:
         drawn = several(slices, num_steps)
         return drawn, len(drawn[0][1])
     return runner.run(slices, on_layer), 1

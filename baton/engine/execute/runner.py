@@ -16,8 +16,10 @@ from baton import failpoints
 from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.pooling import Pool
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
+from baton.engine.execute.thread_count import ThreadCount
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
+from baton.engine.models.fused import FusedLayers
 from baton.engine.sampling.on_device import plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, label_logprobs, prompt_logprobs, sample_row
 from baton.engine.schedule.scheduler import Slice
@@ -48,6 +50,8 @@ class Runner:
         self.pool = pool
         self.sampler = sampler
         self.launcher = launcher or Launcher(model, pool)
+        is_native = isinstance(model.fused, FusedLayers)
+        self.threads = ThreadCount(torch.get_num_threads() if is_native else 1)
         self.keeps_hidden = False  # `hidden` is read after the step
         self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
 

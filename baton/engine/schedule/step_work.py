@@ -1,4 +1,5 @@
-"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed."""
+"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed; tokens a
+second."""
 
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from baton.engine.schedule.sequence import Sequence
 Drawn = tuple[Sequence, list[Sampled]]  # at the end of a prompt a token for each choice, then those it continues with
 
 WINDOW_S = 5  # whole seconds, those before the present one
+RATE_S = 1.0
 
 
 class WorkRates(NamedTuple):
@@ -51,3 +53,23 @@ class StepWork:
         second = int(time.monotonic())
         recent = [sums for at, sums in list(self._seconds) if second - WINDOW_S <= at < second]
         return WorkRates(*(sum(column) / WINDOW_S for column in zip(*recent, strict=True))) if recent else WorkRates()
+
+
+class Rate:
+    """Tokens over the last RATE_S. Written by one thread; read by any (a reader sees the sum as of the last write)."""
+
+    def __init__(self):
+        self._counts: deque[tuple[float, int]] = deque()
+        self._sum = 0
+        self._last = 0.0
+
+    def add(self, num: int) -> None:
+        now = time.monotonic()
+        self._counts.append((now, num))
+        self._sum += num
+        self._last = now
+        while self._counts[0][0] <= now - RATE_S:
+            self._sum -= self._counts.popleft()[1]
+
+    def per_s(self) -> float:
+        return self._sum / RATE_S if time.monotonic() - self._last < RATE_S else 0.0

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine import native
 from baton.engine.core.request import Refusal, Speculation
+from baton.engine.execute import multi_step
 from tests.support.engine.draft_models import load, make_folders, mixed
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
@@ -209,3 +211,22 @@ def test_a_thousand_prompts(folders, dtype):
     for options in (dict(num_draft_tokens=5), dict()):
         engine = load(target, dtype=dtype, speculator="auto", draft_model=draft, **options)
         check_same(serve(engine, requests)[0], plain, plain)
+
+
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.parametrize("name", ["draft", "ngram", "auto"])
+def test_what_proposes_nothing_leaves_calls_of_several_steps(folders, monkeypatch, name):
+    """While all proposers rest, steps are as cheap as without them; the tokens are the same."""
+    monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
+    target, draft = folders
+    requests = [make_request(str(n), [n + 3, 7, 9], 200, temperature=1.0, seed=n, named=False) for n in range(3)]
+    plain = load(target, dtype="fp32")
+    engine = load(target, dtype="fp32", speculator=name, **({} if name == "ngram" else {"draft_model": draft}))
+    monkeypatch.setattr(type(engine.speculator.controller), "_best_width", lambda *arguments: 0)  # nothing pays
+    expected, records = run(plain, requests), run(engine, requests)
+    check_same(records, expected, expected)
+    assert engine.speculator.controller.step <= engine.step_number
+    calls, by_call = engine._multi_step._run, []
+    monkeypatch.setattr(engine._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
+    run(engine, [make_request("again", [3, 7, 9], 200, named=False)])
+    assert sum(by_call) > 150 and max(by_call) >= 4, "200 tokens, most of them several at a time"

@@ -62,6 +62,7 @@ class ToyModel:
 
     def __init__(self, max_model_len: int, window: int | None = None):
         self.attention = SimpleNamespace(name="toy")
+        self.fused = None
         self.spec = SimpleNamespace(context=max_model_len, vocab_size=VOCAB, kv_window=window)
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens

@@ -38,6 +38,7 @@ PLAIN_INTERVAL = 256  # verifying steps after which plain ones are measured agai
 PLAIN_RUN = 6  # running
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
 PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
+MANY = 1 << 30  # steps: nobody is to be asked
 FIXED_INTERVAL = 16  # verifying steps before the first such run, where every request has a width of its own
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
@@ -113,6 +114,7 @@ class Controller:
         self.step = 0
         self._accounts: dict[tuple[str, int], Account] = {}
         self._standings: defaultdict[str, ProposerState] = defaultdict(ProposerState)
+        self._timed_at = 0  # step
         self._since_plain = 0  # verifying steps
         self._num_plain = 0  # plain steps running
         self._plain_left = 0  # plain steps of the run that is measured
@@ -140,13 +142,23 @@ class Controller:
 
     def wants_time(self, num_seqs: int) -> bool:
         """Return whether to measure a plain step in which no proposer is asked. The clock takes as long as the rest."""
-        return self.step % PLAIN_SAMPLE == 0 or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
+        is_due = self.step - self._timed_at >= PLAIN_SAMPLE
+        return is_due or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
 
-    def passed_plainly(self) -> None:
-        """The planned step has passed without proposals."""
+    def num_plain_steps(self, names: Iterable[str], num_seqs: int, has_fixed: bool) -> int:
+        """Return how many steps, the planned one included, pass before one of these proposers is asked. `has_fixed`: each is
+        asked in every step that is not measured as a plain one."""
+        if self._plain_left > 0:
+            return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
+        resting = (1 if has_fixed else self._standings[name].num_resting(self.step, num_seqs) for name in names)
+        return min(resting, default=MANY)
+
+    def passed_plainly(self, num_steps: int = 1) -> None:
+        """The planned step has passed without proposals, or as many steps in its place."""
+        self.step += num_steps - 1
         self._since_plain = 0
-        self._num_plain += 1
-        self._plain_left = max(0, self._plain_left - 1)
+        self._num_plain += num_steps
+        self._plain_left = max(0, self._plain_left - num_steps)
 
     def found_nothing(self, name: str) -> None:
         """Record that a proposer which runs before it is decided about proposed nothing."""
@@ -181,16 +193,22 @@ class Controller:
         self._foresee(name, rates, widths, is_drafted)
         return widths
 
-    def passed(self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str]) -> None:
-        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts."""
+    def passed(
+        self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str], num_steps: int = 1,
+        is_plain: bool = True,
+    ) -> None:  # fmt: skip
+        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`: where
+        nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps are done."""
         num_seqs, plan = self.plan.num_seqs, self.plan
+        self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
         if num_proposed:
             self._since_plain, self._num_plain = self._since_plain + 1, 0
         else:
-            self.passed_plainly()
-        if num_proposed or self._num_plain > COLD:
-            self.costs.add_step(num_seqs, num_proposed, step_s)
+            self.passed_plainly(num_steps)
+        if num_proposed or (is_plain and self._num_plain - num_steps >= COLD):
+            for _ in range(num_steps):
+                self.costs.add_step(num_seqs, num_proposed, step_s)
         if plain_s is None:
             return
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
@@ -203,6 +221,12 @@ class Controller:
             if standing.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
                 standing.passed(spent - 1 - gained, num_proposed > 0)
+
+    def looked(self, names: Sequence[str], draft_s: float) -> None:
+        """Note what it took to ask proposers, of which nothing came in the planned step."""
+        if (plain_s := self.costs.plain_s(self.plan.num_seqs)) is not None:
+            for name in names:
+                self._standings[name].looked(draft_s / plain_s / len(names))
 
     def judged(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
         """Note how many of a sequence's proposals were accepted; `acceptance` is its own."""

@@ -7,8 +7,9 @@ FIRST_ALLOWANCE = 12.0  # plain steps; nor is more ever saved up
 DISTURBED = 2.0  # plain steps: what a try took beyond that was no fault of it
 TRIAL_WIDTHS = (2, 1, 4)  # in turn: one width alone gives no slope
 LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and go
-VAIN_LOOKS = 16  # in a row, after which what costs next to nothing (2 % of the demo model's step) is off too,
-VAIN_INTERVAL = 4  # and looked at again, in a small batch: of 16 sequences a look takes 2 to 3 % of a step
+LOOK_SHARE = 0.01  # of the time of plain steps, for looks: between two of them are more steps where these are short
+MOST_LOOK_INTERVAL = 128
+VAIN_INTERVAL = 8  # of what costs next to nothing, in a small batch; it rests ever longer: 1, 1, 2, 2, 4, 4 steps
 SMALL_BATCH = 4  # sequences; up to here a width is chosen for every step, too
 PROBE_INTERVAL = 32  # steps in which a proposer is on; the first PROBES have another width than the best one
 PROBES = 3
@@ -20,7 +21,7 @@ class ProposerState:
 
     __slots__ = (
         "allowance", "earned_at", "num_tried", "num_to_try", "tried", "num_vain", "rests_until", "bucket", "decided_at",
-        "best", "num_on",
+        "best", "num_on", "look_steps",
     )  # fmt: skip
 
     def __init__(self):
@@ -33,6 +34,7 @@ class ProposerState:
         self.rests_until = self.bucket = 0  # step; of the batch for which it was found to be off
         self.decided_at = self.best = 0  # step; the width that is worth most
         self.num_on = 0  # steps
+        self.look_steps = 0.0  # plain steps that a look took lately
 
     @property
     def is_trying(self) -> bool:
@@ -41,12 +43,22 @@ class ProposerState:
     def is_resting(self, step: int, num_seqs: int) -> bool:
         return step < self.rests_until and self.bucket == num_seqs.bit_length() and not self.is_trying
 
+    def num_resting(self, step: int, num_seqs: int) -> int:
+        """Return how many steps from this one on it is not asked; at least 1."""
+        return self.rests_until - step if self.is_resting(step, num_seqs) else 1
+
     def off(self, step: int, num_seqs: int, is_quick: bool) -> None:
-        """Note that it brings nothing in this step: it rests, or does after some of these in a row."""
+        """Note that it brings nothing in this step: it rests, what is quick ever longer."""
         self.num_vain += 1
-        if not is_quick or self.num_vain >= VAIN_LOOKS:
-            interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
-            self.rests_until, self.bucket = step + interval, num_seqs.bit_length()
+        interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
+        interval = min(max(interval, round(self.look_steps / LOOK_SHARE)), MOST_LOOK_INTERVAL)
+        if is_quick:
+            interval = min(interval, 1 << min(self.num_vain // 2, 10))
+        self.rests_until, self.bucket = step + interval, num_seqs.bit_length()
+
+    def looked(self, num_plain_steps: float) -> None:
+        """Note what a look took."""
+        self.look_steps += 0.2 * (num_plain_steps - self.look_steps)
 
     def on(self) -> int:
         """The width: the best one, or now and then twice or half of it, since no other would be measured any more."""

@@ -70,6 +70,7 @@ class Speculator:
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller()
         self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
+        self.steps_several = False  # the engine does several steps in one call, where nothing is proposed
         self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
         self._last = next(reversed(self.proposers), "")  # has no other behind it
         self._scheduler = scheduler
@@ -82,6 +83,7 @@ class Speculator:
         self._has_fixed = self._has_free = False  # a request among them has a width of its own; has not
         self._proposers_of: dict[Sequence, str] = {}  # whose proposals a sequence has in this step
         self._asked: list[str] = []  # proposers, in this step, to decide as pays
+        self._looked: list[str] = []  # proposers that were asked, in this step
         self._begun_at = self._draft_s = self._advance_s = 0.0
         self._has_chunks = self._is_timed = False
         self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
@@ -112,8 +114,8 @@ class Speculator:
             return
         if self._proposers_of:
             self._proposers_of = {}
-        if self._asked:
-            self._asked = []
+        if self._looked:
+            self._asked, self._looked = [], []
         self._is_timed = False
         decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
         self._has_chunks = len(decoding) < len(slices)
@@ -173,7 +175,10 @@ class Speculator:
         if len(self.proposers) > 1:
             seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
         if not seqs:
+            if not self._proposers_of:  # others are to guess for all of them
+                self.controller.found_nothing(name)
             return 0
+        self._looked.append(name)
         limits = [self._limit(seq, budget) for seq in seqs]
         if proposer.is_quick:
             drafts = _cut(seqs, self._looked_up(proposer, seqs, limits))
@@ -289,16 +294,25 @@ class Speculator:
         request = seq.group.request
         return limit_of(request.max_tokens - seq.num_output, budget)
 
+    @property
+    def num_plain_steps(self) -> int:
+        """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least 1."""
+        if self._proposers_of or self.wants_hidden:
+            return 1
+        asked_for = [name for name, seqs in self._candidates.items() if seqs]
+        return self.controller.num_plain_steps(asked_for, len(self._decoding), self._has_fixed)
+
     # ---- after it ----
 
-    def measure(self, drawn: list[Drawn]) -> None:
-        """The step has been computed; `drawn` is what came of it."""
+    def measure(self, drawn: list[Drawn], num_steps: int = 1) -> None:
+        """The step has been computed, or several without proposals in one call; `drawn` is what came of it."""
         if not self._decoding or self._has_chunks:
             return
         if not self._is_timed:
-            self.controller.passed_plainly()
+            self.controller.passed_plainly(num_steps)
             return
-        step_s, draft_s = self._clock() - self._begun_at - self._draft_s, self._draft_s + self._advance_s
+        step_s = (self._clock() - self._begun_at - self._draft_s) / num_steps
+        draft_s = self._draft_s + self._advance_s
         controller, num_seqs = self.controller, len(self._decoding)
         asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
         if self._proposers_of:
@@ -307,7 +321,10 @@ class Speculator:
             controller.passed(num_made, num_proposed, step_s, draft_s, asked)
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
-            controller.passed(num_seqs, 0, step_s, draft_s, asked)
+            controller.looked(self._looked, self._draft_s)
+            # One that was done alone to ask again says nothing of those that are done in one call.
+            is_plain = not (self.steps_several and self.num_plain_steps == 1)
+            controller.passed(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s

@@ -1,0 +1,82 @@
+"""Choose how many threads compute a short step: all that the engine has, or one fewer.
+
+All are faster where a step is long. Where it takes a millisecond, who else wants a core (the event loop that sends its
+tokens, the client) holds up the thread that computes there, and with it all that wait for it: beside a gateway and a client on two
+cores one thread decoded the demo model 1.5 times as fast as two, and 16 sequences of a larger model two threads 1.5 times as
+fast as one. So both are measured, by the wall time of this engine's own steps, by the number of their rows (powers of
+two), and the slower one is tried again ever more seldom. The bits do not depend on the number of threads.
+"""
+
+import statistics
+import time
+from collections import deque
+
+import torch
+
+MOST_ROWS = 32  # of a step; what is longer is computed by all
+LAST = 5  # times of each that count, the median of them
+TRY_CALLS = 3  # running, before it is judged; the first one wakes or dismisses a thread and is not counted
+FIRST_INTERVAL, LAST_INTERVAL = 32, 4096  # calls between two tries: twice as many after each that changed nothing
+
+
+class _Trial:
+    """Of one number of rows: what calls took lately with all threads and with one fewer, and which is used."""
+
+    __slots__ = ("times", "fewer", "interval", "num_left", "trial")
+
+    def __init__(self) -> None:
+        self.times = {is_fewer: deque[float](maxlen=LAST) for is_fewer in (False, True)}
+        self.fewer = False
+        self.interval = self.num_left = FIRST_INTERVAL  # calls until the next try
+        self.trial = 0  # calls of it that are to come
+
+    def next(self) -> bool:
+        """Return whether the next call is computed by fewer threads."""
+        if not self.trial and self.num_left <= 0:
+            self.trial = TRY_CALLS
+            self.times[not self.fewer].clear()
+        return self.fewer != bool(self.trial)
+
+    def add(self, seconds: float) -> None:
+        """Add what the call took, per step."""
+        if not self.trial:
+            self.times[self.fewer].append(seconds)
+            self.num_left -= 1
+            return
+        if self.trial < TRY_CALLS:
+            self.times[not self.fewer].append(seconds)
+        self.trial -= 1
+        if not self.trial:
+            self._judge()
+
+    def _judge(self) -> None:
+        used, other = (statistics.median(self.times[each]) for each in (self.fewer, not self.fewer))
+        if other < used:
+            self.fewer, self.interval = not self.fewer, FIRST_INTERVAL
+        else:
+            self.interval = min(2 * self.interval, LAST_INTERVAL)
+        self.num_left = self.interval
+
+
+class ThreadCount:
+    """Belongs to the loop's thread, whose number of threads it sets."""
+
+    def __init__(self, num_threads: int):
+        """`num_threads`: all; with one there is nothing to choose."""
+        self._num_threads = num_threads
+        self._choices: dict[int, _Trial] = {}
+        self._choice: _Trial | None = None  # of the call that runs
+        self._begun = 0.0
+
+    def begin(self, num_rows: int) -> None:
+        """Choose for a call whose steps have `num_rows` rows each."""
+        if self._num_threads == 1:
+            return
+        self._choice = None if num_rows > MOST_ROWS else self._choices.setdefault(num_rows.bit_length(), _Trial())
+        torch.set_num_threads(self._num_threads - (self._choice is not None and self._choice.next()))
+        self._begun = time.perf_counter()
+
+    def passed(self, num_steps: int) -> None:
+        """Measure the call, of as many steps."""
+        if self._choice is not None:
+            self._choice.add((time.perf_counter() - self._begun) / num_steps)
