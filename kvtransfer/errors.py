@@ -91,4 +91,9 @@ _BY_STATUS = {
 
 def from_status(status: str, message: str) -> KVError:
     """Return the error that the other side's End names."""
-    return _BY_STATUS.get(status, TransferFailed)(f"the other side ended with {status}: {message}")
+    return of_status(status, f"the other side ended with {status}: {message}")
+
+
+def of_status(status: str, message: str) -> KVError:
+    """Return the error that has this status."""
+    return _BY_STATUS.get(status, TransferFailed)(message)

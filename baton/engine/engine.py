@@ -105,23 +105,19 @@ class Engine:
 
     @classmethod
     def load(
-        cls,
-        config: EngineConfig,
-        memory_for: MemoryFor | None = None,
-        gpu_memory_for: GpuMemoryFor | None = None,
-        proposers: Sequence[Proposer] | None = None,
-        joining: Joining | None = None,
-    ) -> "Engine":
+        cls, config: EngineConfig, memory_for: MemoryFor | None = None, gpu_memory_for: GpuMemoryFor | None = None,
+        proposers: Sequence[Proposer] | None = None, joining: Joining | None = None, rank_program: str | None = None,
+    ) -> "Engine":  # fmt: skip
         """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory on a CPU,
         `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that
-        the config names; `joining`: where ranks of other hosts join. Raises ModelError (names the file), ValueError
-        (names the option)."""
+        the config names; `joining`: where ranks of other hosts join; `rank_program`: a module, what other ranks on GPUs
+        run. Raises ModelError (names the file), ValueError (names the option)."""
         vocab_size = read_spec(config.model).vocab_size
         with ThreadPoolExecutor(1, "vocabulary") as thread:  # 1.2 s for 131,072 tokens, beside the weights
             reading = thread.submit(read_grammars, config.model, vocab_size)
             identity = model_identity(config.model)
             make = None if proposers is None else lambda config, model: proposers
-            parts = load(config, identity, memory_for, gpu_memory_for, make, joining)
+            parts = load(config, identity, memory_for, gpu_memory_for, make, joining, rank_program)
         engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
         for name, folder in config.adapter_folders.items():
             engine.add_adapter(name, folder)

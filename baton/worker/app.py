@@ -40,6 +40,7 @@ from baton.worker.observe.reports import SERVICE_NAME, Reports
 from baton.worker.observe.roofline import Roofline, full_step_s, of_engine
 from baton.worker.observe.spans import Spans
 from baton.worker.observe.tables import Tables
+from baton.worker.ranks import device
 from baton.worker.ranks.listener import RankListener
 from baton.worker.registration import register
 from baton.worker.session.adapters import LiveAdapters
@@ -61,7 +62,10 @@ log = logging.getLogger(__name__)
 def load_engine(config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None) -> Engine:
     """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model. `joining`:
     where ranks of other hosts join."""
-    engine = Engine.load(config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=joining)
+    engine = Engine.load(
+        config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=joining,
+        rank_program=device.PROGRAM,
+    )  # fmt: skip
     memory.mirror(engine.pool)
     return engine
 
@@ -173,12 +177,12 @@ class Worker:
         """Start each part, and note its end; ends run in the opposite order."""
         exits, server, settings = self._exits, self._bound.server, self._settings
         exits.callback(self._memory.close)
-        exits.push_async_callback(self._transfer.stop)
-        await self._transfer.start()
-        self._add_services()
         if (ranks := self.engine.ranks) is not None:
             exits.callback(ranks.close)
             ranks.when_lost(leave_for_lost_rank)
+        exits.push_async_callback(self._transfer.stop)
+        await self._transfer.start()
+        self._add_services()
         exits.callback(self._loop.stop)
         self._loop.start()
         if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:

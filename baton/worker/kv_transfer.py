@@ -1,15 +1,18 @@
-"""Both ends of the KV transfer of one worker, over one pool: a source that gives and a fetcher that takes."""
+"""Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher that takes."""
+
+from functools import partial
 
 from baton.engine.engine import Engine
 from baton.service.security.guard import Guard
-from baton.service.security.tls import WORKER_NAME
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.kv.pool_memory import PoolMemory
+from baton.worker.kv.security import kv_security
+from baton.worker.ranks.fetches import GroupFetcher, RankFetches
+from baton.worker.ranks.group import RankPools
 from baton.worker.ranks.leases import SpreadSource
-from baton.worker.ranks.listener import JoiningRank
 from baton.worker.settings import WorkerSettings
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import gives, takes
@@ -17,62 +20,71 @@ from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
-from kvtransfer.transports.grpc_stream import Security
 from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import allowed, local_host_id
 
 
 class KVTransfer:
     """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
-    others may take from here, and that may come here. Usable by keys at once; takers reach it from `start` on."""
+    others may take from here, and that may come here; `layout`: of all of it. Usable by keys at once; takers reach it from `start` on."""
 
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard
     ):
         """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved."""
         host_id = local_host_id(settings.kv_socket_dir)
-        self._lease_ttl_s, self._is_strict = settings.lease_ttl_s, settings.strict_numerics
-        transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
-        security = _security(settings, guard)
+        self._settings = settings
+        self._transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
+        security = kv_security(settings.tls, guard)
         self.host_id = host_id
-        numerics = (engine.layout, identity.numerics_class)
-        ranks = [] if engine.ranks is None else [rank for rank in engine.ranks.joined if isinstance(rank, JoiningRank)]
-        self.gives, self.takes = [], []  # of ranks on GPUs each has its heads in memory of its own: they do not meet
-        if engine.ranks is None or engine.pool.device.type == "cpu":
-            self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-            self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        self._group = group = RankPools.of(engine)
+        self.layout, transports = group.layout, self._transports
+        numerics = (self.layout, identity.numerics_class)
+        self.gives = gives(*numerics, is_strict=settings.strict_numerics)
+        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
-        self._spread = SpreadSource(ranks, self.holders.lease_over) if ranks else None
-        over, mint, sharding = self.holders.lease_over, None, None
+        self._spread = SpreadSource(group.ranks, self.holders.lease_over) if group.ranks else None
+        over, mint = self.holders.lease_over, None
         if self._spread is not None:
             over, mint = self._spread.own_over, TicketMint(self._spread.mint_key)
-            sharding = self._spread.sharding(engine.layout)
+        if group.joined:
             transports = [name for name in transports if CAPABILITIES[name].source_sends]
         self.source = Source(
-            memory.region.memory, engine.layout, identity, host_id, over, sharding=sharding, mint=mint,
-            generations=engine.ledger.generation, region=memory.region, device=memory.device, lease_ttl_s=settings.lease_ttl_s,
-            transports=transports, codec=convert_rows, is_strict=settings.strict_numerics, kernels=kernels,
-            room=memory.room, state_generations=states and states.generation,
+            memory.region.memory, self.layout, identity, host_id, over, sharding=group.sharding, mint=mint,
+            generations=engine.ledger.generation, region=memory.region, device=memory.device,
+            lease_ttl_s=settings.lease_ttl_s, transports=transports, codec=convert_rows,
+            is_strict=settings.strict_numerics, kernels=kernels, room=memory.room,
+            state_generations=states and states.generation,
         )  # fmt: skip
         if self._spread is not None:
             self._spread.own = self.source
         self.handoff = Handoff(self._spread or self.source, self.holders)
         self._fetcher = Fetcher(
-            memory.region.memory, engine.layout, identity.instance, identity.epoch, host_id, transports,
+            memory.region.memory, self.layout, identity.instance, identity.epoch, host_id, transports,
             numerics_class=identity.numerics_class, socket_folder=settings.kv_socket_dir, codec=convert_rows,
             digest=settings.kv_digest, is_strict=settings.strict_numerics, device=memory.device, security=security,
-            kernels=kernels, room=memory.room,
+            kernels=kernels, room=memory.room, sharding=group.sharding if group.local else None,
         )  # fmt: skip
-        self.intake = Intake(engine, self._fetcher)
+        self._fetches = [RankFetches(stream) for stream in group.local]
+        self.intake = Intake(engine, GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher)
         folder = settings.kv_socket_dir or default_parent()
         self._address = Address(settings.listen_host, settings.advertise_host, folder, security)
 
     async def start(self) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""
         await self.source.start(self._address)
-        if self._spread is not None:
-            await self._spread.start(self.source.identity, self._lease_ttl_s, self._is_strict)
+        if self._spread is None:
+            return
+        for index, rank in enumerate(self._group.joined):
+            rank.stream.on_note = partial(self._spread.hear, index)
+        for index, (stream, fetches) in enumerate(zip(self._group.local, self._fetches, strict=True)):
+            stream.on_note, stream.on_end = partial(self._hear, index), fetches.lose
+            await stream.start()
+        settings = self._settings
+        await self._spread.start(
+            self.source.identity, settings.lease_ttl_s, settings.strict_numerics, self._rank_settings()
+        )
 
     async def stop(self) -> None:
         """End all leases and dialogues."""
@@ -80,11 +92,21 @@ class KVTransfer:
             await self.source.stop()
         finally:
             self._fetcher.close()
+            for stream in self._group.local:
+                await stream.stop()
 
+    def _hear(self, index: int, told: dict) -> None:
+        if "fetch" in told:
+            self._fetches[index].hear(told)
+        elif self._spread is not None:
+            self._spread.hear(index, told)
 
-def _security(settings: WorkerSettings, guard: Guard) -> Security:
-    """Secure KV over gRPC: both sides show certificates, and the source lets workers in alone."""
-    tls = settings.tls
-    if tls is None:
-        return Security(interceptors=(guard,))
-    return Security(tls.server(True), (guard,), tls.channel, WORKER_NAME)
+    def _rank_settings(self) -> dict:
+        """Return what ranks of this host must know of the settings."""
+        settings, tls = self._settings, self._settings.tls
+        return {
+            "transports": self._transports, "listen_host": settings.listen_host, "digest": settings.kv_digest,
+            "advertise_host": settings.advertise_host, "mirror_gib": settings.kv_mirror_gib,
+            "socket_dir": settings.kv_socket_dir and str(settings.kv_socket_dir),
+            "tls": tls and [str(tls.cert), str(tls.key), str(tls.ca)],
+        }  # fmt: skip

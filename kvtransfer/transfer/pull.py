@@ -240,7 +240,7 @@ class Pull:
             source = None if self._sends or self._reads_runs else self._source_cells()
             if self._reads_runs:
                 with self.moving:
-                    await self._line.read(merged_runs(self._sharding.layout, self._source_ids, self._ids, moved))
+                    await self._line.read(self._runs(moved))
             with self.moving if source else contextlib.nullcontext():
                 work = math.inf if self._cells.memory.waits else num_bytes
                 await run_blocking(work, self._place_and_check, source, self._ids, moved, digests)
@@ -250,6 +250,12 @@ class Pull:
             self._acked.append(moved)
             await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
             mine.set()
+
+    def _runs(self, moved: Range) -> np.ndarray:
+        """Return the range as runs of two pools of this share and nothing else, in which its first layer is the first."""
+        first = self._cells.first_layer
+        there = moved._replace(layer_begin=moved.layer_begin - first, layer_end=moved.layer_end - first)
+        return merged_runs(self._sharding.pool_layout, self._source_ids, self._ids, there)
 
     def _source_cells(self) -> Cells:
         source = self._line.source_memory

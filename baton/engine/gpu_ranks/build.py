@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,22 +43,37 @@ from baton.engine.ranks.spawn import Joining, OwnMemory, RankGrid, Ranks
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.speculation.proposers.selection import make_proposers
 
-PROGRAM = "baton.engine.gpu_ranks"
+PROGRAM = "baton.engine.gpu_ranks"  # of a rank whose KV nobody asks for
+
+
+class GpuRank(RankProcess):
+    """A rank on a GPU of this host. `socket`: to its program, for what is said of its KV."""
+
+    def __init__(self, given: Assignment, program: str):
+        self.shard = given.shard
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            super().__init__(replace(given, stream_fd=theirs.fileno()), program)
+
+    def end(self, deadline: float) -> None:
+        super().end(deadline)
+        self.socket.close()
 
 
 def load(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
-    make: MakeProposers | None = None, joining: Joining | None = None,
+    make: MakeProposers | None = None, joining: Joining | None = None, rank_program: str | None = None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts."""
+    """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts. `rank_program`: in place of PROGRAM."""
     if config.tensor_parallel > 1 and find_device(config.device).type == "cuda":
-        return load_on_gpus(config, gpu_memory_for, make)
+        return load_on_gpus(config, gpu_memory_for, make, rank_program)
     return load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
 
 
 def load_on_gpus(
-    config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None
-) -> EngineParts:
+    config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None,
+    rank_program: str | None = None,
+) -> EngineParts:  # fmt: skip
     """Load the parts of Engine.load: those of the first rank here, beside processes for the others. Raises ValueError, one
     line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
     spec, make = read_spec(config.model), make or make_proposers
@@ -65,7 +81,7 @@ def load_on_gpus(
     if why := unfit(config) or refusal(spec, shard):
         raise ValueError(f"tensor_parallel {config.tensor_parallel}: {why}")
     devices = devices_for(config)
-    ranks, collectives = _start(config, devices)
+    ranks, collectives = _start(config, devices, rank_program or PROGRAM)
     try:
         with explained(devices[0], config):
             return _lead(config, spec, devices[0], gpu_memory_for, make, ranks, collectives)
@@ -140,7 +156,7 @@ def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
 
 
-def _start(config: EngineConfig, devices: list[torch.device]) -> tuple[Ranks, DistributedCollectives]:
+def _start(config: EngineConfig, devices: list[torch.device], program: str) -> tuple[Ranks, DistributedCollectives]:
     folder = tempfile.mkdtemp(prefix="baton-ranks-")  # this user's alone
     atexit.register(shutil.rmtree, folder, True)  # not before: NCCL looks into it again
     degree, store = len(devices), os.path.join(folder, "store")
@@ -151,7 +167,7 @@ def _start(config: EngineConfig, devices: list[torch.device]) -> tuple[Ranks, Di
         memory.memory, shards[0], distributed.FileStore(store, degree), devices[0], config.all_reduce == "fast"
     )
     others = [
-        RankProcess(replace(given, shard=shard, device=str(device)), PROGRAM)
+        GpuRank(replace(given, shard=shard, device=str(device)), program)
         for shard, device in zip(shards[1:], devices[1:], strict=True)
     ]
     return Ranks(RankGrid([collectives], None, degree), others), collectives

@@ -48,7 +48,7 @@ class GpuLayers:
     ) -> Tensor:
         """x [T, hidden_size], embedded, is changed in place and returned; KV of all layers is written.
 
-        `on_layer(layer)` is called when the write of that layer's KV is launched.
+        `on_layer(layer)` is called when the write of that layer's KV is launched, on all ranks.
         """
         spec, last = self._spec, len(self._layers) - 1
         plan = self._attention.plan(batch, pool)
@@ -61,10 +61,10 @@ class GpuLayers:
             heads = heads.unflatten(1, (-1, spec.head_dim))
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
             q = self._write_kv(heads, num_heads, batch.positions, batch.slots, turns, norms, pool, index)
-            if on_layer is not None:
-                on_layer(index)
             self._attention(plan, index, q, mixed)
             attended = layer.output(mixed.flatten(1))
+            if on_layer is not None:  # not before: behind this sum every rank has written its heads
+                on_layer(index)
             if layer.experts is not None:
                 moved = layer.experts(self._rows.add_norm(x, attended, layer.mlp_norm.weight, spec.norm.eps))
             else:

@@ -34,7 +34,7 @@ class Assignment:
     rows_bytes: int = 0
     shard: Shard = WHOLE
     stage: PipelineStage | None = None
-    stream_fd: int = -1  # of a stage's first rank: a socket to the first stage
+    stream_fd: int = -1  # of a stage's first rank: a socket to the first stage; on a GPU: to its worker, for KV
     identity: str = ""  # of the model, where a rank reads files of its own
     device: str = "cpu"
     store: str = ""  # on GPUs: a file by which ranks find each other

@@ -139,9 +139,9 @@ class Ranks:
         return [system.numa_nodes(os.getpid()), *others]
 
     @property
-    def joined(self) -> list[Rank]:
-        """Return the ranks of other hosts, in order."""
-        return [process for process in self._processes if not isinstance(process, RankProcess)]
+    def others(self) -> list[Rank]:
+        """Return all but the first, in order."""
+        return list(self._processes)
 
     @property
     def num_bytes(self) -> list[int]:

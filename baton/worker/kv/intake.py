@@ -7,6 +7,7 @@ Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, ge
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from baton.engine.core.request import Key
 from baton.engine.engine import Engine
@@ -19,7 +20,8 @@ from kvtransfer.compatible import MIXED
 from kvtransfer.errors import DeviceHangs, KVError, ProtocolError
 from kvtransfer.layout import BlockRef, KVHandle
 from kvtransfer.naming import SPAN_TOKENS
-from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+from kvtransfer.transfer.fetcher import FetchReport
+from kvtransfer.transfer.pull import Destination
 from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)
@@ -67,10 +69,16 @@ class EngineBlocks:
         self._on_verified(upto_token)
 
 
+class KVFetcher(Protocol):
+    """What pulls KV: kvtransfer's Fetcher, or that of a worker whose ranks have pools of their own."""
+
+    async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport: ...
+
+
 class Intake:
     """All fetches of one worker. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine, fetcher: Fetcher):
+    def __init__(self, engine: Engine, fetcher: KVFetcher):
         self._engine = engine
         self._fetcher = fetcher
         self._fetching: set[asyncio.Task] = set()

@@ -46,7 +46,7 @@ class PoolMemory:
 
     def __init__(self, mirror_gib: float | None = None):
         """mirror_gib: that the mirror of a pool on a GPU may take of host memory; None: see `mirror_bytes`."""
-        self._mirror_gib = mirror_gib
+        self.mirror_gib = mirror_gib
         self.region: Region | None = None
         self.gpu_region: DeviceRegion | None = None
         self.device: DevicePool | None = None
@@ -80,7 +80,7 @@ class PoolMemory:
             return
         num_bytes, self._block_bytes = pool.bytes.nbytes, pool.layout.block_bytes
         self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes).memory)
-        most = mirror_bytes(num_bytes, self._mirror_gib, available_bytes(), torch.cuda.device_count())
+        most = mirror_bytes(num_bytes, self.mirror_gib, available_bytes(), torch.cuda.device_count())
         log.info(
             "KV that crosses by another transport than cuda_ipc is mirrored in host memory: at most %.2f of %.2f GiB",
             most / GIB, num_bytes / GIB,

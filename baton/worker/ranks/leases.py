@@ -1,7 +1,8 @@
-"""KV of layers on other hosts, given by the ranks that have them: a lease of the worker is one of each of these ranks too, by the
-same name and for the same tickets, and its handle names their endpoints. A taker pulls from all of them at the same time.
+"""KV in memory of other ranks, on other hosts or on GPUs of their own, given by those that have it: a lease of the worker is one of
+each of these ranks too, by the same name and for the same tickets, and its handle names their endpoints. A taker pulls from all
+of them at the same time. A lease is over when it is over everywhere: only then are its blocks written again.
 
-worker   {"open": ...}                                                   ─► rank     {"endpoints": [...]}
+worker   {"open": ...}                                                   ─► rank     {"endpoints": [...]} or {"closed": why}
 worker   {"offer" | "admit" | "withdraw" | "advance" | "finish" | "cancel" | "renew": lease, ...} ─► rank
 rank     {"over": lease, "ending": released | cancelled | expired}       ─► worker
 """
@@ -11,9 +12,8 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.worker.ranks.listener import JoiningRank
-from kvtransfer.layout import BlockRef, Box, Endpoint, KVLayout, Part
-from kvtransfer.memory.reshard import Sharding
+from baton.worker.ranks.group import KVRank
+from kvtransfer.layout import BlockRef, Endpoint, Part
 from kvtransfer.transfer.leases import CANCELLED, RELEASED
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transfer.ticket import parse_ticket
@@ -24,11 +24,12 @@ OPEN_S = 10.0  # for the ranks to open their ports
 
 @dataclass(slots=True)
 class _Spread:
-    """One lease: the ranks where it lives, and whether the worker's own has been released."""
+    """One lease: the ranks where it lives, whether it lives here, and why the first one that gave it up did."""
 
     lease_id: bytes
     ranks: set[int]
-    is_released: bool = False
+    is_here: bool = True
+    ending: str = RELEASED  # nobody has
 
 
 class SpreadSource:
@@ -36,34 +37,29 @@ class SpreadSource:
 
     own: Source
 
-    def __init__(self, ranks: Sequence[JoiningRank], on_over: Callable[[Hashable, str], None]):
-        """`ranks`: in order of their layers; `on_over(key, ending)`: exactly once per lease, when it is over everywhere."""
+    def __init__(self, ranks: Sequence[KVRank], on_over: Callable[[Hashable, str], None]):
+        """`ranks`: in order of what they have; `on_over(key, ending)`: exactly once per lease, when it is over everywhere."""
         self._ranks, self._on_over = ranks, on_over
+        self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
         self._leases: dict[Hashable, _Spread] = {}
         self._endpoints: list[asyncio.Future[tuple[Endpoint, ...]]] = []
 
-    def sharding(self, layout: KVLayout) -> Sharding:
-        """Return what the worker's own pool has of the model."""
-        (group,) = layout.groups
-        first = self._ranks[0].layers.start
-        return Sharding(layout, ((Box(0, range(first), range(group.num_kv_heads)),),), in_whole_pool=True)
-
-    async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool) -> None:
-        """Let the ranks listen for takers. Raises OSError where one does not."""
+    async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: dict) -> None:
+        """Let the ranks listen for takers. `settings`: for those that have none of their own (device.py). Raises OSError where one does not."""
         opened = {
             "instance": identity.instance.hex(), "epoch": identity.epoch, "model": identity.model_identity.hex(),
             "numerics": identity.numerics_class, "mint": self.mint_key.hex(), "ttl_s": ttl_s, "is_strict": is_strict,
+            "settings": settings,
         }  # fmt: skip
-        for index, rank in enumerate(self._ranks):
+        for rank in self._ranks:
             self._endpoints.append(asyncio.get_running_loop().create_future())
-            rank.stream.on_note = lambda told, index=index: self._hear(index, told)
             rank.stream.note({"open": opened})
         try:
             async with asyncio.timeout(OPEN_S):
                 await asyncio.gather(*self._endpoints)
         except TimeoutError:
-            raise OSError(f"a rank of another host has opened no port for its KV within {OPEN_S:.0f} s") from None
+            raise OSError(f"a rank has opened no port for its KV within {OPEN_S:.0f} s") from None
 
     def offer(
         self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
@@ -82,7 +78,7 @@ class SpreadSource:
             lease_id=lease_id,
             states=states,
         )
-        self._leases[key] = _Spread(lease_id, set(range(len(self._ranks))))
+        self._leases[key] = _Spread(lease_id, set(self._givers))
         self._tell(
             lease_id, "offer", blocks=[list(block) for block in blocks], num_tokens=num_tokens,
             span_hashes=[name.hex() for name in span_hashes], chain_parent=chain_parent.hex(),
@@ -115,52 +111,62 @@ class SpreadSource:
 
     def cancel(self, key: Hashable) -> None:
         self.own.cancel(key)
-        if key in self._leases:  # a rank alone still has it
-            self._end(key, CANCELLED)
+        if (lease := self._leases.get(key)) is not None:
+            self._give_up(lease, CANCELLED)
 
     def own_over(self, key: Hashable, ending: str) -> None:
         """The worker's own lease is over."""
         lease = self._leases[key]
-        if ending == RELEASED and lease.ranks:
-            lease.is_released = True
-        else:
-            self._end(key, ending)
+        lease.is_here = False
+        self._give_up(lease, ending)
+        self._end_if_over(key)
 
-    def _hear(self, index: int, told: dict) -> None:
-        if "endpoints" in told:
-            self._endpoints[index].set_result(tuple(Endpoint(*each) for each in told["endpoints"]))
-            return
-        lease_id = bytes.fromhex(told["over"])
+    def hear(self, index: int, told: dict) -> None:
+        """Take what a rank says."""
+        match told:
+            case {"endpoints": endpoints}:
+                self._endpoints[index].set_result(tuple(Endpoint(*each) for each in endpoints))
+            case {"closed": why}:
+                self._endpoints[index].set_exception(OSError(why))
+            case {"over": lease_id, "ending": ending}:
+                self._over(bytes.fromhex(lease_id), index, ending)
+
+    def _over(self, lease_id: bytes, index: int, ending: str) -> None:
         key = next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
         if key is None:
             return
         lease = self._leases[key]
         lease.ranks.discard(index)
-        if told["ending"] != RELEASED:
-            self.cancel(key)
-        elif lease.is_released and not lease.ranks:
-            self._end(key, RELEASED)
+        self._give_up(lease, ending)
+        if ending != RELEASED:
+            self.own.cancel(key)
+        self._end_if_over(key)
 
-    def _end(self, key: Hashable, ending: str) -> None:
-        lease = self._leases.pop(key)
-        if lease.ranks:
+    def _give_up(self, lease: _Spread, ending: str) -> None:
+        if ending != RELEASED and lease.ending == RELEASED:
+            lease.ending = ending
             self._tell(lease.lease_id, "cancel")
-        self._on_over(key, ending)
+
+    def _end_if_over(self, key: Hashable) -> None:
+        lease = self._leases.get(key)
+        if lease is not None and not lease.is_here and not lease.ranks:
+            del self._leases[key]
+            self._on_over(key, lease.ending)
 
     def _tell_of(self, key: Hashable, what: str, **fields) -> None:
         if (lease := self._leases.get(key)) is not None:
             self._tell(lease.lease_id, what, **fields)
 
     def _tell(self, lease_id: bytes, what: str, **fields) -> None:
-        for rank in self._ranks:
-            rank.stream.note({what: lease_id.hex(), **fields})
+        for index in self._givers:
+            self._ranks[index].stream.note({what: lease_id.hex(), **fields})
 
     def _joined(self, offer: Offer) -> Offer:
         """With the parts of the ranks in the handle."""
         handle = decode_handle(offer.handle)
-        (group,) = handle.layout.groups
         theirs = (
-            Part(0, rank.layers, range(group.num_kv_heads), endpoints.result())
+            Part(*rank.box, endpoints.result())
             for rank, endpoints in zip(self._ranks, self._endpoints, strict=True)
+            if rank.box is not None
         )
         return offer._replace(handle=encode_handle(replace(handle, parts=(*handle.parts, *theirs))))

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -30,12 +31,17 @@ from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
 from baton.service.security.tls import WORKER_NAME, Tls
+from baton.worker.kv.convert import convert_rows
+from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.ranks.source import RankSource
 from baton.worker.ranks.stream import PATH, JoinedStream
-from kvtransfer.layout import KVLayout
+from kvtransfer.layout import Box, KVLayout
 from kvtransfer.memory.region import Region
+from kvtransfer.memory.reshard import Sharding
+from kvtransfer.transfer.source import Source
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.grpc_stream import OPEN, Security
+from kvtransfer.transports.transport import local_host_id
 
 CONNECT_S = 60.0  # to the worker, which may be started after its ranks
 HEARD_S = 10.0  # within which the worker has read why its rank ends
@@ -119,7 +125,12 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     security = _security(settings.access)
     address = Address(settings.kv_host, security=security)
     transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
-    source = RankSource(region, layout, given.stage.layers, stream, address, transports)
+    box = Box(0, given.stage.layers, range(layout.groups[0].num_kv_heads))
+    make = partial(
+        Source, region.memory, layout, host_id=local_host_id(None), region=None, transports=transports,
+        sharding=Sharding(layout, ((box,),), in_whole_pool=True), codec=convert_rows, kernels=memory_kernels(),
+    )  # fmt: skip
+    source = RankSource(make, address, stream.note)
     stream.on_note = source.hear
     await call.write(Ready.of(model).line().encode())
     carrying = asyncio.create_task(stream.run(call.read, call.write))

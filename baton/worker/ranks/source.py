@@ -1,36 +1,29 @@
-"""The source of a rank on another host than its worker, whose leases are those that the worker tells of (leases.py)."""
+"""The source of a rank with KV of its own, whose leases are those that the worker tells of (leases.py)."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable
 
 from baton.v1 import kv_pb2
-from baton.worker.kv.convert import convert_rows
-from baton.worker.kv.native_digests import memory_kernels
-from baton.worker.ranks.stream import JoinedStream
-from kvtransfer.layout import BlockRef, Box, KVLayout
-from kvtransfer.memory.region import Region
-from kvtransfer.memory.reshard import Sharding
+from kvtransfer.errors import KVError
+from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.leases import CANCELLED
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
-from kvtransfer.transports.transport import local_host_id
 from kvtransfer.wire import taker_from_proto
 
 GRACE_S = 2.0  # a taker may be here before the worker's word of its lease
 
+log = logging.getLogger(__name__)
+
 
 class RankSource:
-    """KV of `layers` in a pool that has room for all of `layout`. Belongs to the event loop."""
+    """Belongs to the event loop."""
 
-    def __init__(
-        self, region: Region, layout: KVLayout, layers: range, stream: JoinedStream, address: Address,
-        transports: Sequence[str],
-    ):  # fmt: skip
-        self._region, self._layout, self._stream, self._address = region, layout, stream, address
-        (group,) = layout.groups
-        box = Box(0, layers, range(group.num_kv_heads))
-        self._sharding = Sharding(layout, ((box,),), in_whole_pool=True)
-        self._transports = transports
+    def __init__(self, make: Callable[..., Source], address: Address, note: Callable[[dict], None]):
+        """`make`: with what the worker tells as keywords, Source over this rank's pool; `note` tells the worker."""
+        self._make, self._address, self._note = make, address, note
         self._generations: dict[int, int] = {}  # of blocks when they were last offered
         self._source: Source | None = None
         self._opening: asyncio.Task | None = None
@@ -51,15 +44,18 @@ class RankSource:
         identity = SourceIdentity(
             bytes.fromhex(told["instance"]), told["epoch"], bytes.fromhex(told["model"]), told["numerics"]
         )
-        source = Source(
-            self._region.memory, self._layout, identity, local_host_id(None), self._over,
-            generations=lambda block_id: self._generations.get(block_id, -1), region=None, lease_ttl_s=told["ttl_s"],
-            transports=self._transports, sharding=self._sharding, mint=TicketMint(bytes.fromhex(told["mint"])),
-            codec=convert_rows, is_strict=told["is_strict"], kernels=memory_kernels(), grace_s=GRACE_S,
+        source = self._make(
+            identity=identity, on_release=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
+            lease_ttl_s=told["ttl_s"], mint=TicketMint(bytes.fromhex(told["mint"])), is_strict=told["is_strict"],
+            grace_s=GRACE_S,
         )  # fmt: skip
-        await source.start(self._address)
+        try:
+            await source.start(self._address)
+        except OSError as error:
+            self._note({"closed": str(error)})
+            return
         self._source = source
-        self._stream.note({"endpoints": [[each.transport, each.address, each.host_id] for each in source.endpoints()]})
+        self._note({"endpoints": [[each.transport, each.address, each.host_id] for each in source.endpoints()]})
 
     def _do(self, source: Source, told: dict) -> None:
         match told:
@@ -85,12 +81,17 @@ class RankSource:
         taker = taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(told["taker"])))
         names = [bytes.fromhex(name) for name in told["span_hashes"]]
         parent = bytes.fromhex(told["chain_parent"])
-        own = source.offer(
-            lease, blocks, told["num_tokens"], names, parent, taker, told["num_ready_tokens"], lease_id=lease
-        )
+        try:
+            own = source.offer(
+                lease, blocks, told["num_tokens"], names, parent, taker, told["num_ready_tokens"], lease_id=lease
+            )
+        except (KVError, ValueError) as error:  # of what the worker's own source has taken
+            log.error("a lease cannot be given: %s", error)
+            self._over(lease, CANCELLED)
+            return
         source.admit(lease, bytes.fromhex(told["ticket"]))
         source.withdraw(own.ticket)
 
     def _over(self, lease: Hashable, ending: str) -> None:
         assert isinstance(lease, bytes)
-        self._stream.note({"over": lease.hex(), "ending": ending})
+        self._note({"over": lease.hex(), "ending": ending})

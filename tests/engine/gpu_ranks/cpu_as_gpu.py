@@ -9,7 +9,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first impo
 import torch
 
 from baton.engine.execute import launcher
-from baton.engine.gpu_ranks import __main__ as rank
+from baton.engine.gpu_ranks.program import serve
 
 
 class Event:
@@ -36,6 +36,7 @@ def compute_again(run):
 def stand_in(replace) -> None:
     """Replace what needs a device, by `replace(object, name, value)`."""
     replace(torch.cuda, "Event", Event)
+    replace(torch.cuda, "get_device_name", lambda device=None: "stand-in")
     replace(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     replace(launcher, "CudaCapture", lambda stream: compute_again)
     replace(launcher, "chunk_sizes", lambda most: [])  # of 64 rows and more: seconds in the interpreter
@@ -44,4 +45,4 @@ def stand_in(replace) -> None:
 
 if __name__ == "__main__":
     stand_in(setattr)
-    rank.main()
+    serve()

@@ -2,37 +2,18 @@
 engine computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
 tests/e2e/start/test_gpu.py."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 
 from baton.service.settings import make_settings
-from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime
-from kvtransfer.memory.device_memory import DeviceRegion
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.models import make_model
 from tests.support.worker import scripted
 from tests.support.worker.scripted import make_spec, run, run_pair
+from tests.support.worker.stand_in_pool import StandInPool
 from tests.worker.test_two_workers import bare_answer, prompt
-
-
-class StandInPool(PoolMemory):
-    """The engine's memory on a GPU of `host`, and what is asked for after it in host memory."""
-
-    def __init__(self, host: Host, mirror_gib: float | None = None):
-        super().__init__(mirror_gib)
-        self.library = Cudart(host)
-
-    def allocate(self, num_bytes: int) -> Any:
-        if self.gpu_region is not None:
-            return super().allocate(num_bytes)
-        self.gpu_region = DeviceRegion(CudaRuntime(self.library), 0, num_bytes)
-        memory = memoryview(self.library.allocations[self.gpu_region.address]).cast("B")[:num_bytes]
-        return SimpleNamespace(memory=memory, fd=-1)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""What the process of a rank on a GPU does: it reads its part, then launches what it is told."""
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import distributed
+
+from baton.engine.gpu_ranks.build import device_parts, use, widest
+from baton.engine.gpu_ranks.launcher import follow_launches
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.ranks.process import Assignment
+from baton.engine.ranks.program import leave_with_leader, map_memory, ready, say_often
+
+Beside = Callable[[Assignment, Model, KVPool], AbstractContextManager]
+
+
+def serve(
+    memory_for: Callable[[int, torch.device], Any] | None = None,
+    beside: Beside = lambda given, model, pool: nullcontext(),
+) -> None:
+    """Serve until the first rank closes stdin or ends, or a rank is lost. `memory_for(num_bytes, device)` gives the pool's
+    memory; without it torch does. `beside`: what is entered while steps are launched."""
+    given = Assignment.parse(sys.stdin.readline())
+    threading.Thread(target=leave_with_leader, daemon=True).start()
+    if given.config.threads is not None:
+        torch.set_num_threads(given.config.threads)
+    with suppress(RankLost):
+        _serve(given, memory_for, beside)
+
+
+def _serve(given: Assignment, memory_for: Callable[[int, torch.device], Any] | None, beside: Beside) -> None:
+    config, shard, device = given.config, given.shard, torch.device(given.device)
+    memory, store = map_memory(given.memory_fd, given.memory_bytes), distributed.FileStore(given.store, shard.degree)
+    collectives = DistributedCollectives(memory, shard, store, device, config.all_reduce == "fast")
+    say_often(collectives.beat)
+    use(device, config)
+    loaded = widest(config, read_spec(config.model))
+    model = ready(lambda: load_model(loaded, device, collectives))
+    collectives.join()
+    own = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
+    _, pool, launcher = device_parts(config, model, collectives, False, memory_for=own)
+    with beside(given, model, pool), torch.inference_mode(), launcher.place():
+        follow_launches(launcher, collectives)

@@ -1,0 +1,12 @@
+"""Secure KV over gRPC."""
+
+from baton.service.security.guard import Guard
+from baton.service.security.tls import WORKER_NAME, Tls
+from kvtransfer.transports.grpc_stream import Security
+
+
+def kv_security(tls: Tls | None, guard: Guard) -> Security:
+    """Let both sides show certificates, and the source let workers in alone, where there are any."""
+    if tls is None:
+        return Security(interceptors=(guard,))
+    return Security(tls.server(True), (guard,), tls.channel, WORKER_NAME)

@@ -1,0 +1,125 @@
+"""The program of a rank on a GPU whose worker gives and takes KV: beside the steps that it launches, an event loop in a thread of
+its own serves what it has of each prompt, and pulls what is to come."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.engine.gpu_ranks.program import serve
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.parallel.shard import Shard
+from baton.engine.ranks.process import Assignment
+from baton.service.security.guard import Guard
+from baton.service.security.tls import Tls
+from baton.worker.kv.convert import convert_rows
+from baton.worker.kv.native_digests import memory_kernels
+from baton.worker.kv.pool_memory import PoolMemory
+from baton.worker.kv.security import kv_security
+from baton.worker.ranks.group import sharding_of
+from baton.worker.ranks.notes import END_S, LocalStream
+from baton.worker.ranks.source import RankSource
+from baton.worker.ranks.taker import RankTaker
+from kvtransfer.errors import KVError
+from kvtransfer.layout import KVLayout
+from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.source import Source
+from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.socket_folder import default_parent
+from kvtransfer.transports.transport import local_host_id
+
+PROGRAM = "baton.worker.ranks.device"
+
+
+class DeviceRank:
+    """Both ends of KV for one rank's pool. Made and run in the event loop."""
+
+    def __init__(self, memory: PoolMemory, pool: KVPool, layout: KVLayout, shard: Shard, stream: LocalStream):
+        """`layout`: of the whole model."""
+        self._memory, self._pool, self._layout, self._shard, self._stream = memory, pool, layout, shard, stream
+        self._source: RankSource | None = None
+        self._taker: RankTaker | None = None
+        self._is_over = asyncio.Event()
+        stream.on_note, stream.on_end = self._hear, self._is_over.set
+
+    async def run(self) -> None:
+        """Serve until the worker says no more."""
+        await self._stream.start()
+        await self._is_over.wait()
+        if self._source is not None and self._taker is not None:
+            await self._source.stop()
+            await self._taker.stop()
+        await self._stream.stop()
+
+    def _hear(self, told: dict) -> None:
+        if "open" in told:
+            try:
+                self._open(told["open"])
+            except (OSError, ValueError, KVError) as error:
+                self._stream.note({"closed": str(error)})
+        if "fetch" in told:
+            assert self._taker is not None
+            self._taker.hear(told)
+        elif self._source is not None:
+            self._source.hear(told)
+
+    def _open(self, told: dict) -> None:
+        settings, memory = told["settings"], self._memory
+        memory.mirror_gib = settings["mirror_gib"]
+        memory.mirror(self._pool)
+        folder = Path(settings["socket_dir"]) if settings["socket_dir"] else None
+        tls = None if settings["tls"] is None else Tls(*map(Path, settings["tls"]))
+        security = kv_security(tls, Guard(is_open=tls is None))
+        host_id, transports = local_host_id(folder), settings["transports"]
+        assert memory.region is not None
+        over_pool: dict[str, Any] = {
+            "sharding": sharding_of(self._layout, self._shard, self._shard.rank), "device": memory.device,
+            "codec": convert_rows, "kernels": memory_kernels(), "room": memory.room,
+        }  # fmt: skip
+        make = partial(
+            Source, memory.region.memory, self._layout, host_id=host_id, region=memory.region, transports=transports,
+            **over_pool,
+        )  # fmt: skip
+        address = Address(settings["listen_host"], settings["advertise_host"], folder or default_parent(), security)
+        self._source = RankSource(make, address, self._stream.note)
+        fetcher = Fetcher(
+            memory.region.memory, self._layout, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports,
+            numerics_class=told["numerics"], socket_folder=folder, digest=settings["digest"],
+            is_strict=told["is_strict"], security=security, **over_pool,
+        )  # fmt: skip
+        self._taker = RankTaker(fetcher, self._stream.note)
+
+
+@contextmanager
+def beside(memory: PoolMemory, given: Assignment, model: Model, pool: KVPool) -> Iterator[None]:
+    """Serve KV within the block, until its worker says no more or is gone."""
+    layout = model.spec.kv_layout(pool.group.form, pool.block_size)
+
+    async def run() -> None:
+        if pool.device.type == "cuda":
+            torch.cuda.set_device(pool.device)  # of this thread: else it would make a context on the first GPU
+        stream = LocalStream(socket.socket(fileno=given.stream_fd))
+        await DeviceRank(memory, pool, layout, given.shard, stream).run()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), name="kv", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(END_S)  # its worker has gone too
+
+
+def main() -> None:
+    memory = PoolMemory()
+    serve(memory.allocate_on_gpu, partial(beside, memory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""KV that comes to a worker each of whose ranks has its heads in memory of its own: every rank pulls what crosses its part, all at
+the same time, and what all of them have verified is verified.
+
+worker   {"fetch": id, "pull": {"handle", "ticket", "blocks", "num_cached_tokens", "within_s"}} ─► rank
+worker   {"fetch": id, "stop": true}                                                           ─► rank     give it up
+rank     {"fetch": id, "verified": token}                                                      ─► worker
+rank     {"fetch": id, "report": FetchReport} or {"fetch": id, "failed": [status, message]}    ─► worker   no byte lands any more
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+
+from baton.worker.ranks.notes import LocalStream
+from kvtransfer.compatible import EXACT, MIXED
+from kvtransfer.errors import PeerLost, of_status
+from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.dialogue import together
+from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+from kvtransfer.transfer.pull import Destination
+from kvtransfer.wire import decode_handle
+
+
+class _Share:
+    """The destination of one rank's part of a fetch."""
+
+    def __init__(self, whole: Destination, verified: Callable[[int], None]):
+        self._whole, self._verified = whole, verified
+        self.num_cached_tokens = whole.num_cached_tokens
+
+    def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
+        return self._whole.set_aside(upto_token)
+
+    def state_block(self) -> BlockRef:
+        return self._whole.state_block()
+
+    def verified(self, upto_token: int) -> None:
+        self._verified(upto_token)
+
+
+class _Shares:
+    """The parts of one fetch: `destination` is told of what all of them have."""
+
+    def __init__(self, destination: Destination, num_ranks: int):
+        self._destination = destination
+        self._told = destination.num_cached_tokens
+        self._tokens = [self._told] * num_ranks
+
+    def of(self, rank: int) -> _Share:
+        return _Share(self._destination, lambda token: self._verified(rank, token))
+
+    def _verified(self, rank: int, token: int) -> None:
+        self._tokens[rank] = token
+        if (common := min(self._tokens)) > self._told:
+            self._told = common
+            self._destination.verified(common)
+
+
+class RankFetches:
+    """What one other rank pulls, as its worker knows it. Belongs to the event loop."""
+
+    def __init__(self, stream: LocalStream):
+        self._stream = stream
+        self._ids = itertools.count()
+        self._open: dict[int, asyncio.Queue[dict]] = {}
+        self._is_gone = False
+
+    def hear(self, told: dict) -> None:
+        """Take what the rank says of a fetch."""
+        if (said := self._open.get(told["fetch"])) is not None:
+            said.put_nowait(told)
+
+    def lose(self) -> None:
+        """The rank is gone: no byte of it lands any more."""
+        self._is_gone = True
+        for said in self._open.values():
+            said.put_nowait({"failed": [PeerLost.status, "a rank of this worker is gone"]})
+
+    async def fetch(self, told: dict, share: _Share) -> FetchReport:
+        """Let the rank pull. Raises what it failed with, and what `share` raises; as a Fetcher, nothing lands then."""
+        if self._is_gone:
+            raise PeerLost("a rank of this worker is gone")
+        name, said = next(self._ids), asyncio.Queue()
+        self._open[name] = said
+        self._stream.note({"fetch": name, "pull": told})
+        try:
+            while "verified" in (heard := await said.get()):
+                share.verified(heard["verified"])
+        except BaseException:
+            self._stream.note({"fetch": name, "stop": True})
+            await _to_the_end(_ended(said))
+            raise
+        finally:
+            del self._open[name]
+        if "failed" in heard:
+            raise of_status(*heard["failed"])
+        return FetchReport(**heard["report"])
+
+
+class GroupFetcher:
+    """A Fetcher of the first rank beside those of the others, as Intake uses one."""
+
+    def __init__(self, own: Fetcher, others: Sequence[RankFetches]):
+        self._own, self._others = own, others
+
+    async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
+        """As Fetcher.fetch. The blocks of the other ranks are set aside at once, not as they are announced."""
+        shares, reports = _Shares(destination, 1 + len(self._others)), []
+        told = {
+            "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": destination.num_cached_tokens,
+            "blocks": list(destination.set_aside(decode_handle(handle).num_tokens)),
+            "within_s": deadline - time.monotonic(),
+        }  # fmt: skip
+
+        async def note(pull: Callable[[], Awaitable[FetchReport]]) -> None:
+            reports.append(await pull())
+
+        pulls = [partial(self._own.fetch, handle, ticket, shares.of(0), deadline)]
+        pulls += [partial(other.fetch, told, shares.of(rank)) for rank, other in enumerate(self._others, 1)]
+        await together([note(pull) for pull in pulls])
+        return joined(reports)
+
+
+def joined(reports: Sequence[FetchReport]) -> FetchReport:
+    """Return the report of a fetch that several ranks have done their parts of."""
+    return FetchReport(
+        num_tokens=reports[0].num_tokens,
+        num_bytes=sum(report.num_bytes for report in reports),
+        num_bytes_early=sum(report.num_bytes_early for report in reports),
+        transport="+".join(dict.fromkeys(report.transport for report in reports)),
+        numerics=MIXED if any(report.numerics == MIXED for report in reports) else EXACT,
+        transfer_s=max(report.transfer_s for report in reports),
+        after_last_ready_s=max(report.after_last_ready_s for report in reports),
+        reason="; ".join(dict.fromkeys(report.reason for report in reports)),
+    )
+
+
+async def _ended(said: asyncio.Queue[dict]) -> None:
+    while "verified" in await said.get():
+        pass
+
+
+async def _to_the_end(waiting: Coroutine[None, None, None]) -> None:
+    """Wait, whatever cancels it: bytes may land meanwhile."""
+    task = asyncio.get_running_loop().create_task(waiting)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task])

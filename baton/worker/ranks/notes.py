@@ -1,0 +1,53 @@
+"""Notes, JSON, between the event loops of a worker and of a rank of its host."""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+MAX_NOTE_BYTES = 64 << 20  # blocks and names of the longest prompt
+END_S = 2.0  # for the other end to give up its ports
+
+log = logging.getLogger(__name__)
+
+
+class LocalStream:
+    """One end, over a connected socket; belongs to the event loop that `start` ran in."""
+
+    def __init__(self, connected: socket.socket):
+        self._socket = connected
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task | None = None
+        self.on_note: Callable[[dict], None] = lambda told: None
+        self.on_end: Callable[[], None] = lambda: None  # the other end is gone, or has closed it
+
+    async def start(self) -> None:
+        """Hear the other end from now on."""
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=MAX_NOTE_BYTES)
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="notes of a rank")
+
+    def note(self, told: dict) -> None:
+        """Send a note; it is lost where the other end is gone."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(told).encode() + b"\n")
+
+    async def stop(self) -> None:
+        """Say that no note follows, and wait until the other end says so too, for END_S at most."""
+        if self._writer is None or self._reading is None:
+            return
+        with suppress(OSError):
+            self._writer.write_eof()
+        await asyncio.wait([self._reading], timeout=END_S)
+        self._reading.cancel()
+        self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(OSError):
+            while line := await reader.readline():
+                try:
+                    self.on_note(json.loads(line))
+                except Exception:
+                    log.exception("a note of a rank failed")
+        self.on_end()

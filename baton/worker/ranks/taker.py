@@ -1,0 +1,87 @@
+"""The taker of one rank that has its heads in memory of its own: it pulls what the worker tells (fetches.py)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
+from kvtransfer.errors import DeviceHangs, KVError, TransferCancelled, TransferFailed
+from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[dict], None]
+
+
+class _ToldBlocks:
+    """Blocks that the worker has set aside for a prompt whose layers keep no state."""
+
+    def __init__(self, blocks: Sequence[BlockRef], num_cached_tokens: int, verified: Callable[[int], None]):
+        self._blocks, self.num_cached_tokens, self._verified = blocks, num_cached_tokens, verified
+
+    def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
+        return self._blocks
+
+    def state_block(self) -> BlockRef:
+        raise TransferFailed("states of sequences stay on one device")
+
+    def verified(self, upto_token: int) -> None:
+        self._verified(upto_token)
+
+
+class RankTaker:
+    """All fetches of one rank. Belongs to the event loop."""
+
+    def __init__(self, fetcher: Fetcher, note: Note):
+        self._fetcher, self._note = fetcher, note
+        self._fetching: dict[int, asyncio.Task[FetchReport]] = {}
+
+    def hear(self, told: dict) -> None:
+        """Begin a fetch, or give one up."""
+        name = told["fetch"]
+        if "pull" in told:
+            task = asyncio.get_running_loop().create_task(self._fetch(name, told["pull"]), name=f"fetch {name}")
+            self._fetching[name] = task
+            task.add_done_callback(partial(self._ended, name))
+        elif (task := self._fetching.get(name)) is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Give all fetches up."""
+        tasks = list(self._fetching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fetcher.close()
+
+    async def _fetch(self, name: int, told: dict) -> FetchReport:
+        blocks = [BlockRef(*block) for block in told["blocks"]]
+        destination = _ToldBlocks(
+            blocks, told["num_cached_tokens"], lambda token: self._note({"fetch": name, "verified": token})
+        )
+        handle, ticket = bytes.fromhex(told["handle"]), bytes.fromhex(told["ticket"])
+        return await self._fetcher.fetch(handle, ticket, destination, time.monotonic() + told["within_s"])
+
+    def _ended(self, name: int, task: asyncio.Task[FetchReport]) -> None:
+        del self._fetching[name]
+        if task.cancelled():
+            self._note({"fetch": name, "failed": [TransferCancelled.status, "given up"]})
+        elif (error := task.exception()) is None:
+            self._note({"fetch": name, "report": asdict(task.result())})
+        else:
+            self._note({"fetch": name, "failed": [_status_of(error), str(error)]})
+
+
+def _status_of(error: BaseException) -> str:
+    """Does not return where this process cannot go on."""
+    if isinstance(error, DeviceHangs):
+        leave_for_lost_device(str(error))
+    if isinstance(error, KVError):
+        return error.status
+    log.error("a fetch failed", exc_info=error)
+    leave_if_exhausted(error)
+    return TransferFailed.status

@@ -1,0 +1,135 @@
+"""A lease of several ranks: over when it is over everywhere, once, whichever of them ends it first."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.engine.parallel.shard import Shard
+from baton.worker.ranks.group import KVRank, gives, sharding_of
+from baton.worker.ranks.leases import SpreadSource
+from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
+from kvtransfer.transfer.leases import CANCELLED, EXPIRED, RELEASED
+from kvtransfer.transfer.source import Source, SourceIdentity
+from kvtransfer.transfer.ticket import TicketMint
+from kvtransfer.wire import Taker, decode_handle
+
+LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
+KEY, INSTANCE = "key", b"i" * 16
+
+
+@dataclass
+class Rank:
+    """What a rank was told."""
+
+    notes: list[dict] = field(default_factory=list)
+
+    def note(self, told: dict) -> None:
+        self.notes.append(told)
+
+    def was_told(self, what: str) -> bool:
+        return any(what in told for told in self.notes)
+
+
+class Spread:
+    """A lease on four ranks of two KV heads: the second one's are the first one's, the fourth one's the third one's."""
+
+    def __init__(self):
+        self.endings: list[str] = []
+        self.ranks = [Rank(), Rank(), Rank()]
+        boxes = gives(LAYOUT, Shard(0, 4))
+        streams = [KVRank(rank, box) for rank, box in zip(self.ranks, boxes[1:], strict=True)]
+        self.source = SpreadSource(streams, lambda key, ending: self.endings.append(ending))
+        own = sharding_of(LAYOUT, Shard(0, 4), 0)
+        self.own = self.source.own = Source(
+            bytearray(8 * own.pool_layout.block_bytes), LAYOUT, SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host",
+            self.source.own_over, generations=lambda block: 0, region=None, transports=("tcp",), sharding=own,
+            mint=TicketMint(self.source.mint_key),
+        )  # fmt: skip
+
+    async def open(self) -> "Spread":
+        identity = self.own.identity
+        starting = asyncio.create_task(self.source.start(identity, 5.0, False, {}))
+        await asyncio.sleep(0)
+        for index in range(3):
+            self.source.hear(index, {"endpoints": [["tcp", f"rank:{index + 1}", "host"]]})
+        await starting
+        taker = Taker(b"t" * 16, 2, LAYOUT, "exact", 0, ("tcp",), "host")
+        offer = self.source.offer(KEY, [BlockRef(0, 0)], 16, [], b"p" * 32, taker)
+        self.handle, self.lease = decode_handle(offer.handle), offer.lease_id
+        return self
+
+    def own_ends(self, ending: str) -> None:
+        table = self.own._leases
+        table._end(table.of(KEY), ending)
+
+    def rank_ends(self, ending: str) -> None:
+        """The third rank, which alone has the second head."""
+        self.source.hear(1, {"over": self.lease.hex(), "ending": ending})
+
+
+async def test_its_handle_names_each_head_once():
+    spread = await Spread().open()
+    assert [part.heads for part in spread.handle.parts] == [range(1), range(1, 2)]
+    assert [endpoint.address for part in spread.handle.parts[1:] for endpoint in part.endpoints] == ["rank:2"]
+    assert [rank.was_told("offer") for rank in spread.ranks] == [False, True, False]
+    assert all(rank.was_told("open") for rank in spread.ranks)
+
+
+@pytest.mark.parametrize("first", ["own", "rank"])
+async def test_released_when_the_last_has_released_it(first):
+    spread = await Spread().open()
+    ends = [spread.own_ends, spread.rank_ends]
+    for end in ends if first == "own" else reversed(ends):
+        assert not spread.endings
+        end(RELEASED)
+    assert spread.endings == [RELEASED] and not spread.ranks[1].was_told("cancel")
+    spread.source.cancel(KEY)
+    assert spread.endings == [RELEASED]
+
+
+@pytest.mark.parametrize("how", ["cancel", EXPIRED])
+async def test_given_up_it_is_over_when_no_rank_serves_it_any_more(how):
+    """Blocks that were someone else's by then could be confirmed by a rank that has not heard yet."""
+    spread = await Spread().open()
+    spread.source.cancel(KEY) if how == "cancel" else spread.own_ends(how)
+    assert spread.ranks[1].was_told("cancel") and not spread.endings
+    spread.rank_ends(CANCELLED)
+    assert spread.endings == [CANCELLED if how == "cancel" else EXPIRED]
+
+
+async def test_a_rank_gives_it_up():
+    """While the worker's own lives, and once that has been released."""
+    spread = await Spread().open()
+    spread.rank_ends(EXPIRED)
+    assert spread.endings == [EXPIRED] and spread.own.num_leases == 0
+    spread = await Spread().open()
+    spread.own_ends(RELEASED)
+    spread.rank_ends(EXPIRED)
+    assert spread.endings == [EXPIRED]
+
+
+async def test_cancelled_where_a_rank_alone_still_has_it():
+    spread = await Spread().open()
+    spread.own_ends(RELEASED)
+    spread.source.cancel(KEY)
+    assert spread.ranks[1].was_told("cancel") and not spread.endings
+    spread.rank_ends(RELEASED)  # it had everything when it heard
+    assert spread.endings == [CANCELLED]
+
+
+async def test_a_rank_that_cannot_listen():
+    spread = Spread()
+    starting = asyncio.create_task(spread.source.start(spread.own.identity, 5.0, False, {}))
+    await asyncio.sleep(0)
+    spread.source.hear(0, {"closed": "no KV sockets can be made in /nowhere"})
+    with pytest.raises(OSError, match="no KV sockets can be made in /nowhere"):
+        await starting
+
+
+def test_parts_of_ranks():
+    """Of latent attention, and of fewer heads than ranks, the first one that has something gives it."""
+    eight = KVLayout((KVGroup("paged", 3, 8, 8, "bf16", 16),))
+    assert [box.heads for box in gives(eight, Shard(0, 4))] == [range(begin, begin + 2) for begin in (0, 2, 4, 6)]
+    latent = KVLayout((KVGroup("latent", 3, 1, 8, "bf16", 16),))
+    assert gives(latent, Shard(0, 2)) == [Box(0, range(3), range(1)), None]
