@@ -1,1 +1,1 @@
-"""Check a GPU host in eight steps, each in a process of its own: `baton doctor --gpu`."""
+"""Check a GPU host in nine steps, each in a process of its own: `baton doctor --gpu`."""

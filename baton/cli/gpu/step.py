@@ -9,7 +9,7 @@ from baton.cli.gpu.check import sayer
 
 def main() -> int:
     name, *others = sys.argv[1:]
-    check = import_module(f"baton.cli.gpu.{name}").check
+    check = import_module(f"baton.cli.gpu.steps.{name}").check
     check(sayer(name, lambda found: print(found.to_json(), flush=True)), Path(others[0]) if others else None)
     return 0
 

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
-from baton.cli.gpu import copies, engine, faults, graphs, host, kernels
-from baton.cli.gpu import model as model_step
 from baton.cli.gpu.random_engine import RandomEngine
+from baton.cli.gpu.steps import copies, engine, faults, graphs, groups, host, kernels
+from baton.cli.gpu.steps import model as model_step
 from baton.engine import kernels as triton_kernels
 from kvtransfer.memory.cuda_runtime import CudaRuntime
 from kvtransfer.memory.device_memory import DeviceRegion
@@ -257,6 +258,78 @@ class Counting:
     def num_kernels(self) -> int:
         self._reads.append(1)
         return self._step * len(self._reads)
+
+
+# ---- two GPUs ----
+
+SUMS = groups.SumSpeed(12.0, 80e9, 900e9)
+TWO = groups.Continuation([1, 2, 3], 5, SUMS, "")
+ALONE = groups.Continuation([1, 2, 3], 5)
+
+
+def on_two_gpus(monkeypatch, tmp_path, two=TWO, alone=ALONE, answers=("text", "text"), count=2) -> Table:
+    def found_with(folder, degree):
+        if isinstance(two, ValueError):
+            raise two
+        return two if degree == 2 else alone
+
+    asked = iter(answers)
+
+    @contextmanager
+    def stack(folder, *flags):
+        stacks.append(flags)
+        yield "target", None
+
+    stacks: list[tuple[str, ...]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(groups, "found_with", found_with)
+    monkeypatch.setattr(groups, "stack", stack)
+    monkeypatch.setattr(groups, "answer", lambda target: next(asked))
+    table = Table()
+    groups.check(table, tmp_path)
+    assert [("--prefill.tensor-parallel" in flags) for flags in stacks] in ([True, False], [])
+    return table
+
+
+def test_two_ranks(monkeypatch, tmp_path):
+    table = on_two_gpus(monkeypatch, tmp_path)
+    assert not table.wrong and len(table) == 5
+    assert table["a sum"][1] == "of one row takes 12 us, of a step 80.0 GB/s, a copy 900.0"
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"alone": ALONE._replace(token_ids=[1, 2, 4])}, ["tokens of one GPU"]),
+        ({"two": TWO._replace(num_graphs=0)}, ["captured sums"]),
+        ({"two": ValueError("tensor_parallel 2: torch 2 has no NCCL")}, ["two ranks", "KV of two ranks to one"]),
+        ({"answers": ("text", "test")}, ["KV of two ranks to one"]),
+        ({"answers": ("", "")}, ["KV of two ranks to one"]),
+    ],
+    ids=str,
+)
+def test_two_ranks_that_are_not_well(monkeypatch, tmp_path, changed, wrong):
+    if "two" in changed and isinstance(changed["two"], ValueError):
+        changed = changed | {"answers": ("", "text")}
+    assert on_two_gpus(monkeypatch, tmp_path, **changed).wrong == wrong
+
+
+def test_two_gpus_that_do_not_reach_each_other(monkeypatch, tmp_path):
+    """Sums go by NCCL then, which is slower, and no fault."""
+    table = on_two_gpus(monkeypatch, tmp_path, TWO._replace(why_no_peers="the memory of GPU 1 cannot be reached"))
+    assert not table.wrong and table["sums in peers' memory"] == (None, "the memory of GPU 1 cannot be reached")
+
+
+def test_one_gpu_has_no_ranks(monkeypatch, tmp_path):
+    assert on_two_gpus(monkeypatch, tmp_path, count=1) == {"two ranks": (None, "need two GPUs, and 1 can be seen")}
+
+
+def test_what_an_engine_continues(tmp_path, monkeypatch):
+    folder, load = make_model(tmp_path / "tiny"), groups.Engine.load
+    monkeypatch.setattr(groups.Engine, "load", lambda config: load(replace(config, device="cpu", num_blocks=16)))
+    found = groups.found_with(folder, 1)
+    assert len(found.token_ids) == groups.NUM_TOKENS and found.sums is None
+    assert found.token_ids == groups.found_with(folder, 1).token_ids
 
 
 # ---- a model, and faults ----

@@ -1,4 +1,4 @@
-"""Step 8: a fault of a kernel ends its worker within a second, and a request outlives a prefill worker that is killed."""
+"""Step 9: a fault of a kernel ends its worker within a second, and a request outlives a prefill worker that is killed."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from baton.cli.gpu.check import Say
-from baton.cli.gpu.workers import answer, stack
+from baton.cli.gpu.steps.workers import answer, stack
 from baton.cli.launch.stack import SHIPPED_MODEL
 
 WITHIN_S = 1.0

@@ -1,0 +1,1 @@
+"""The steps of `baton doctor --gpu`, a module with a `check` each."""

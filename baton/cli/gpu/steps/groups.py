@@ -1,0 +1,109 @@
+"""Step 8: a worker of two ranks, on two GPUs: its sums in captured steps and by way of the GPUs' memory, its tokens beside those of one
+GPU, and KV from it to a worker of one rank."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from baton.cli.gpu.check import Say
+from baton.cli.gpu.steps.workers import answer, stack
+from baton.cli.launch.stack import SHIPPED_MODEL
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, TokenRun
+from baton.engine.engine import Engine
+from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.parallel.sums import SumSpeed
+from baton.sampling_params import SamplingParams
+
+PROMPT_TOKENS, NUM_TOKENS = 100, 24
+
+
+class Continuation(NamedTuple):
+    """What an engine said: `sums` and what follows of several ranks alone. `why_no_peers` is "" where sums go by way of the GPUs'
+    memory."""
+
+    token_ids: list[int]
+    num_graphs: int
+    sums: SumSpeed | None = None
+    why_no_peers: str = ""
+
+
+def check(say: Say, model: Path | None) -> None:
+    folder, count = model or SHIPPED_MODEL, torch.cuda.device_count()
+    if count < 2:
+        say("two ranks", None, f"need two GPUs, and {count} can be seen")
+    elif not Path(folder).is_dir():
+        say("two ranks", None, "there is no demo model here: give --model DIR")
+    else:
+        _sums(say, folder)
+        _handoff(say, folder)
+
+
+def _sums(say: Say, folder: Path) -> None:
+    try:
+        found = found_with(folder, 2)
+    except ValueError as error:
+        say("two ranks", False, str(error))
+        return
+    assert found.sums is not None
+    row_us, sum_bytes_per_s, copy_bytes_per_s = found.sums
+    say(
+        "a sum",
+        True,
+        f"of one row takes {row_us:.0f} us, of a step {sum_bytes_per_s / 1e9:.1f} GB/s, a copy {copy_bytes_per_s / 1e9:.1f}",
+    )
+    say("captured sums", found.num_graphs > 0, f"{found.num_graphs} graphs")
+    say(
+        "sums in peers' memory",
+        None if found.why_no_peers else True,
+        found.why_no_peers or "with the bits of NCCL's way",
+    )
+    alone = found_with(folder, 1).token_ids
+    is_right = bool(alone) and found.token_ids == alone
+    say("tokens of one GPU", is_right, f"{len(alone)} tokens" if is_right else f"{found.token_ids[:8]} and {alone[:8]}")
+
+
+def found_with(folder: Path, degree: int) -> Continuation:
+    """Load the model on so many GPUs and let it continue a prompt, greedily. Raises ValueError where that cannot be."""
+    config = EngineConfig(
+        folder, device="cuda", tensor_parallel=degree, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=512
+    )
+    engine = Engine.load(config)
+    try:
+        token_ids = _continued(engine)
+        num_graphs = getattr(engine.runner.launcher, "num_graphs", 0)
+        if engine.ranks is None:
+            return Continuation(token_ids, num_graphs)
+        collectives = engine.runner.model.collectives
+        assert isinstance(collectives, DistributedCollectives)
+        return Continuation(token_ids, num_graphs, engine.ranks.sums, collectives.why_no_peers)
+    finally:
+        if engine.ranks is not None:
+            engine.ranks.close()
+
+
+def _continued(engine: Engine) -> list[int]:
+    ids = tuple(5 + index * index % (engine.spec.vocab_size - 5) for index in range(PROMPT_TOKENS))
+    engine.submit(Request(Key("two ranks"), ids, len(ids), SamplingParams(), max_tokens=NUM_TOKENS))
+    token_ids: list[int] = []
+    while True:
+        for output in engine.step():
+            match output:
+                case PrefillDone():
+                    token_ids.append(output.first_tokens[0].token_id)
+                case TokenRun():
+                    token_ids.extend(output.token_ids)
+                case RequestEnded():
+                    return token_ids
+
+
+def _handoff(say: Say, folder: Path) -> None:
+    ranks = ("--prefill.tensor-parallel", "2")
+    with stack(folder, "--prefill", "1", "--decode", "1", "--split", "always", *ranks) as (target, _):
+        split = answer(target)
+    with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
+        whole = answer(target)
+    is_right = bool(whole) and split == whole
+    said = f"{len(whole)} characters" if is_right else f"{split[:60]!r} and {whole[:60]!r}"
+    say("KV of two ranks to one", is_right, said)
