@@ -29,7 +29,7 @@ def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     """Name -> arguments of python. Kernels also run compiled: their suites take the GPU where there is one."""
     kernels = [
         "tests/engine/models/test_gpu_layers.py", "tests/engine/kernels/test_grouped.py",
-        "tests/engine/kernels/test_low_rank.py",
+        "tests/engine/kernels/test_low_rank.py", "tests/engine/recurrent/test_gpu_mixers.py",
         "tests/engine/sampling/test_on_device.py",
     ]  # fmt: skip
     attention = ["tests/engine/kernels/test_kv_write.py"]

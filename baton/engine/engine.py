@@ -288,9 +288,9 @@ class Engine:
         """Reads a flight, behind the launch of the next one where it `goes_on` and there is one."""
         self._flight, aloft, self._computing = None, frozenset(), flight.slices
         if goes_on and (following := self.scheduler.follow(flight.slices)) and can_launch(following):
-            self._flight = self._fly(following, flight)
             aloft = frozenset(piece.seq for piece in following)
-            self.last_batch_size = len(following)
+            self.results.keep_states(flight.slices, aloft)
+            self._flight, self.last_batch_size = self._fly(following, flight), len(following)
         drawn = self.runner.read(flight)
         self.step_number += 1
         self.work.add(flight.slices)

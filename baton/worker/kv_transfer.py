@@ -40,8 +40,10 @@ class KVTransfer:
         self._group = group = RankPools.of(engine)
         self.layout, transports = group.layout, self._transports
         numerics = (self.layout, identity.numerics_class)
-        self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        self.gives, self.takes = [], []  # states on a GPU do not cross: such workers do not meet
+        if engine.pool.device.type == "cpu" or engine.layout.state is None:
+            self.gives = gives(*numerics, is_strict=settings.strict_numerics)
+            self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self._spread = SpreadSource(group.ranks, self.holders.lease_over) if group.ranks else None

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+STATE_FIELDS = 4  # int32 of a sequence, in a table of states
+
 
 class StateRows(NamedTuple):
     """What a step does to the state of a sequence. Its first `num_pending` tokens were proposals of the step before, whose
@@ -16,6 +18,9 @@ class StateRows(NamedTuple):
     state_id: int
     num_pending: int = 0
     num_drafts: int = 0
+
+
+FIRST_STATE = StateRows(0)  # of steps before serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class SeqTable:
     block_ids: Tensor  # int32 [S, N]; columns after a sequence's own are not read
     max_query_len: int  # bounds for launches: in a CUDA graph those of any step that it may be replayed for
     max_kv_len: int
+    # int32 [S, STATE_FIELDS], as kernels/state/inputs.py says; of models whose layers keep a state
+    states: Tensor | None = None
 
     @classmethod
     def of(cls, seqs: Sequence[SeqSlice], device: torch.device | str = "cpu") -> "SeqTable":
@@ -83,10 +90,19 @@ class SeqTable:
         block_ids = torch.zeros(len(seqs), max(widths), dtype=torch.int32)
         for row, seq, width in zip(block_ids, seqs, widths, strict=True):
             row[:width] = seq.block_ids
+        states = None if seqs[0].state is None else state_fields(seqs).to(device)
         return cls(
             torch.tensor(starts, dtype=torch.int32, device=device),
             torch.tensor([seq.kv_len for seq in seqs], dtype=torch.int32, device=device),
             block_ids.to(device),
             max(seq.query_len for seq in seqs),
             max(seq.kv_len for seq in seqs),
+            states,
         )
+
+
+def state_fields(seqs: Sequence[SeqSlice], repeated: int = 0, num_repeats: int = 0) -> Tensor:
+    """Return what kernels are told of the states of a step's sequences, and of as many behind them as are padding that
+    repeats sequence `repeated`: int32 [S + num_repeats, STATE_FIELDS], on the host."""
+    rows = [[*seq.held_state, num_repeats if index == repeated else 0] for index, seq in enumerate(seqs)]
+    return torch.tensor(rows + [[-1, 0, 0, 0]] * num_repeats, dtype=torch.int32, device="cpu")

@@ -128,11 +128,22 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
     )
 
 
+def pool_room(memory: Memory, utilization: float, step_bytes: int) -> int:
+    """Return the bytes of this process's share beside what it holds and a step's own `step_bytes`."""
+    return min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes
+
+
+def pool_states(room: int, state_bytes: int, max_num_seqs: int, has_kv: bool) -> int:
+    """Return the states that a pool in `room` bytes has: two for each sequence, in half of it where KV needs the other;
+    at least two."""
+    return max(2, min(2 * max_num_seqs, room // (1 + has_kv) // state_bytes))
+
+
 def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
     """Return the blocks that fit into this process's share beside what it holds and a step's own `step_bytes`; other
     processes count only in what is free, so that two workers may share a GPU. ValueError where these are under
     `least`."""
-    left = min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes
+    left = pool_room(memory, utilization, step_bytes)
     num_blocks = left // block_bytes
     if num_blocks >= least:
         return num_blocks

@@ -11,11 +11,21 @@ import torch
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.device import GIB, Memory, find_device, memory_share, pool_blocks, wait_for_memory
+from baton.engine.core.device import (
+    GIB,
+    Memory,
+    find_device,
+    memory_share,
+    pool_blocks,
+    pool_room,
+    pool_states,
+    wait_for_memory,
+)
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
+from baton.engine.kv.states import StatePool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingModel, SpreadPool
 from baton.engine.models.loader import load_model
@@ -148,7 +158,9 @@ def _on_gpu(
         proposer.use_launcher(draft_launcher)
     with torch.inference_mode():
         if config.num_blocks is None:
-            config = replace(config, num_blocks=gpu_blocks(widest, model, bool(proposers)))
+            sized = replace(widest, num_states=config.num_states)
+            num_blocks, num_states = gpu_sizes(sized, model, bool(proposers))
+            config = replace(config, num_blocks=num_blocks, num_states=num_states)
         config = resolve(config, spec)
         pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
         launcher = GpuLauncher(model, pool, config, bool(proposers))
@@ -164,12 +176,25 @@ def draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLaunc
     return launcher
 
 
-def gpu_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
-    """Return the blocks that fit behind the weights and one step of the largest kind."""
+def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int | None, int | None]:
+    """Return the blocks that fit behind the weights and one step of the largest kind, None where blocks have no bytes; and of a
+    model whose layers keep a state the blocks for these, as given or those that fit. Raises ValueError where too few do."""
     used = step_bytes(model, config, speculates)
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
-    return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)
+    memory, share, num_states = Memory.of(model.device), memory_share(config), config.num_states
+    if layout.state is not None:
+        each = layout.state_bytes
+        each += speculates * StatePool.draft_bytes(layout.state, model.num_draft_elements)
+        room = pool_room(memory, share, used)
+        num_states = num_states or pool_states(room, each, config.max_num_seqs, layout.block_bytes > 0)
+        if num_states * each > room:
+            sizes = f"{num_states} of {each / GIB:.3f} GiB, and {max(room, 0) / GIB:.2f} are left"
+            raise ValueError(f"out of GPU memory for states: {sizes}; lower num_states or max_num_batched_tokens")
+        used += num_states * each
+        if not layout.block_bytes:
+            return None, num_states
+    return pool_blocks(memory, share, used, layout.block_bytes, least), num_states
 
 
 def make_pool(

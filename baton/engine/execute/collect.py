@@ -28,6 +28,17 @@ class Results:
         self._aloft: Set[Sequence] = frozenset()
         self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 
+    def keep_states(self, slices: list[Slice], aloft: Set[Sequence]) -> None:
+        """Copy the states that are kept behind `slices`, which are being computed, of sequences `aloft`: a step that folds more
+        into those is about to be launched."""
+        states, step = self.ledger.states, self.scheduler.config.checkpoint_tokens
+        if states is None:
+            return
+        with self.ledger.lock:
+            for seq, begin, end in slices:
+                if seq in aloft and seq.keeps_state(begin, end, self.ledger, step):
+                    seq.recurrent.copy_ahead(states, self.scheduler.copies.state)
+
     def collect(
         self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
         aloft: Set[Sequence] = frozenset(), num_steps: int = 1,
@@ -40,7 +51,7 @@ class Results:
         for seq, begin, end in slices:
             if seq in self._over:
                 continue
-            seq.passed(begin, end, self.ledger, step, copies)
+            seq.passed(begin, end, self.ledger, step, copies, seq in aloft)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
@@ -79,10 +79,10 @@ class StepGraphs:
         self._graphs[self._shape(size, 1)][0]()
 
     def _shape(self, size: int, width: int) -> StepShape:
-        return StepShape(size * width, size * width, size, self._num_blocks)
+        return StepShape(size * width, size * width, size, self._num_blocks, self._pool.states is not None)
 
     def _chunk_shape(self, size: int) -> StepShape:
-        return StepShape(size, 1, 1, self._num_blocks)
+        return StepShape(size, 1, 1, self._num_blocks, self._pool.states is not None)
 
     def _step(self, shape: StepShape) -> Callable[[], Outputs]:
         """Make new views in every call: the pool's cache of a step, keyed by its tensors, is then built again too."""
@@ -94,16 +94,16 @@ class StepGraphs:
             torch.index_select(self._model.hidden(batch, self._pool), 0, batch.logit_rows, out=hidden)
             return hidden, self._model.logits(hidden, self._logits[: shape.num_rows])
 
-        self._inputs.send_padded(first_step(width, shape.num_rows // shape.num_seqs), shape)
+        self._inputs.send_padded(first_step(width, shape.num_rows // shape.num_seqs, shape.has_states), shape)
         return run
 
 
-def first_step(width: int, num_rows: int) -> ForwardBatch:
+def first_step(width: int, num_rows: int, has_states: bool = False) -> ForwardBatch:
     """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host. It is in the pool's
     first blocks, that no request has before serving."""
     block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")
     rows = torch.arange(width, device="cpu")
-    seqs = [SeqSlice(0, width, width, block_ids)]
+    seqs = [SeqSlice(0, width, width, block_ids, FIRST_STATE if has_states else None)]
     return ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[width - num_rows :])
 
 

@@ -1,14 +1,15 @@
 """Send a step's inputs to a GPU: packed on the host in pinned memory, in one copy that no thread waits for.
 
     int64   token_ids [T]   positions [T]   slots [T]   logit_rows [R]
-    int32   query_starts [S + 1]   kv_lens [S]
+    int32   query_starts [S + 1]   kv_lens [S]   and, of models whose layers keep a state, states [S, STATE_FIELDS]
     block table, rows that have changed: int64 [C], which   int32 [C, columns], their block ids
 
 The block table stays on the device, [S, N]: of 256 sequences with contexts of 131,072 tokens it has 4 MB, and a step of
 decode changes a row in 32.
 
 Where a step goes into a CUDA graph it is padded to the graph's shape: sequences of padding repeat the step's shortest,
-so that whatever they write is what is there already; tokens behind the end of a chunk are no sequence's, and are not
+so that whatever they write is what is there already (they fold nothing into a state: rows behind that are copied to
+theirs); tokens behind the end of a chunk are no sequence's, and are not
 written. Tokens that the step before has yet to draw are filled in on the
 device, behind the copy.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable, known_ids
+from baton.engine.core.batch import STATE_FIELDS, ForwardBatch, SeqSlice, SeqTable, known_ids, state_fields
 
 NUM_LONGS = 4  # parts of int64; those of int32 follow
 ALIGNMENT = 16  # bytes, that Triton's kernels are specialized by
@@ -27,18 +28,19 @@ ALIGNMENT = 16  # bytes, that Triton's kernels are specialized by
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Tokens, logit rows, sequences, and columns of the block table."""
+    """Tokens, logit rows, sequences, and columns of the block table; whether sequences have states."""
 
     num_tokens: int
     num_rows: int
     num_seqs: int
     num_blocks: int
+    has_states: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the elements of each of StepViews' parts, in order: NUM_LONGS of int64, the others of int32."""
         tokens, seqs = self.num_tokens, self.num_seqs
-        return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs
+        return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs, seqs * STATE_FIELDS * self.has_states
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class StepViews:
     logit_rows: Tensor
     query_starts: Tensor
     kv_lens: Tensor
+    states: Tensor  # [S * STATE_FIELDS], or empty
 
     @classmethod
     def of(cls, buffer: Tensor, shape: StepShape) -> "StepViews":
@@ -94,7 +97,8 @@ class StepInputs:
     def __init__(self, device: torch.device, largest: StepShape):
         self.device = device
         pinned = device.type == "cuda"
-        num_seqs, columns = largest.num_seqs + 1, largest.num_blocks  # the warm-up has a chunk beside all of them
+        largest = replace(largest, num_seqs=largest.num_seqs + 1)  # the warm-up has a chunk beside all of them
+        num_seqs, columns = largest.num_seqs, largest.num_blocks
         size = largest.num_bytes + aligned(8 * num_seqs) + 4 * num_seqs * columns
         self._hosts = [torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._turn = 0
@@ -112,7 +116,8 @@ class StepInputs:
         """Return a batch of this shape over the device's buffer, with the values last sent with that shape."""
         parts = StepViews.of(self._target, shape)
         block_ids = self._table[: shape.num_seqs, : shape.num_blocks]
-        table = SeqTable(parts.query_starts, parts.kv_lens, block_ids, max_query_len, max_kv_len)
+        states = parts.states.view(-1, STATE_FIELDS) if shape.has_states else None
+        table = SeqTable(parts.query_starts, parts.kv_lens, block_ids, max_query_len, max_kv_len, states)
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
     def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
@@ -123,7 +128,7 @@ class StepInputs:
         self._fill(batch, shape, before)
         sent = self.static(shape, max_query_len, max_kv_len)
         starts = zip(batch.seqs, sent.table.block_ids, strict=True)
-        seqs = [SeqSlice(seq.query_start, seq.query_len, seq.kv_len, block_ids) for seq, block_ids in starts]
+        seqs = [replace(seq, block_ids=block_ids) for seq, block_ids in starts]
         return replace(sent, seqs=seqs, adapters=batch.adapters)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
@@ -142,13 +147,15 @@ class StepInputs:
         starts = [seq.query_start for seq in seqs]
         parts.query_starts[: num_seqs + 1] = torch.tensor([*starts, num_tokens], device="cpu")
         parts.kv_lens[:num_seqs] = torch.tensor([seq.kv_len for seq in seqs], device="cpu")
-        tables = [seq.block_ids for seq in seqs]
-        if num_seqs < shape.num_seqs:
+        tables, shortest, missing = [seq.block_ids for seq in seqs], 0, shape.num_seqs - num_seqs
+        if missing:
             shortest = min(range(num_seqs), key=lambda index: seqs[index].kv_len)
-            tables += [seqs[shortest].block_ids] * (shape.num_seqs - num_seqs)
+            tables += [seqs[shortest].block_ids] * missing
             self._pad(parts, seqs, shortest, num_tokens)
         elif num_tokens < shape.num_tokens or num_rows < shape.num_rows:
             pad_chunk(parts, num_tokens, num_rows)
+        if shape.has_states:
+            parts.states[:] = state_fields(seqs, shortest, missing).flatten()
         self._copy(host, shape.num_bytes, tables)
         if before is not None:
             token_ids = StepViews.of(self._target, shape).token_ids
@@ -191,4 +198,5 @@ def pad_chunk(parts: StepViews, num_tokens: int, num_rows: int) -> None:
 def shape_of(seqs: Sequence[SeqSlice], num_rows: int) -> StepShape:
     """Return the shape of a step without padding."""
     num_blocks = max(len(seq.block_ids) for seq in seqs)
-    return StepShape(sum(seq.query_len for seq in seqs), num_rows, len(seqs), num_blocks)
+    num_tokens, has_states = sum(seq.query_len for seq in seqs), seqs[0].state is not None
+    return StepShape(num_tokens, num_rows, len(seqs), num_blocks, has_states)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine import kernels, native
-from baton.engine.core.batch import ForwardBatch, SeqSlice, known_ids
+from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, known_ids
 from baton.engine.core.config import EngineConfig
 from baton.engine.execute.activation_memory import activations_on
 from baton.engine.execute.graphs import CudaCapture, StepGraphs, chunk_sizes, ladder, widths
@@ -133,7 +133,10 @@ class GpuLauncher(Launcher):
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         table = pool.layout.num_blocks(config.max_model_len)
         self._partition = None if config.sm_share is None else Partition(pool.device, config.sm_share)
-        self._inputs = StepInputs(pool.device, StepShape(num_tokens, num_tokens, num_seqs, table + 1))
+        has_states = pool.states is not None
+        self._inputs = StepInputs(pool.device, StepShape(num_tokens, num_tokens, num_seqs, table + 1, has_states))
+        if has_states and speculates:
+            pool.states.hold_drafts(model.num_draft_elements)
         pinned = pool.device.type == "cuda"
         self._landings = torch.zeros(2, num_tokens, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._turn = 0
@@ -166,7 +169,8 @@ class GpuLauncher(Launcher):
     def warm_up(self, config: EngineConfig) -> None:
         """Compile what steps without a graph need. Before serving: it writes to the pool's first blocks."""
         num_blocks = min(self.pool.num_blocks, self.pool.layout.num_blocks(config.max_model_len))
-        sizes = (config.max_num_batched_tokens, config.max_num_seqs, num_blocks, self.pool.block_size)
+        tokens, has_states = config.max_num_batched_tokens, self.pool.states is not None
+        sizes = tokens, config.max_num_seqs, num_blocks, self.pool.block_size, has_states
         sampler, row = sampler_on(self.pool.device), SampleRow(SamplingParams(), 0, 0)
         with self.place():
             for batch in warm_steps(*sizes):  # logits of a step that are kept until the next one has run count twice
@@ -250,15 +254,21 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
     device, block_size = model.device, config.block_size
     num_tokens, num_seqs = min(config.max_num_batched_tokens, config.max_model_len), config.max_num_seqs
     layout = model.kv_layout(config.kv_dtype, block_size)
-    pool = KVPool(layout, layout.num_blocks(num_tokens), device=device)
+    pool = KVPool(layout, layout.num_blocks(num_tokens), device=device, num_states=int(layout.state is not None))
+    state = None
+    if pool.states is not None:
+        state = FIRST_STATE
+        if speculates:
+            pool.states.hold_drafts(model.num_draft_elements)
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
     num_others = min(num_seqs, num_tokens) - 1
     chunk = num_tokens - num_others
-    others = [SeqSlice(row, 1, num_tokens, block_ids) for row in range(chunk, num_tokens)]
-    seqs = [SeqSlice(0, chunk, chunk, block_ids), *others]
+    others = [SeqSlice(row, 1, num_tokens, block_ids, state) for row in range(chunk, num_tokens)]
+    seqs = [SeqSlice(0, chunk, chunk, block_ids, state), *others]
     batch = ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[chunk - 1 :])
     most = config.max_num_batched_tokens
-    inputs = StepInputs(device, StepShape(most, most, num_seqs, layout.num_blocks(config.max_model_len) + 1))
+    table = layout.num_blocks(config.max_model_len) + 1
+    inputs = StepInputs(device, StepShape(most, most, num_seqs, table, state is not None))
     sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
 
     def largest_step() -> None:

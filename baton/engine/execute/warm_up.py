@@ -2,7 +2,7 @@
 
 import torch
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, StateRows
 
 # The least of each number of rows for which linear kernels have tiles of their own, or (257 of 4,096 outputs, 513 of
 # 2,048, 1,025 of 1,024, and so on) add up leaves in one go; the most follow.
@@ -10,7 +10,9 @@ CHUNKS = (1, 2, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097)
 SPLIT_CONTEXT = 1024  # positions, of which every form of attention makes several splits
 
 
-def warm_steps(num_tokens: int, num_seqs: int, num_blocks: int, block_size: int) -> list[ForwardBatch]:
+def warm_steps(
+    num_tokens: int, num_seqs: int, num_blocks: int, block_size: int, has_states: bool = False
+) -> list[ForwardBatch]:  # fmt: skip
     """Return steps of every kind that runs without a graph, made on the host: chunks of prompts from one token to all
     of `num_tokens`; decode of few and of `num_seqs` sequences, behind short and long contexts, since KV is split over
     programs by both; and decode beside chunks. They write to blocks that no request has before serving."""
@@ -22,14 +24,14 @@ def warm_steps(num_tokens: int, num_seqs: int, num_blocks: int, block_size: int)
             decode = [(1, kv_len)] * count
             sizes = [size for size in (7, 33, most - count) if 0 < size <= most - count]
             steps += [decode, *([*decode, (size, size)] for size in sizes)]
-    return [_step(lens, block_size) for lens in steps]
+    return [_step(lens, block_size, FIRST_STATE if has_states else None) for lens in steps]
 
 
-def _step(lens: list[tuple[int, int]], block_size: int) -> ForwardBatch:
-    """Return a step of sequences, new tokens and all positions of each, that share their blocks."""
+def _step(lens: list[tuple[int, int]], block_size: int, state: StateRows | None) -> ForwardBatch:
+    """Return a step of sequences, new tokens and all positions of each, that share their blocks, and their `state`."""
     seqs, row = [], 0
     for query_len, kv_len in lens:
-        seqs.append(SeqSlice(row, query_len, kv_len, torch.arange(-(-kv_len // block_size), device="cpu")))
+        seqs.append(SeqSlice(row, query_len, kv_len, torch.arange(-(-kv_len // block_size), device="cpu"), state))
         row += query_len
     positions = torch.cat([torch.arange(kv_len - query_len, kv_len, device="cpu") for query_len, kv_len in lens])
     ends = torch.tensor([seq.query_start + seq.query_len - 1 for seq in seqs], device="cpu")

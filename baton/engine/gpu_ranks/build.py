@@ -24,7 +24,7 @@ from baton.engine.execute.build import (
     MemoryFor,
     draft_launcher,
     explained,
-    gpu_blocks,
+    gpu_sizes,
     load_parts,
     make_pool,
 )
@@ -78,7 +78,7 @@ def load_on_gpus(
     line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
     spec, make = read_spec(config.model), make or make_proposers
     shard = Shard(0, config.tensor_parallel, config.expert_parallel)
-    if why := unfit(config) or refusal(spec, shard):
+    if why := unfit(config, spec) or refusal(spec, shard):
         raise ValueError(f"tensor_parallel {config.tensor_parallel}: {why}")
     devices = devices_for(config)
     ranks, collectives = _start(config, devices, rank_program or PROGRAM)
@@ -94,8 +94,10 @@ def load_on_gpus(
         raise
 
 
-def unfit(config: EngineConfig) -> str:
+def unfit(config: EngineConfig, spec: ModelSpec) -> str:
     """Return why ranks on GPUs cannot do what `config` asks for; "" if they can."""
+    if spec.state is not None:
+        return "layers with a state are computed by one GPU: leave it at 1, or give device cpu"
     if config.pipeline_parallel > 1:
         return "pipeline_parallel has no effect on a GPU; leave it out, or give device cpu"
     if config.sm_share is not None:
@@ -142,7 +144,8 @@ def device_parts(
     spec, speculates = model.spec, not collectives.least(int(not (speculates and collectives.shard.rank == 0)))
     with torch.inference_mode():
         if config.num_blocks is None:
-            own = gpu_blocks(widest(config, spec), model, speculates)
+            own, _ = gpu_sizes(widest(config, spec), model, speculates)
+            assert own is not None, "ranks have no layers with a state"
             config = replace(config, num_blocks=collectives.least(own))
         config = resolve(config, spec)
         pool = make_pool(config, model, memory_for, pool_of)

@@ -1,15 +1,17 @@
 """Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4, mended where tests would see the machine instead of a kernel:
 `range` over a value that a kernel computed needs an index, which it takes from an array of one element, and numpy no
-longer converts that; and OpenBLAS adds up a row of a product by its place in the tile (seen in 0.3.31), which no
-matrix instruction does."""
+longer converts that; a truth that is spread over a tile becomes an integer, which no load takes for a mask; and OpenBLAS
+adds up a row of a product by its place in the tile (seen in 0.3.31), which no matrix instruction does."""
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Every scalar of an interpreted kernel can be a bound of `range`; a row of a product is computed by itself."""
+    """Every scalar of an interpreted kernel can be a bound of `range`, every comparison a mask; a row of a product is computed by itself."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    splat = interpreter.InterpreterBuilder.create_splat
 
     def patch_and_index(tensor: type, scope: interpreter._LangPatchScope) -> None:
         patch(tensor, scope)
@@ -21,5 +23,11 @@ def mend() -> None:
         product = np.matmul(a.data[:, None, :], b.data, dtype=d.data.dtype)[:, 0]
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def splat_truth(self, tile_type, value):
+        found = splat(self, tile_type, value)
+        is_truth = value.data.dtype == np.bool_  # of a comparison, whose handle has the type of what was compared
+        return interpreter.TensorHandle(found.data != 0, tl.int1) if is_truth else found
+
     interpreter._patch_lang_tensor = patch_and_index
+    interpreter.InterpreterBuilder.create_splat = splat_truth
     interpreter.InterpreterBuilder.create_dot = dot_of_rows

@@ -9,7 +9,8 @@ ENGINE = Path(__file__).parents[1]
 # Below baton/engine: the kernels whose sums end in KV, and what chooses their tiles, splits and segments.
 SOURCES = (
     "kernels/linear.py", "kernels/grouped.py", "kernels/low_rank.py", "kernels/paged_attention.py", "kernels/rows.py",
-    "kernels/kv_write.py", "kernels/tiles.py", "kernels/quantize.py", "attention/triton_paged.py", "parallel/add_ranks.py",
+    "kernels/kv_write.py", "kernels/tiles.py", "kernels/quantize.py", "kernels/state/inputs.py", "kernels/state/folds.py",
+    "kernels/state/finish.py", "recurrent/gpu.py", "attention/triton_paged.py", "parallel/add_ranks.py",
     "layers/linear/triton.py", "layers/grouped.py", "adapters/gpu_low_rank.py", "models/gpu_layers.py",
 )  # fmt: skip
 

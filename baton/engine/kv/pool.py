@@ -49,6 +49,7 @@ class KVPool:
             if whole.numel() < num_bytes:
                 sizes = f"needs {num_bytes} bytes, its memory has {whole.numel()}"
                 raise ValueError(f"KV pool of {num_blocks} blocks {sizes}")
+        self.whole = whole[:num_bytes]  # blocks, then states
         self.bytes = whole[: num_blocks * layout.block_bytes].view(num_blocks, layout.block_bytes)
         self.states: StatePool | None = None
         if layout.state is not None:

@@ -17,12 +17,13 @@ CopyState = Callable[[int, int], None]  # from one block to another, between ste
 class SequenceState:
     """Of a model whose layers keep none it stays empty. Guarded as the blocks of its sequence are."""
 
-    __slots__ = ("block_id", "holder", "checkpoint_id", "reserve", "is_ready", "num_pending")
+    __slots__ = ("block_id", "holder", "checkpoint_id", "kept_id", "reserve", "is_ready", "num_pending")
 
     def __init__(self):
         self.block_id: int | None = None
         self.holder = Holder.FREE  # of its own block: its group's, or FETCHING
         self.checkpoint_id: int | None = None  # pinned, until `enter` has copied it
+        self.kept_id: int | None = None  # a copy that becomes a checkpoint when the step before it has passed
         self.reserve = 0  # blocks promised and not yet taken
         self.is_ready = False
         self.num_pending = 0  # accepted proposals that the block has not taken in yet
@@ -35,7 +36,7 @@ class SequenceState:
 
     def held(self, holder: Holder) -> list[tuple[Holder, list[int]]]:
         """Return the blocks that it holds, by holder; `holder`: its group's."""
-        held = [(self.holder, self.block_id), (holder, self.checkpoint_id)]
+        held = [(self.holder, self.block_id), (holder, self.checkpoint_id), (Holder.RUNNING, self.kept_id)]
         return [(each, [block_id]) for each, block_id in held if block_id is not None]
 
     def pin(self, ledger: Ledger, span_hashes: Sequence[bytes], num_tokens: int, holder: Holder) -> bool:
@@ -110,16 +111,21 @@ class SequenceState:
         other.is_ready = True
         return True
 
-    def keep(self, states: Ledger, name: bytes, copy: CopyState) -> None:
-        """Make a checkpoint of the state as it is, named by the span before it; none where it has one, or no block is left
-        for it."""
-        if states.cache.get(name):
-            return
-        block_ids = states.allocate(1, Holder.RUNNING)
-        if block_ids is not None:
+    def copy_ahead(self, states: Ledger, copy: CopyState) -> None:
+        """Copy the state as it stands behind a step in flight, before another is launched that folds more into it."""
+        if (block_ids := states.allocate(1, Holder.RUNNING)) is not None:
             copy(self.own_id, block_ids[0])
-            states.seal((name,), tuple(block_ids))
-            states.release(block_ids, Holder.RUNNING)
+            self.kept_id = block_ids[0]
+
+    def keep(self, states: Ledger, name: bytes, copy: CopyState, goes_on: bool = False) -> None:
+        """Make a checkpoint of the state as it is, or of its copy where the sequence `goes_on` in a step that was launched
+        since, named by the span before it; none where there is one, or no block was left for it."""
+        if self.kept_id is None and not goes_on and not states.cache.get(name):
+            self.copy_ahead(states, copy)
+        if self.kept_id is not None:
+            if not states.cache.get(name):
+                states.seal((name,), (self.kept_id,))
+            self._drop_kept(states)
 
     def unpromise(self, states: Ledger | None) -> None:
         """Give back what was promised."""
@@ -133,9 +139,15 @@ class SequenceState:
             return
         self.unpromise(states)
         self._unpin(states, holder)
+        self._drop_kept(states)
         if self.block_id is not None:
             states.release([self.block_id], self.holder)
         self.block_id, self.is_ready, self.num_pending = None, False, 0
+
+    def _drop_kept(self, states: Ledger) -> None:
+        if self.kept_id is not None:
+            states.release([self.kept_id], Holder.RUNNING)
+            self.kept_id = None
 
     def _unpin(self, states: Ledger, holder: Holder) -> None:
         if self.checkpoint_id is not None:

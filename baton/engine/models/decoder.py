@@ -37,7 +37,6 @@ from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
 from baton.engine.parallel.stage import PipelineStage
-from baton.engine.recurrent.plan import StatePlan
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.merge import pad
 from kvtransfer.layout import KVGroup, KVLayout
@@ -114,9 +113,7 @@ class Model:
         self._num_gates = attention.shape.num_heads if spec.attention_gate else 0
         self._state_index = {layer: index for index, layer in enumerate(spec.state_layers)}
         mixers = (layer.state for layer in self.layers if layer is not None)
-        self._state = next(
-            (mixer.spec for mixer in mixers if mixer is not None), None
-        )  # sizes of the part that is here
+        self._mixer = next((mixer for mixer in mixers if mixer is not None), None)
         if collectives is not None and collectives.shares_memory and attention.name != NativeAttention.name:
             raise ModelError(
                 f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
@@ -134,7 +131,7 @@ class Model:
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
         if self.spec.state is not None:
             order = "state" if is_fast else "state-tree"  # of norms and products over all ranks' parts
-            variants[f"{order}-{state_kernels(self.spec.state)}"] = None
+            variants[f"{order}-{state_kernels(self.spec.state, self.device)}"] = None
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         if is_fast:
             assert self.collectives is not None
@@ -173,6 +170,12 @@ class Model:
         those of experts that are not grouped."""
         experts = (layer.experts for layer in self.layers if layer is not None and layer.experts is not None)
         return self.attention.capturable and not self._adapted and all(each.grouped is not None for each in experts)
+
+    @property
+    def num_draft_elements(self) -> int:
+        """Return the fp32 elements that a layer with a state keeps of a proposal's inputs."""
+        assert self._mixer is not None
+        return self._mixer.spec.conv_size + self._mixer.spec.num_scalars
 
     def kv_of(self, layers: range) -> list[int]:
         """Return which of the layers that have KV these are."""
@@ -241,7 +244,7 @@ class Model:
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
         plan = self.attention.plan(batch, pool) if self._kv_index else None
-        states = None if self._state is None else StatePlan(self._state, batch, pool.states)
+        states = None if self._mixer is None else self._mixer.plan(batch, pool.states)
         factors = None if self._temperature is None else self._temperature(batch.positions)
         added = None if self._gpu_adapters is None else self._gpu_adapters.plan(batch.adapters)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
@@ -269,7 +272,7 @@ class Model:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x, scale = self.embedding(token_ids), self.spec.embedding_scale
-        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _apply(
         self,

@@ -1,11 +1,15 @@
 """Hold the modules of one decoder layer."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.norm import Norm
 from baton.engine.models.experts import Experts
 from baton.engine.recurrent.mixer import Mixer
+
+if TYPE_CHECKING:
+    from baton.engine.recurrent.gpu import GpuMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Layer:
     attention_out_norm: Norm | None = None  # of what attention adds to the rows
     mlp_out_norm: Norm | None = None
     experts: Experts | None = None
-    state: Mixer | None = None  # what mixes tokens in place of attention; where there are both, beside it
+    state: "Mixer | GpuMixer | None" = None  # what mixes tokens in place of attention; where there are both, beside it
 
     @property
     def has_mlp(self) -> bool:

@@ -108,7 +108,7 @@ class Linears:
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
             weight = self._source.linear(module, size, in_features)
-            vector = self._source.tensor(f"{module}.bias", size) if bias else torch.empty(size)
+            vector = self._source.tensor(f"{module}.bias", size) if bias else weight.values.new_empty(size)
             if order is not None:
                 order = order.to(weight.values.device)
                 weight, vector = take_rows(weight, order), vector[order]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine import kernels
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve_dtypes
@@ -62,8 +63,8 @@ def load_model(
     that the GPU has no room for.
     """
     spec = read_spec(config.model)
-    if spec.state is not None and device != CPU:
-        raise ModelError(f"{spec.folder}: layers with a state are not computed on a GPU yet; give --device cpu")
+    if spec.state is not None and device != CPU and (why := kernels.unavailable(device.type)):
+        raise ModelError(f"{spec.folder}: layers with a state on a GPU: {why}")
     config = resolve_dtypes(config, spec)
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
 from baton.engine.recurrent.mixer import Mixer
 from baton.engine.weights.formats.base import WeightSource
+
+if TYPE_CHECKING:
+    from baton.engine.recurrent.gpu import GpuDeltaNet, GpuMamba, GpuMamba2, GpuMixer
 
 
 def read_layer(
@@ -90,7 +94,9 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
     return ScaledLinear(kernel, torch.cat([torch.full((size,), by) for by, size in zip(factors, sizes, strict=True)]))
 
 
-def read_mixer(model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears) -> Mixer:
+def read_mixer(
+    model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears
+) -> "Mixer | GpuMixer":  # fmt: skip
     """Return a rank's part of what mixes tokens by a state. Raises ModelError for a tensor that is missing or differs."""
     part: StatePart = StatePart(spec, linears.shard)
     if isinstance(spec, DeltaNetSpec):
@@ -101,8 +107,15 @@ def read_mixer(model: ModelSpec, spec: StateSpec, module: str, source: WeightSou
     return _read_mamba2(model, part, module, source, linears)
 
 
-def state_kernels(spec: StateSpec) -> str:
-    """Return what folds states of these sizes: native or torch. Stages without such a layer say it too."""
+def on_gpu(device: torch.device) -> bool:
+    """Return whether Triton's kernels fold states there."""
+    return device.type != "cpu"
+
+
+def state_kernels(spec: StateSpec, device: torch.device) -> str:
+    """Return what folds states of these sizes: triton, native or torch. Stages without such a layer say it too."""
+    if on_gpu(device):
+        return "triton"
     if isinstance(spec, DeltaNetSpec):
         why = delta_net.unfit(spec)
     elif isinstance(spec, MambaSpec):
@@ -120,7 +133,7 @@ def _taps_first(weight: Tensor, channels: Tensor) -> Tensor:
 
 def _read_mamba2(
     model: ModelSpec, part: StatePart[Mamba2Spec], module: str, source: WeightSource, linears: Linears
-) -> Mamba2Mixer:  # fmt: skip
+) -> "Mamba2Mixer | GpuMamba2":  # fmt: skip
     hidden, by, whole, spec = model.hidden_size, model.multipliers or Multipliers(), part.whole, part.spec
     weight = source.tensor(f"{module}.conv1d.weight", whole.conv_size, 1, spec.taps)
 
@@ -143,12 +156,16 @@ def _read_mamba2(
     output = linears.read([f"{module}.out_proj"], [hidden], whole.inner_size, spec.projection_bias, row_parallel=True)
     parts = [*[spec.inner_size] * 2, *[spec.num_groups * spec.state_size] * 2, spec.num_heads]
     projection, output = scaled(projection, by.state, parts), scaled(output, by.state_output, [hidden])
+    if on_gpu(weight.device):
+        from baton.engine.recurrent.gpu import GpuMamba2  # triton is an extra
+
+        return GpuMamba2(spec, parameters, projection, output)
     return Mamba2Mixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 
 def _read_mamba(
     model: ModelSpec, part: StatePart[MambaSpec], module: str, source: WeightSource, linears: Linears
-) -> MambaMixer:  # fmt: skip
+) -> "MambaMixer | GpuMamba":  # fmt: skip
     hidden, spec, inner = model.hidden_size, part.spec, part.whole.inner_size
     weight, own, bias = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps), part.inner, spec.projection_bias
     norms, selected = zip(("dt", "b", "c"), spec.selected_sizes, strict=True), sum(spec.selected_sizes)
@@ -166,12 +183,16 @@ def _read_mamba(
     order = torch.arange(2 * inner).roll(inner)[part.rows]  # gates first
     projection = linears.read([f"{module}.in_proj"], [2 * inner], hidden, bias, orders=[order])
     output = linears.read([f"{module}.out_proj"], [hidden], inner, bias, row_parallel=True)
+    if on_gpu(weight.device):
+        from baton.engine.recurrent.gpu import GpuMamba  # triton is an extra
+
+        return GpuMamba(spec, parameters, projection, output, weight.dtype)
     return MambaMixer(part, parameters, projection, output, weight.dtype)
 
 
 def _read_delta_net(
     model: ModelSpec, part: StatePart[DeltaNetSpec], module: str, source: WeightSource, linears: Linears
-) -> DeltaNetMixer:  # fmt: skip
+) -> "DeltaNetMixer | GpuDeltaNet":  # fmt: skip
     whole, spec = part.whole, part.spec
     heads, inner, channels = whole.num_heads, whole.inner_size, whole.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
@@ -184,6 +205,10 @@ def _read_delta_net(
     read = _read_split if spec.is_split else _read_by_key_head
     projection = read(part, module, linears, model.hidden_size)
     output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False, row_parallel=True)
+    if on_gpu(weight.device):
+        from baton.engine.recurrent.gpu import GpuDeltaNet  # triton is an extra
+
+        return GpuDeltaNet(spec, parameters, projection, output)
     return DeltaNetMixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine import native
-from baton.engine.core.batch import SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.state_spec import StateSpec
+from baton.engine.kv.states import StatePool
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.parallel.collectives import check
 from baton.engine.parallel.state_part import StatePart
@@ -59,6 +60,10 @@ class Mixer(ABC, Generic[Spec]):
     def name(self) -> str:
         """Return what computes the recurrence: native or torch."""
         return "torch" if self._native is None else "native"
+
+    def plan(self, batch: ForwardBatch, states: StatePool) -> StatePlan:
+        """Return what all layers of a step share."""
+        return StatePlan(self.spec, batch, states)
 
     def __call__(self, x: Tensor, plan: StatePlan, layer: int) -> Tensor:
         """Fold the rows x [>= T, hidden_size] into the states that layer `layer` of those with a state keeps -> what it

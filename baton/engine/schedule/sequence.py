@@ -200,16 +200,22 @@ class Sequence:
         last, regular = (self.num_tokens - 1) // SPAN_TOKENS * SPAN_TOKENS, (begin // step + 1) * step
         return last if begin < last < regular else regular
 
-    def passed(self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies") -> None:
+    def keeps_state(self, begin: int, end: int, ledger: Ledger, step: int) -> bool:
+        """Return whether its state is kept behind its tokens [begin, end)."""
+        return ledger.states is not None and self.group.is_named and end == self.next_checkpoint(begin, step)
+
+    def passed(
+        self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies", goes_on: bool = False
+    ) -> None:  # fmt: skip
         """Its tokens [begin, end) are computed: name what is whole, keep the state where one is kept, and let go of what is
-        not seen any more."""
+        not seen any more. `goes_on`: a step that was launched since computes more of it."""
         self.num_computed = end
         self.seal(ledger)
         self.recurrent.num_pending = 0
-        if ledger.states is not None and self.group.is_named and end == self.next_checkpoint(begin, step):
+        if self.keeps_state(begin, end, ledger, step):
             self.name_spans(end)
             with ledger.lock:
-                self.recurrent.keep(ledger.states, self.hashes[end // SPAN_TOKENS - 1], copies.state)
+                self.recurrent.keep(ledger.states, self.hashes[end // SPAN_TOKENS - 1], copies.state, goes_on)
         self.leave_window(ledger)
 
     def append(self, token_id: int) -> FinishReason | None:

@@ -20,7 +20,7 @@ _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 def device_pool(pool: KVPool, region: DeviceRegion, mirror: memoryview) -> DevicePool:
     """`region`: the pool's memory; `mirror`: writable, as large as the pool."""
-    crossing = Crossing(pool.bytes, torch.frombuffer(mirror, dtype=torch.uint8, count=pool.bytes.numel()))
+    crossing = Crossing(pool.whole, torch.frombuffer(mirror, dtype=torch.uint8, count=pool.whole.numel()))
     return DevicePool(region, crossing.sums, crossing.copy_out, crossing.copy_in)
 
 

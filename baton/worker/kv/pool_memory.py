@@ -78,7 +78,7 @@ class PoolMemory:
         """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are used."""
         if self.gpu_region is None:
             return
-        num_bytes, self._block_bytes = pool.bytes.nbytes, pool.layout.block_bytes
+        num_bytes, self._block_bytes = pool.whole.nbytes, max(1, pool.layout.block_bytes)
         self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes).memory)
         most = mirror_bytes(num_bytes, self.mirror_gib, available_bytes(), torch.cuda.device_count())
         log.info(

@@ -23,8 +23,9 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.gpu_low_rank import GpuLowRank
 from baton.engine.attention import triton_paged
 from baton.engine.attention.base import AttentionShape
-from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.model_spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.warm_up import warm_steps
 from baton.engine.kv.pool import KVPool
@@ -219,7 +220,8 @@ class Setup:
         return recorder.variants
 
     def warm_up(self, recorder: Recorder) -> dict[str, Variant]:
-        return self.run(recorder, warm_steps(NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE))
+        sizes = NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE
+        return self.run(recorder, warm_steps(*sizes, self.pool.states is not None))
 
 
 def torch_layers(recorder: Recorder) -> dict[str, dict]:
@@ -260,6 +262,53 @@ def torch_layers(recorder: Recorder) -> dict[str, dict]:
             cold = sorted(setup.run(recorder, steps).keys() - warmed)
             found[f"{name} {exact}"] = {"layers": model.layers_name, "warm": len(warmed), "cold": cold}
     return found
+
+
+# Of Granite 4's, Qwen3-Next's and Jamba's sizes.
+STATES = {
+    "Mamba-2": Mamba2Spec(128, 64, 1, 128, 4),
+    "gated delta net": DeltaNetSpec(32, 16, 128, 128, 4),
+    "Mamba": MambaSpec(8192, 16, 256, 4),
+}
+
+
+def state_layers(recorder: Recorder) -> dict[str, dict]:
+    """Steps of models of a layer with a state and one of attention, and what the first one launches for a decode step of 64
+    sequences; with room for proposals and without."""
+    rope, found = RopeSpec("default", 1e4, CONTEXT, CONTEXT), {}
+    for name, state in STATES.items():
+        layers = (LayerSpec(has_attention=False, state=state), LayerSpec())
+        base = make_spec("256", CONTEXT)
+        spec = replace(base, layers=layers, ropes=(rope,), names=replace(base.names, state="mixer"))
+        for exact, proposes in ((True, False), (True, True), (False, False)):
+            backend = triton_paged.TritonAttention if exact else triton_paged.FastTritonAttention
+            shape = AttentionShape(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, META, "bf16", BLOCK_SIZE
+            )
+            make = GpuChoice("auto", exact, torch.bfloat16, META)
+            ropes = [Rope(rope, spec.head_dim, CONTEXT).to(META)]
+            model = Model(spec, torch.bfloat16, MetaSource("bf16"), make, backend(shape), ropes)
+            pool = KVPool(model.kv_layout("bf16", BLOCK_SIZE), CONTEXT // BLOCK_SIZE, device=META, num_states=8)
+            if proposes:
+                pool.states.hold_drafts(model.num_draft_elements)
+            table = CONTEXT // BLOCK_SIZE + 1
+            inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, table, True))
+            setup = Setup(model, pool, inputs)
+            warmed = setup.warm_up(recorder).keys()
+            cold = sorted(setup.run(recorder, [with_states(step) for step in trace(exact)]).keys() - warmed)
+            sent, mixer = inputs.send(with_states(step_of([(1, 1024)] * 64))), model.layers[0].state
+            plan = mixer.plan(sent, pool.states)
+            recorder.launches = 0
+            mixer(_empty(torch.bfloat16, 64, spec.hidden_size), plan, 0)
+            found[f"{name} {exact} {proposes}"] = {
+                "layers": model.layers_name, "warm": len(warmed), "cold": cold, "launches": recorder.launches,
+                "capturable": model.capturable,
+            }  # fmt: skip
+    return found
+
+
+def with_states(step: ForwardBatch) -> ForwardBatch:
+    return replace(step, seqs=[replace(seq, state=StateRows(0)) for seq in step.seqs])
 
 
 def make_adapter(spec: ModelSpec, rank: int) -> Adapter:
@@ -360,8 +409,9 @@ def main() -> None:
                 "cold": sorted(served.keys() - warmed.keys()),
             }  # fmt: skip
         steps, rounding = launches_of_steps(recorder), launches_of_rounding(recorder)
-        others = torch_layers(recorder)
-    json.dump({"models": found, "steps": steps, "rounding": rounding, "torch": others}, sys.stdout)
+        others, states = torch_layers(recorder), state_layers(recorder)
+    made = {"models": found, "steps": steps, "rounding": rounding, "torch": others, "states": states}
+    json.dump(made, sys.stdout)
 
 
 if __name__ == "__main__":

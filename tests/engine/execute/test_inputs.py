@@ -9,7 +9,7 @@ import torch
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.execute.inputs import ALIGNMENT, StepInputs, StepShape, StepViews
 
-SHAPES = [StepShape(*sizes) for sizes in itertools.product((1, 2, 7, 512), (1, 3, 64), (1, 2, 65), (1, 17, 128))]
+SHAPES = [StepShape(*sizes, True) for sizes in itertools.product((1, 2, 7, 512), (1, 3, 64), (1, 2, 65), (1, 17, 128))]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -108,6 +108,27 @@ def test_the_tokens_of_one_step_at_a_time(seed, num_blocks, num_seqs):
             assert alone.ended.error == "cancelled" or alone.answer() == found.answer()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_states_are_kept_as_they_stood_behind_each_step(seed):
+    """The toy model looks at every state that it is given. Copies come in the order of launches, as on a stream: what is
+    copied when a step is read stands behind the next one already."""
+    options = dict(num_blocks=64, max_num_seqs=4, num_states=12, checkpoint_tokens=64)
+    engine, requests = two_deep(**options), workload(seed)
+    launcher, copy = engine.runner.launcher, engine.scheduler.copies.state
+    ordered = engine.scheduler.copies._replace(state=lambda *ids: (launcher.wait(), copy(*ids)))
+    engine.scheduler.copies = ordered
+    records = served(engine, requests, seed)
+    again = [replace(request, key=request.key._replace(attempt=1)) for request in requests]
+    found = served(engine, again, seed)
+    answered = [record for record in found.values() if record.first is not None]
+    assert launcher.num_overlapped > 10 and any(record.first.num_cached_tokens for record in answered)
+    for record, request in ((records[each.key], each) for each in requests):
+        assert record.ended.error == "cancelled" or record.answer() == toy_answer(request)
+    for record, request in ((found[each.key], each) for each in again):
+        assert record.ended.error == "cancelled" or record.answer() == toy_answer(request)
+    assert engine.ledger.states.counts()["running"] == 0
+
+
 def test_what_ended_keeps_its_blocks_until_the_step_behind_has_passed():
     """Its stop token is read when the next step, with one more token of it, is on its way."""
     engine = two_deep(num_blocks=16, max_num_seqs=2)

@@ -26,7 +26,7 @@ def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int,
     """`pointers`: kind by name; other arguments are fp32 or integers, strides and sizes of weights that 16 divides."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        floating = name in ("log2_scale", "eps", "static_scale", "alpha", "limit")
+        floating = name in ("alpha", "limit") or name.endswith(("eps", "_scale", "_step"))
         scalar = "fp32" if floating else "i64" if name == "block_stride" else "i32"
         signature[name] = "constexpr" if name in constants else POINTERS[pointers[name]] if name in pointers else scalar
         if name in pointers or name.endswith("stride") or name in MULTIPLES:

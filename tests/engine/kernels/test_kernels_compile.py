@@ -14,10 +14,10 @@ SHARED_MEMORY = {"80": 166912, "90": 232448, "100": 232448}  # bytes that a bloc
 
 
 def compiled(module: str, cache) -> dict[str, dict]:
-    """Compile a module of this folder, and check that each kernel is within the limits of a block."""
+    """Run a module that compiles kernels, and check that each kernel is within the limits of a block."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", f"tests.engine.kernels.{module}"]
+    command = [sys.executable, "-m", f"tests.engine.{module}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
@@ -28,7 +28,7 @@ def compiled(module: str, cache) -> dict[str, dict]:
 
 @pytest.mark.long
 def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
-    made = compiled("compile_linear", tmp_path)
+    made = compiled("kernels.compile_linear", tmp_path)
     for capability, kind in (name.split()[:2] for name in made if name.endswith(" whole")):
         # The two ways of the exact form add products in the same instructions.
         partial, whole = (made[f"{capability} {kind} {way}"]["products"] for way in ("partial", "whole"))
@@ -42,12 +42,17 @@ def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
 
 @pytest.mark.long
 def test_compiled_for_ampere_hopper_and_blackwell(tmp_path):
-    made = compiled("compile_kernels", tmp_path)
+    made = compiled("kernels.compile_kernels", tmp_path)
     for form in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"):
         # The ways of the fixed form add products in the same instructions.
         ways = [made[f"90 {form} {way}"]["products"] for way in ("partial", "whole", "shared")]
         assert ways[0] == ways[1] == ways[2]
         assert all("wgmma" in product for product in made[f"90 {form} whole"]["products"])
+
+
+@pytest.mark.long
+def test_kernels_of_states_compile_for_ampere_hopper_and_blackwell(tmp_path):
+    assert len(compiled("recurrent.compile_states", tmp_path)) == 3 * 12
 
 
 @pytest.mark.long

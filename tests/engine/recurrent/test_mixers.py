@@ -9,6 +9,7 @@ import torch
 from baton.engine import native
 from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
+from baton.engine.kv.pool import CPU
 from baton.engine.kv.states import StatePool
 from baton.engine.layers.linear import choose
 from baton.engine.parallel.state_part import StatePart
@@ -16,7 +17,6 @@ from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
 from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
 from baton.engine.recurrent.mixer import Mixer
-from baton.engine.recurrent.plan import StatePlan
 from baton.engine.weights.forms import DenseWeight
 from kvtransfer.layout import STATE, KVGroup
 
@@ -87,47 +87,61 @@ def mixer(request, spec, monkeypatch):
 class Steps:
     """Sequences of random rows in one pool, each with its own block, whose memory held something else before."""
 
-    def __init__(self, mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    ):
         self.mixer, size = mixer, -(-mixer.spec.num_elements // 64)
         group = KVGroup(STATE, NUM_LAYERS, size, 64, "fp32", 1)
-        self.states = StatePool(group, torch.full((NUM_STATES * group.block_bytes,), 255, dtype=torch.uint8))
+        self.states = StatePool(
+            group, torch.full((NUM_STATES * group.block_bytes,), 255, dtype=torch.uint8, device=device)
+        )
         torch.manual_seed(1)
-        self.rows = [torch.randn(length, mixer.spec.projected_size).to(dtype) for length in lengths]
+        self.rows = [torch.randn(length, mixer.spec.projected_size).to(device, dtype) for length in lengths]
         self.done, self.pending = [0] * len(lengths), [0] * len(lengths)
-        self.out = [torch.zeros(length, mixer.spec.inner_size, dtype=dtype) for length in lengths]
+        self.out = [torch.zeros(length, mixer.spec.inner_size, dtype=dtype, device=device) for length in lengths]
 
     def step(self, counts: list[int], drafts: list[int] | None = None, accepted: list[int] | None = None) -> None:
         """Take `counts` rows of each sequence, and `drafts` proposals behind them, of which `accepted` are the sequence's
         own next rows and the others are not."""
         drafts, accepted = drafts or [0] * len(counts), accepted or [0] * len(counts)
-        seqs, parts, start = [], [], 0
         if not any(counts):
             return
-        for index, (count, extra) in enumerate(zip(counts, drafts, strict=True)):
-            if not count:
-                continue
-            begin, end = self.done[index], self.done[index] + count
-            wrong = torch.ones(extra - accepted[index], self.mixer.spec.projected_size)
-            parts += [self.rows[index][begin : end + accepted[index]], wrong.to(self.rows[index].dtype)]
-            state = StateRows(index, self.pending[index], extra)
-            seqs.append(SeqSlice(start, count + extra, end + extra, torch.empty(0), state))
-            start += count + extra
-        x, empty = torch.cat(parts), torch.empty(0, dtype=torch.int64)
-        batch = ForwardBatch(torch.zeros(len(x)), empty, empty, seqs, empty)
-        y = self.mixer(x, StatePlan(self.mixer.spec, batch, self.states), 1)
-        for seq in seqs:
+        batch, x = self._batch(counts, drafts, accepted)
+        y = self.mixer(x, self.mixer.plan(batch, self.states), 1)
+        for seq in batch.seqs:
             index = seq.state.state_id
             kept = counts[index] + accepted[index]
             self.out[index][self.done[index] : self.done[index] + kept] = y[seq.query_start : seq.query_start + kept]
             self.done[index] += kept
             self.pending[index] = accepted[index]
 
+    def batch_of(self, counts: list[int]) -> ForwardBatch:
+        """Return the step that would take `counts` rows of each sequence."""
+        return self._batch(counts, [0] * len(counts), [0] * len(counts))[0]
 
-def whole(mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    def _batch(self, counts, drafts, accepted) -> tuple[ForwardBatch, torch.Tensor]:
+        seqs, parts, start = [], [], 0
+        for index, (count, extra) in enumerate(zip(counts, drafts, strict=True)):
+            if not count:
+                continue
+            begin, end = self.done[index], self.done[index] + count
+            wrong = torch.ones(extra - accepted[index], self.mixer.spec.projected_size)
+            parts += [self.rows[index][begin : end + accepted[index]], wrong.to(self.rows[index])]
+            state = StateRows(index, self.pending[index], extra)
+            seqs.append(SeqSlice(start, count + extra, end + extra, torch.empty(0), state))
+            start += count + extra
+        x, empty = torch.cat(parts), torch.empty(0, dtype=torch.int64)
+        batch = ForwardBatch(torch.zeros(len(x)), empty, empty, seqs, empty)
+        return batch, x
+
+
+def whole(
+    mixer: Mixer, lengths: list[int], dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> list[torch.Tensor]:  # fmt: skip
     """Every sequence alone, in one step."""
     found = []
     for index, length in enumerate(lengths):
-        steps = Steps(mixer, lengths, dtype)
+        steps = Steps(mixer, lengths, dtype, device)
         steps.step([length if other == index else 0 for other in range(len(lengths))])
         found.append(steps.out[index])
     return found

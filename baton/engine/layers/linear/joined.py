@@ -40,4 +40,7 @@ class ScaledLinear(LinearKernel):
         return self._kernel.num_bytes
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        return self._kernel(x, largest).mul_(self._scale)
+        y = self._kernel(x, largest)
+        if self._scale.device != y.device:  # a kernel does not say where it computes
+            self._scale = self._scale.to(y.device)
+        return y.mul_(self._scale)

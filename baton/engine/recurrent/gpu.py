@@ -1,0 +1,210 @@
+"""Layers with a state on a GPU: between the two products three launches, or of Mamba those and the products of its rows
+(kernels/state). Nothing is counted on the host, so that steps are captured as CUDA graphs."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch, SeqTable
+from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
+from baton.engine.kernels.rows import add_norm
+from baton.engine.kernels.state.finish import finish
+from baton.engine.kernels.state.folds import fold_delta_net, fold_mamba, fold_mamba2
+from baton.engine.kernels.state.inputs import convolve
+from baton.engine.kv.states import StatePool
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.recurrent.delta_net import LENGTH_EPS, DeltaNetParameters
+from baton.engine.recurrent.mamba import MambaParameters
+from baton.engine.recurrent.mamba2 import Mamba2Parameters
+from baton.protocol import MAX_DRAFT_TOKENS
+
+Spec = TypeVar("Spec", bound=StateSpec)
+ROWS, CHANNELS = 8, 128  # of the convolution at a time
+# fp32 elements of a state that a program holds: 32 registers a thread of four warps, or of one.
+FOUR_WARPS, ONE_WARP = 4096, 1024
+GATED = 1024  # elements of a row that is not normed, at a time
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStatePlan:
+    """One step: its sequences on the device, and the pool's states."""
+
+    table: SeqTable
+    rows: Tensor  # int32 [S, 4], as kernels/state/inputs.py says
+    states: StatePool
+    num_tokens: int
+
+    @property
+    def extra(self) -> int:
+        """Return the inputs that a sequence may have before its rows."""
+        return 0 if self.states.drafts is None else MAX_DRAFT_TOKENS
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_inputs(self) -> int:
+        """Return the rows of inputs that a step has room for."""
+        return self.num_tokens + self.extra * self.num_seqs
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Return the states of a layer of those with one, fp32 [blocks, elements], the first block last, and the inputs of
+        proposals, [blocks, MAX_DRAFT_TOKENS, channels and scalars]."""
+        drafts = self.states.drafts
+        return self.states.blocks[:, layer], None if drafts is None else drafts[:, layer]
+
+
+class GpuMixer(ABC, Generic[Spec]):
+    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
+
+    name = "triton"
+    _normed_parts = (0, 0)  # of the channels that are brought to length one, and their size
+    _query_scale = 1.0
+
+    def __init__(
+        self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel
+    ):
+        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device."""
+        self.spec = spec
+        self._conv_weight, self._conv_bias = conv_weight, conv_bias
+        self._projection, self._output = projection, output
+
+    def plan(self, batch: ForwardBatch, states: StatePool) -> GpuStatePlan:
+        """Return what all layers of a step share."""
+        table = batch.table or SeqTable.of(batch.seqs, states.blocks.device)
+        assert table.states is not None
+        return GpuStatePlan(table, table.states, states, len(batch.token_ids))
+
+    def __call__(self, x: Tensor, plan: GpuStatePlan, layer: int) -> Tensor:
+        """Fold the rows x [>= T, hidden_size] into the states that layer `layer` of those with a state keeps -> what it
+        adds, of the same shape."""
+        rows = self._projection(x)
+        y = torch.empty(len(rows), self.spec.inner_size, dtype=torch.float32, device=rows.device)
+        self._fold(self._convolve(rows, plan, layer), y, plan, layer)
+        return self._output(self._finish(y, rows))
+
+    def _convolve(self, rows: Tensor, plan: GpuStatePlan, layer: int) -> Tensor:
+        """Return the inputs of the recurrence, fp32 [inputs, channels and scalars]."""
+        spec, (num_normed, size) = self.spec, self._normed_parts
+        width = spec.conv_size + spec.num_scalars
+        inputs = torch.empty(plan.num_inputs, width, dtype=torch.float32, device=rows.device)
+        block = max(CHANNELS, triton.next_power_of_2(size))
+        num_parts = num_normed + triton.cdiv(width - num_normed * size, block)
+        states, drafts = plan.of_layer(layer)
+        convolve[(plan.num_seqs, num_parts)](
+            rows, self._conv_weight, self._conv_bias, states, drafts, inputs, *self._sequences(plan),
+            states.stride(0), 0 if drafts is None else drafts.stride(0), rows.stride(0), spec.inner_size,
+            spec.conv_size, spec.num_scalars, LENGTH_EPS, self._query_scale, TAPS=spec.taps, EXTRA=plan.extra,
+            NUM_NORMED=num_normed, NORM_SIZE=size, BLOCK_T=ROWS, BLOCK=block, enable_fp_fusion=False,
+        )  # fmt: skip
+        return inputs
+
+    @staticmethod
+    def _sequences(plan: GpuStatePlan) -> tuple[Tensor, Tensor, Tensor, int]:
+        return plan.rows, plan.table.query_starts, plan.table.kv_lens, len(plan.states) - 1
+
+    @abstractmethod
+    def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
+        """Fold all inputs of a step into their states; y fp32 [T, inner] of its rows."""
+
+    def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
+        """Return y fp32 [T, inner] gated by the projected rows [T, ..], in their dtype."""
+        return self._finished(y, rows, None, 0, 0.0, False, False)
+
+    def _finished(
+        self, y: Tensor, rows: Tensor, weight: Tensor | None, size: int, eps: float, norm_first: bool, shared: bool
+    ) -> Tensor:
+        inner, size = self.spec.inner_size, size or GATED
+        out = torch.empty(y.shape, dtype=rows.dtype, device=rows.device)
+        finish[(len(y), triton.cdiv(inner, size))](
+            y, rows, weight, out, rows.stride(0), inner, size, eps, NORMED=weight is not None, NORM_FIRST=norm_first,
+            SHARED=shared, BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+
+
+class GpuMamba2(GpuMixer[Mamba2Spec]):
+    """Mamba-2."""
+
+    def __init__(
+        self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel
+    ):  # fmt: skip
+        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output)
+        self._parameters = parameters
+
+    def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
+        spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
+        columns = triton.next_power_of_2(spec.state_size)
+        block = min(triton.next_power_of_2(spec.head_dim), max(1, FOUR_WARPS // columns))
+        fold_mamba2[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.head_dim, block))](
+            inputs, own.step_bias, own.decay, own.skip, states, y, *self._sequences(plan), states.stride(0),
+            spec.tail_elements, spec.num_heads, spec.num_heads // spec.num_groups, spec.head_dim, spec.state_size,
+            inputs.shape[1], spec.inner_size, *spec.step_limit, EXTRA=plan.extra, BLOCK_P=block, BLOCK_N=columns,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
+        spec, weight = self.spec, self._parameters.norm_weight
+        if weight is None:
+            return super()._finish(y, rows)
+        size = spec.inner_size // spec.norm_groups
+        return self._finished(y, rows, weight, size, spec.eps, spec.norm_first, False)
+
+
+class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
+    """Gated delta net."""
+
+    def __init__(
+        self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel
+    ):  # fmt: skip
+        super().__init__(spec, parameters.conv_weight, None, projection, output)
+        self._parameters = parameters
+        self._normed_parts, self._query_scale = (2 * spec.num_key_heads, spec.key_dim), spec.key_dim**-0.5
+
+    def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
+        spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
+        keys = triton.next_power_of_2(spec.key_dim)
+        block = max(8, ONE_WARP // keys)
+        fold_delta_net[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.value_dim, block))](
+            inputs, own.step_bias, own.decay, states, y, *self._sequences(plan), states.stride(0),
+            spec.tail_elements, spec.num_heads, spec.num_heads // spec.num_key_heads,
+            spec.num_key_heads * spec.key_dim, spec.key_dim, spec.value_dim, inputs.shape[1], spec.inner_size,
+            EXTRA=plan.extra, BLOCK_K=keys, BLOCK_V=block, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
+        spec = self.spec
+        return self._finished(y, rows, self._parameters.norm_weight, spec.value_dim, spec.eps, True, True)
+
+
+class GpuMamba(GpuMixer[MambaSpec]):
+    """Mamba as Jamba has it."""
+
+    def __init__(
+        self, spec: MambaSpec, parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output)
+        self._parameters, self._dtype = parameters, dtype
+
+    def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
+        spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
+        said = own.selection(inputs.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
+        raw, written, read = (
+            add_norm(part.contiguous(), None, weight, spec.eps)
+            for part, weight in zip(said.split(spec.selected_sizes, dim=1), own.norms, strict=True)
+        )
+        steps = own.steps(raw.to(self._dtype))
+        rows = triton.next_power_of_2(spec.state_size)
+        block = max(16, ONE_WARP // rows)
+        fold_mamba[(plan.num_seqs, triton.cdiv(spec.inner_size, block))](
+            inputs, steps, written, read, own.decay, own.skip, states, y, *self._sequences(plan), states.stride(0),
+            spec.tail_elements, spec.state_size, spec.inner_size, EXTRA=plan.extra, BLOCK_N=rows, BLOCK_C=block,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
