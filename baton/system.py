@@ -9,6 +9,7 @@ import _posixshmem  # pyright: ignore[reportMissingImports]
 import ctypes
 import fcntl
 import glob
+import mmap
 import os
 import resource
 import secrets
@@ -19,6 +20,8 @@ import uuid
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
+PAGE = mmap.PAGESIZE
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9
 
 # Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere nobody
 # is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between fork
@@ -67,6 +70,19 @@ def shared_memory(num_bytes: int) -> tuple[int, int]:
     except BaseException:
         os.close(fd)
         raise
+
+
+def give_back_pages(address: int, num_bytes: int) -> None:
+    """Give the whole pages within these bytes of this process's memory back; they come again as zeros when they are touched, and so
+    they do in other mappings of a file. Linux only."""
+    first = -(-address // PAGE) * PAGE
+    length = (address + num_bytes) // PAGE * PAGE - first
+    if length > 0:
+        where = ctypes.c_void_p(first), ctypes.c_size_t(length)
+        if ctypes.CDLL(None).madvise(
+            *where, _MADV_REMOVE
+        ):  # memory of this process alone has no file to take them from
+            ctypes.CDLL(None).madvise(*where, _MADV_DONTNEED)
 
 
 def keeps_its_size(fd: int) -> bool:

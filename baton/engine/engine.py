@@ -19,15 +19,14 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
+from baton.engine.execute.build import make_ledger
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MultiStep, compute
 from baton.engine.execute.runner import Flight, Runner, can_launch
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
-from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
-from baton.engine.kv.window import Window
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec
@@ -66,15 +65,14 @@ class Engine:
         ranks: Ranks | None = None,
         grammars: Grammars | None = None,
     ):
-        """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
+        """`config` is resolved; `pool` has config.num_blocks blocks, or places for more. Engine.load makes all of these from a folder."""
         self.config = config
         self.spec: ModelSpec = model.spec
         self.layout: KVLayout = pool.layout
         self.model_identity = identity
         self.attention_name: str = model.attention.name
-        self.pool, self.num_blocks = pool, pool.num_blocks
-        window = Window(self.spec.kv_window, pool.layout.block_size, config.max_num_batched_tokens)
-        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size, len(pool.states or ()), window)
+        self.pool, self.ledger = pool, make_ledger(config, model, pool)
+        self.num_blocks = self.ledger.num_blocks
         self.inbox = Inbox()
         groups, lengths = Groups(), OutputLengths()
         shares = Shares(config, pool.layout, self.ledger, groups)
@@ -150,10 +148,10 @@ class Engine:
     def start_line(self) -> str:
         """Return the choices made at start, in one line."""
         backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
-        mebibytes, states = self.num_blocks * self.layout.block_bytes / (1 << 20), ""
+        mebibytes, states = self.num_blocks * self.layout.block_bytes / (1 << 20), self.ledger.window.words
         if self.pool.states is not None:
             each = self.layout.state_bytes / (1 << 20)
-            states = f", {len(self.pool.states)} states of {each:.1f} MiB"
+            states += f", {len(self.pool.states)} states of {each:.1f} MiB"
         ranks = "" if self.ranks is None else f" {self.ranks.words},"
         return (
             f"model {self.model_name} {self.spec.family} {self.runner.launcher.words},{ranks} weights {self.runner.model.weights}, "
@@ -206,7 +204,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             num_waiting_tokens=self.lifecycle.num_waiting_tokens,
             num_blocks_total=self.num_blocks,
-            blocks_by_holder=self.ledger.counts(),
+            blocks_by_holder=self.ledger.usage(),
             tokens_per_s=self._rate.per_s(),
             num_draft_tokens=sum(sum(counts.proposed) for counts in self.speculator.counts.values()),
             num_accepted_tokens=sum(sum(counts.accepted) for counts in self.speculator.counts.values()),
@@ -218,7 +216,7 @@ class Engine:
         flight."""
         with self._stepping, self.ledger.lock:
             self.ledger.check_integrity()
-            self.ledger.check_holders(self.lifecycle.holdings())
+            self.ledger.check_holders(self.lifecycle.holdings(), self.lifecycle.seen())
             assert self.ledger.num_reserved == self.lifecycle.num_promised()
             if (states := self.ledger.states) is not None:
                 states.check_holders(self.lifecycle.state_holdings())

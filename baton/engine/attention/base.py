@@ -50,6 +50,8 @@ class Attention(ABC):
     # Reads of a batch only its table (tensors, and the bounds max_query_len and max_kv_len) and the shapes, and neither
     # copies from the host nor waits for the device: decode steps may be captured in CUDA graphs.
     capturable: bool = False
+    # Reads nothing of spans before the first token that a layer's window has: what is there may be gone.
+    skips_outside: bool = False
 
     def __init__(self, shape: AttentionShape):
         self.shape = shape

@@ -38,6 +38,7 @@ class NativeAttention(Attention):
 
     name = "native"
     batch_invariant = True
+    skips_outside = True
 
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)

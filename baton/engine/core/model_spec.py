@@ -266,6 +266,13 @@ class ModelSpec:
         return max(window for window in self.windows if window is not None)
 
     @property
+    def part_window(self) -> int | None:
+        """Return how many positions the farthest-seeing of its layers with a window sees, where others see all; None: there are not
+        both, or states are kept."""
+        found = [window for window in self.windows if window is not None]
+        return max(found) if 0 < len(found) < len(self.windows) and self.state is None else None
+
+    @property
     def context(self) -> int:
         """Tokens of a sequence, where nothing else is asked for."""
         return min((rope.context for rope in self.ropes), default=self.unroped_context)

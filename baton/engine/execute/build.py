@@ -24,8 +24,12 @@ from baton.engine.core.device import (
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
+from baton.engine.kv.block_pages import BlockPages, num_places, part_bytes
+from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.kv.states import StatePool
+from baton.engine.kv.window import Window
+from baton.engine.kv.window_parts import WindowParts
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingModel, SpreadPool
 from baton.engine.models.loader import load_model
@@ -124,10 +128,11 @@ def _of_ranks(
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks_here))
     torch.set_num_threads(config.threads)
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
+    num_blocks = num_places(config.num_blocks, layout, spec.windows, not config.remote_stages)
     num_states = config.num_states or 0
-    memory = memory_for(layout.pool_bytes(config.num_blocks, num_states))
+    memory = memory_for(layout.pool_bytes(num_blocks, num_states))
     ranks, collectives, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
-    pool = own = KVPool(layout, config.num_blocks, memory.memory, num_states=num_states)
+    pool = own = KVPool(layout, num_blocks, memory.memory, num_states=num_states)
     if collectives is not None:
         own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
     elif config.remote_stages:
@@ -202,5 +207,20 @@ def make_pool(
 ) -> KVPool:
     """Return the pool of a model, in memory of its own where `memory_for` is None."""
     layout, num_states = model.kv_layout(config.kv_dtype, config.block_size), config.num_states or 0
-    memory = memory_for(layout.pool_bytes(config.num_blocks, num_states)) if memory_for is not None else None
-    return kind(layout, config.num_blocks, memory, model.device, num_states)
+    is_part = model.device == CPU and model.attention.skips_outside
+    num_blocks = num_places(config.num_blocks, layout, model.spec.windows) if is_part else config.num_blocks
+    memory = memory_for(layout.pool_bytes(num_blocks, num_states)) if memory_for is not None else None
+    return kind(layout, num_blocks, memory, model.device, num_states)
+
+
+def make_ledger(config: EngineConfig, model: Model, pool: KVPool) -> Ledger:
+    """Return the ledger of a pool: with parts where that has places for more than the whole blocks of the config."""
+    spec, block_size, most, parts = model.spec, pool.layout.block_size, config.max_num_batched_tokens, None
+    num_blocks, window = pool.num_blocks, Window(spec.kv_window, block_size, most)
+    if spec.part_window is not None and config.num_blocks is not None and config.num_blocks < num_blocks:
+        num_blocks = config.num_blocks
+        if model.attention.skips_outside:
+            sizes = pool.layout.block_bytes, part_bytes(pool.layout, spec.windows)
+            window = Window(spec.part_window, block_size, most, *sizes)
+            parts = WindowParts(num_blocks, pool.num_blocks, window, BlockPages(pool, spec.windows))
+    return Ledger(num_blocks, block_size, len(pool.states or ()), window, parts=parts)

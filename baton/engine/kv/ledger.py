@@ -6,8 +6,11 @@
     no byte can                                         cache
     land any more
 
-    quarantined + fetching + leased + running + cached + free == num_blocks            always
+    quarantined + fetching + leased + running + cached + free == num_ids               always
     reserved (promised, not yet taken) <= cached + free                                always
+
+There are as many ids as blocks, but for models of which some layers have a window: their blocks give a part back (window_parts.py),
+so that more have places than there is memory for whole ones, in which promises and what is available are counted.
 
                allocate                  seal                    release
         free ───────────► running ───────────────► running+cached ───────► cached ──► free (evicted, oldest first)
@@ -27,6 +30,7 @@ from typing import Any
 
 from baton.engine.kv.prefix import PrefixCache
 from baton.engine.kv.window import ALL, Window
+from baton.engine.kv.window_parts import WindowParts
 from kvtransfer.layout import BlockRef
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -56,17 +60,22 @@ class Ledger:
     """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
     make several calls one. No call does more than a microsecond or so of work per block it names."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None):
+    def __init__(
+        self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None,
+        parts: WindowParts | None = None,
+    ):  # fmt: skip
         """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind the
-        same lock. In its cache a name is that of the span behind which the state stood: a checkpoint."""
+        same lock. In its cache a name is that of the span behind which the state stood: a checkpoint. `parts`: where some layers
+        have a `window` and others see all."""
         self.lock = lock or threading.RLock()
         self.states = Ledger(num_states, SPAN_TOKENS, lock=self.lock) if num_states else None
-        self.num_blocks, self.window = num_blocks, window
+        self.num_blocks, self.window, self.parts = num_blocks, window, parts
+        self.num_ids = num_ids = num_blocks if parts is None else parts.num_ids
         self.cache = PrefixCache(block_size)
-        self._words = [0] * num_blocks
-        self._generations = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is warm
-        self._counts = [num_blocks, 0, 0, 0, 0, 0]
+        self._words = [0] * num_ids
+        self._generations = [0] * num_ids
+        self._free = list(range(num_ids - 1, -1, -1))  # a stack: recently used memory is warm
+        self._counts = [num_ids, 0, 0, 0, 0, 0]
         self._reserved = 0
 
     # ---- counts ----
@@ -74,7 +83,19 @@ class Ledger:
     @property
     def num_available(self) -> int:
         """Return the blocks that may still be promised or taken: free or only cached, less those reserved."""
-        return self._counts[Holder.FREE] + self._counts[Holder.CACHED] - self._reserved
+        return self.num_left - self._reserved
+
+    @property
+    def num_left(self) -> int:
+        """Return the blocks that are free or only cached; of whole ones, as many as there is memory for."""
+        num_idle = self._counts[Holder.FREE] + self._counts[Holder.CACHED]
+        return num_idle if self.parts is None else self._bytes_left // self.window.block_bytes
+
+    @property
+    def _bytes_left(self) -> int:
+        assert self.parts is not None
+        num_held = self.num_ids - self._counts[Holder.FREE] - self._counts[Holder.CACHED]
+        return self.parts.num_bytes - self.parts.bytes_of(num_held, self.parts.num_seen)
 
     @property
     def num_reserved(self) -> int:
@@ -84,6 +105,19 @@ class Ledger:
         """Blocks by strongest holder, strongest first."""
         with self.lock:
             return {holder.name.lower(): self._counts[holder] for holder in reversed(Holder)}
+
+    def usage(self) -> dict[str, int]:
+        """`counts` in whole blocks, as many as there is memory for: of what has left a window what stays counts."""
+        with self.lock:
+            found = self.counts()
+            if self.parts is None:
+                return found
+            num_cached = self.parts.bytes_of(found["cached"], self.parts.num_left) // self.window.block_bytes
+            found["cached"] = min(num_cached, self.num_left)
+            found["free"] = self.num_left - found["cached"]
+            found["running"] = 0  # all others are whole
+            found["running"] = self.num_blocks - sum(found.values())
+            return found
 
     def generation(self, block_id: int) -> int:
         return self._generations[block_id]
@@ -121,33 +155,46 @@ class Ledger:
             if num - reserved > self.num_available:
                 return None
             self.unreserve(reserved)
-            while len(self._free) < num:
-                for block_id in self.cache.evict():
-                    self._add(block_id, -_WEIGHT[Holder.CACHED], evicted=True)
+            self._make_room(num)
             block_ids = [self._free.pop() for _ in range(num)]
             for block_id in block_ids:
                 self._generations[block_id] += 1
                 self._words[block_id] = _WEIGHT[holder]
             self._counts[Holder.FREE] -= num
             self._counts[holder] += num
+            if self.parts is not None:
+                self.parts.take(block_ids)
             return block_ids
 
-    def share(self, block_ids: Sequence[int], holder: Holder) -> bool:
-        """Add a holder to blocks that have one. Returns False when they are cached only and all of those are promised.
-        Raises LedgerError for a free block."""
+    def share(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> bool:
+        """Add a holder to blocks that have one; of the first `num_outside` it sees no part. Returns False when they are cached only
+        and all of those are promised. Raises LedgerError for a free block."""
         with self.lock:
-            if self.num_idle(block_ids) > self.num_available:
+            if not self._may_share(block_ids, num_outside):
                 return False
             weight = _WEIGHT[holder]
             for block_id in block_ids:
                 if not self._words[block_id]:
                     raise LedgerError(f"share of free block {block_id}")
                 self._add(block_id, weight)
+            if self.parts is not None:
+                self.parts.see(block_ids[num_outside:])
             return True
 
-    def release(self, block_ids: Sequence[int], holder: Holder) -> None:
-        """One holder less, the last block first: of a chain its end is evicted first."""
+    def leave(self, block_ids: Sequence[int], holder: Holder) -> None:
+        """One holder sees these blocks no more: they are released, or their parts alone."""
         with self.lock:
+            if self.parts is None:
+                self.release(block_ids, holder)
+            else:
+                self.parts.leave(block_ids, self.cache.now())
+
+    def release(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> None:
+        """One holder less, the last block first: of a chain its end is evicted first. Of the first `num_outside` it has left the
+        part before."""
+        with self.lock:
+            if self.parts is not None:
+                self.parts.leave(block_ids[num_outside:], self.cache.now())
             for block_id in reversed(block_ids):
                 self._expect(block_id, holder)
                 self._add(block_id, -_WEIGHT[holder])
@@ -166,6 +213,9 @@ class Ledger:
         checkpoint too. What lies outside the window of the next token need not be cached, unless it is to be `whole`: the
         first block inside stands in its places. No holder is taken."""
         with self.lock:
+            if self.parts is not None:
+                found = self.cache.find(span_hashes, num_tokens)
+                return found[: self.parts.num_usable(found, self.cache.blocks_per_unit, whole)]
             found = self.cache.find(span_hashes, num_tokens, ALL if whole else self.window)
             if self.states is None:
                 return found
@@ -184,10 +234,13 @@ class Ledger:
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the
-        name is taken: these blocks then stay private. Raises LedgerError for blocks without a holder."""
+        name is taken: these blocks then stay private, unless they have parts which those lack. Raises LedgerError for blocks
+        without a holder."""
         with self.lock:
             if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that have no holder")
+            if self._is_better(spans[-1], block_ids):
+                self._unname(self.cache.forget(spans[-1]))
             if not self.cache.insert(spans, block_ids):
                 return False
             for block_id in block_ids:
@@ -211,9 +264,11 @@ class Ledger:
             for word in self._words:
                 counts[bisect_right(_THRESHOLDS, word)] += 1
             assert counts == self._counts, f"counted {counts}, kept {self._counts}"
-            assert sum(self._counts) == self.num_blocks
-            available = counts[Holder.FREE] + counts[Holder.CACHED]
-            assert 0 <= self._reserved <= available, f"{self._reserved} reserved of {available}"
+            assert sum(self._counts) == self.num_ids
+            assert 0 <= self._reserved <= self.num_left, f"{self._reserved} reserved of {self.num_left}"
+            if self.parts is not None:
+                is_held = [word > _COUNT_MASK for word in self._words]
+                self.parts.check(is_held, [not word for word in self._words])
             assert sorted(self._free) == [block_id for block_id, word in enumerate(self._words) if not word]
             cached = {block_id for block_id, word in enumerate(self._words) if word & _COUNT_MASK}
             assert cached == set(self.cache.blocks()), "cached blocks without a name, or names without blocks"
@@ -222,16 +277,53 @@ class Ledger:
             if self.states is not None:
                 self.states.check_integrity()
 
-    def check_holders(self, holdings: Iterable[tuple[Holder, Sequence[int]]]) -> None:
-        """Raises AssertionError unless the holders named are exactly those counted (the cache aside)."""
+    def check_holders(
+        self, holdings: Iterable[tuple[Holder, Sequence[int]]], seen: Iterable[Sequence[int]] = ()
+    ) -> None:
+        """Raises AssertionError unless the holders named are exactly those counted (the cache aside), and so are those that see
+        parts."""
         with self.lock:
-            expected = [0] * self.num_blocks
+            if self.parts is not None:
+                self.parts.check_seen(seen)
+            expected = [0] * self.num_ids
             for holder, block_ids in holdings:
                 for block_id in block_ids:
                     expected[block_id] += _WEIGHT[holder]
             for block_id, word in enumerate(self._words):
                 held = word & ~_COUNT_MASK
                 assert held == expected[block_id], f"block {block_id}: counted {held:x}, held {expected[block_id]:x}"
+
+    # ---- room ----
+
+    def _make_room(self, num: int) -> None:
+        """Evict from the cache until `num` blocks are free, and there is memory for all of each: what was used longest ago goes
+        first, of parts as of units."""
+        while len(self._free) < num:
+            self._unname(self.cache.evict())
+        if self.parts is None:
+            return
+        while not self.parts.has_room(self.num_ids - len(self._free), num):
+            if self.parts.oldest < self.cache.oldest:
+                self.parts.drop()
+            else:
+                self._unname(self.cache.evict())
+
+    def _may_share(self, block_ids: Sequence[int], num_outside: int) -> bool:
+        if self.parts is None:
+            return self.num_idle(block_ids) <= self.num_available
+        num_bytes = self.parts.bytes_of(self.num_idle(block_ids), self.parts.num_idle(block_ids[num_outside:]))
+        return num_bytes <= self._bytes_left - self._reserved * self.window.block_bytes
+
+    def _is_better(self, name: bytes, block_ids: Sequence[int]) -> bool:
+        """Return whether these should have a name that is taken, since of their parts none went back."""
+        if self.parts is None or not (cached := self.cache.get(name)) or self.cache.has_blocks(block_ids):
+            return False
+        return self.parts.are_there(block_ids) and not self.parts.are_there(cached)
+
+    def _unname(self, block_ids: Sequence[int]) -> None:
+        """The cache has forgotten a unit."""
+        for block_id in block_ids:
+            self._add(block_id, -_WEIGHT[Holder.CACHED], evicted=True)
 
     # ---- one block ----
 
@@ -250,6 +342,8 @@ class Ledger:
         self._counts[after] += 1
         if after == Holder.FREE:
             self._free.append(block_id)
+            if self.parts is not None:
+                self.parts.freed(block_id)
         elif after == Holder.CACHED:
             self.cache.idle(block_id)
         elif before == Holder.CACHED and not evicted:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.kv.states import StatePool
 from baton.engine.kv.stored_forms import STORED, decode, encode, num_elements
+from baton.system import PAGE
 from kvtransfer.layout import KV_FORMS, KVLayout
 
 CPU = torch.device("cpu")
@@ -42,7 +43,9 @@ class KVPool:
         self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
         self._memory = memory  # held: on a GPU a tensor over it does not
         if memory is None:
-            whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            room = PAGE if device == CPU else 0  # to begin with a page, as mappings do
+            whole = torch.zeros(num_bytes + room, dtype=torch.uint8, device=device)
+            whole = whole[-whole.data_ptr() % room if room else 0 :][:num_bytes]
         else:
             on_cpu = device == CPU
             whole = torch.frombuffer(memory, dtype=torch.uint8) if on_cpu else torch.as_tensor(memory, device=device)

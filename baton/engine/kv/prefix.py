@@ -13,6 +13,7 @@ keeps the names, the order of eviction, and the changes since the last report to
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from baton.engine.kv.window import ALL, Window
 from kvtransfer.naming import SPAN_TOKENS
@@ -21,12 +22,13 @@ from kvtransfer.naming import SPAN_TOKENS
 class Unit:
     """Sealed blocks of one unit. Idle blocks are held by the cache alone."""
 
-    __slots__ = ("spans", "block_ids", "num_idle")
+    __slots__ = ("spans", "block_ids", "num_idle", "idle_since")
 
     def __init__(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]):
         self.spans = spans
         self.block_ids = block_ids
         self.num_idle = 0
+        self.idle_since = 0  # of its last block that was left, PrefixCache.now
 
 
 class PrefixCache:
@@ -39,6 +41,7 @@ class PrefixCache:
         self._units: dict[bytes, Unit] = {}
         self._unit_of: dict[int, Unit] = {}
         self._idle: OrderedDict[bytes, Unit] = OrderedDict()  # least recently used first
+        self._clock = count()
         self._num_units: dict[bytes, int] = {}  # that hold a span: of two spans, the first may be that of several
         # Net changes since the last drain: never more than what was reported plus what is here, so no bound is needed.
         self._sealed: dict[bytes, None] = {}
@@ -46,6 +49,15 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._units)
+
+    def now(self) -> int:
+        """Return how often something was left before: of two times the later one is more."""
+        return next(self._clock)
+
+    @property
+    def oldest(self) -> float:
+        """Return since when the least recently used unit that has an idle block is so."""
+        return next((unit.idle_since for unit in self._idle.values()), float("inf"))
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int, window: Window = ALL) -> list[int]:
         """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed. What is outside the
@@ -77,10 +89,14 @@ class PrefixCache:
         unit = self._units.get(span)
         return () if unit is None else unit.block_ids
 
+    def has_blocks(self, block_ids: Sequence[int]) -> bool:
+        """Return whether any of these is one of a unit's."""
+        return any(block_id in self._unit_of for block_id in block_ids)
+
     def insert(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Names a unit. False when the name is taken, or a block of it belongs to another unit already (a group's
         choices share the full blocks before their first own token, which may be inside a unit)."""
-        if spans[-1] in self._units or any(block_id in self._unit_of for block_id in block_ids):
+        if spans[-1] in self._units or self.has_blocks(block_ids):
             return False
         unit = Unit(spans, block_ids)
         self._units[spans[-1]] = unit
@@ -96,6 +112,7 @@ class PrefixCache:
         """The cache is the block's last holder: its unit may be evicted, and is the most recently used."""
         unit = self._unit_of[block_id]
         unit.num_idle += 1
+        unit.idle_since = self.now()
         self._idle[unit.spans[-1]] = unit
         self._idle.move_to_end(unit.spans[-1])
 
@@ -108,8 +125,13 @@ class PrefixCache:
 
     def evict(self) -> tuple[int, ...]:
         """Forgets the least recently used unit that has an idle block; its blocks. KeyError when there is none."""
-        name, unit = self._idle.popitem(last=False)
-        del self._units[name]
+        name, _ = self._idle.popitem(last=False)
+        return self.forget(name)
+
+    def forget(self, name: bytes) -> tuple[int, ...]:
+        """Take a unit's name from it; its blocks."""
+        unit = self._units.pop(name)
+        self._idle.pop(name, None)
         for block_id in unit.block_ids:
             del self._unit_of[block_id]
         for span in unit.spans:

@@ -1,9 +1,10 @@
-"""Which blocks of a sequence are still looked at, where every layer sees only so many positions.
+"""Which blocks of a sequence are still looked at, where layers see only so many positions.
 
     tokens   |------ outside ------|---- window ----| next
     blocks   |  given back   |  unit |  held ...    | taken for the next chunk or token
 
-Layers share a block, so the farthest that any of them sees counts: a model with one layer that sees all keeps all.
+Layers share a block. Where all of them have a window, the farthest that any sees counts, and blocks go back whole. Where some see
+all, blocks stay, and of those outside the part of the others goes back (window_parts.py).
 """
 
 from dataclasses import dataclass
@@ -18,21 +19,49 @@ class Window:
     num_positions: int | None = None  # that a token sees at most, itself included; None: all
     block_size: int = 1
     max_step_tokens: int = 0  # of a sequence, in one step
+    block_bytes: int = 1
+    part_bytes: int = 1  # of these, that go back outside
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether some layers see all."""
+        return self.part_bytes < self.block_bytes
+
+    @property
+    def words(self) -> str:
+        """Return the words for the engine's start line."""
+        if not self.is_part:
+            return ""
+        percent = 100 * self.part_bytes // self.block_bytes
+        return f", {percent} % of each given back outside windows of {self.num_positions} tokens"
 
     def num_outside(self, num_tokens: int) -> int:
         """Return how many of the first blocks, those of `num_tokens` tokens, none that comes behind these sees; the last of
         the blocks is never one of them."""
         if self.num_positions is None:
             return 0
-        return max(0, num_tokens - max(1, self.num_positions - 1)) // self.block_size
+        num_outside = max(0, num_tokens - max(1, self.num_positions - 1))
+        # Kernels read whole spans, and give what is outside no weight: where blocks stay, that must be memory that is there.
+        unit = max(SPAN_TOKENS, self.block_size) if self.is_part else self.block_size
+        return num_outside // unit * unit // self.block_size
 
     def most_blocks(self, num_blocks: int, num_choices: int = 1) -> int:
-        """Return how many of `num_blocks` that sequences are to fill they hold at a time: window and chunk, the chunk before,
-        whose blocks go back a step later, and a unit of the prefix cache, which is named as a whole."""
+        """Return as how many whole blocks `num_blocks` that sequences are to fill count at a time: window and chunk, the chunk before,
+        whose blocks go back a step later, and a unit of the prefix cache, which is named as a whole; of others what stays."""
         if self.num_positions is None:
             return num_blocks
         num_tokens = self.num_positions + 2 * self.max_step_tokens + max(SPAN_TOKENS, self.block_size)
-        return min(num_blocks, num_choices * (num_tokens // self.block_size + 2))
+        return self.in_blocks(num_blocks, min(num_blocks, num_choices * (num_tokens // self.block_size + 2)))
+
+    def in_blocks(self, num_blocks: int, num_seen: int) -> int:
+        """Return as how many whole blocks so many count, of which `num_seen` are not outside."""
+        num_bytes = num_blocks * (self.block_bytes - self.part_bytes) + num_seen * self.part_bytes
+        return -(-num_bytes // self.block_bytes)
+
+    def split(self, block_ids: list[int], num_outside: int) -> tuple[list[int], int]:
+        """Return those of a sequence's blocks that it holds, of which the first `num_outside` are outside, and of how many of these,
+        the first, it holds no more than what stays."""
+        return (block_ids, num_outside) if self.is_part else (block_ids[num_outside:], 0)
 
 
 ALL = Window()

@@ -48,7 +48,7 @@ class Admission:
 
     # ---- the decode side: credit first, blocks as they are announced ----
 
-    def admit(self, request: Request) -> int:
+    def admit(self, request: Request, fetches: bool = True) -> int:
         """Promise the blocks that are missing here and those for growth, and pin the cached prefix. Returns the number
         of cached tokens. Raises Refusal: too_long, queue_full, kv_full."""
         with self.ledger.lock:
@@ -62,8 +62,12 @@ class Admission:
             trunk = group.trunk
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            most = self.ledger.window.most_blocks(missing + self._growth(request), request.sampling.n)
-            credit = min(most, self.ledger.num_blocks - trunk.num_held)
+            window, num_choices = self.ledger.window, request.sampling.n
+            if fetches and window.is_part:  # what is fetched is whole until it has come
+                most = missing + window.most_blocks(self._growth(request), num_choices)
+            else:
+                most = window.most_blocks(missing + self._growth(request), num_choices)
+            credit = min(most, self.ledger.num_blocks - trunk.num_held(window))
             promised = self.shares.has_blocks(request, credit) and trunk.recurrent.promise(
                 self.ledger.states, request.sampling.n
             )
@@ -119,7 +123,7 @@ class Admission:
     def submit(self, request: Request) -> None:
         """Prefill and decode here, from the first token. Raises Refusal as admit does."""
         with self.ledger.lock:
-            self.admit(request)
+            self.admit(request, fetches=False)
             self.compute_rest(request.key)
 
     # ---- the prefill side: the whole prompt at once, leased to a taker ----
@@ -271,7 +275,8 @@ class Admission:
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
         num_outside = 0 if trunk.group.is_held else self.ledger.window.num_outside(num_tokens)
-        if not self.ledger.share(block_ids[num_outside:], trunk.group.holder):
+        held, num_passed = self.ledger.window.split(block_ids, num_outside)
+        if not self.ledger.share(held, trunk.group.holder, num_passed):
             raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.block_ids, trunk.num_outside = block_ids, num_outside
         if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):

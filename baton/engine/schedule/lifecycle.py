@@ -66,10 +66,16 @@ class GroupLifecycle:
         held = [(Holder.QUARANTINED, block_ids) for block_ids in self._quarantined.values()]
         for group in self.groups.values():
             for seq in group.live:
-                num_owned = group.num_owned if group.state is GroupState.FETCHING else len(seq.block_ids)
-                held.append((group.holder, seq.leaving + seq.block_ids[seq.num_outside : num_owned]))
-                held.append((Holder.FETCHING, seq.block_ids[num_owned:]))
+                block_ids, num_fetching = seq.held(self.ledger.window)[0], 0
+                if group.state is GroupState.FETCHING:
+                    num_fetching = len(seq.block_ids) - group.num_owned
+                num_owned = len(block_ids) - num_fetching
+                held += [(group.holder, block_ids[:num_owned]), (Holder.FETCHING, block_ids[num_owned:])]
         return held
+
+    def seen(self) -> list[list[int]]:
+        """Return the blocks that each holds all of, where layers with a window have parts of them."""
+        return [*self._quarantined.values(), *(seq.seen_ids for group in self.groups.values() for seq in group.live)]
 
     def state_holdings(self) -> list[tuple[Holder, list[int]]]:
         """Return the holders of state blocks, as `holdings` does those of others."""
@@ -124,12 +130,12 @@ class GroupLifecycle:
 
     def skip(self, group: Group, num_tokens: int) -> None:
         """Begin behind what no token behind `num_tokens` sees, in whole units, before anything is set aside. A prompt that a
-        taker will read, or of whose tokens something is asked, is fetched whole."""
+        taker will read, or of whose tokens something is asked, or whose blocks stay, is fetched whole."""
         trunk, unit = group.trunk, self.ledger.cache.blocks_per_unit
         num_outside = self.ledger.window.num_outside(min(num_tokens, trunk.num_tokens - 1)) // unit * unit
         if group.is_held or not group.reads_cache or len(trunk.block_ids) > group.num_owned:
             return
-        if num_outside * self.layout.block_size > trunk.num_computed:
+        if not self.ledger.window.is_part and num_outside * self.layout.block_size > trunk.num_computed:
             trunk.skip(num_outside, self.ledger)
             group.num_owned = num_outside
 
@@ -147,7 +153,7 @@ class GroupLifecycle:
                 raise Refusal(KV_FULL)
             trunk.reserve -= min(missing, trunk.reserve)
             trunk.block_ids += block_ids
-            trunk.pass_over(trunk.num_outside)
+            trunk.pass_over(trunk.num_outside, self.ledger.window)
             group.fetch_settled = False
 
     def verify(self, group: Group, upto_token: int) -> None:
@@ -167,6 +173,8 @@ class GroupLifecycle:
             group.num_owned = num_owned
             trunk.num_computed = upto_token if whole else num_owned * self.layout.block_size
             trunk.seal(self.ledger)
+            if self.ledger.window.is_part:
+                trunk.leave_window(self.ledger)
 
     def start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         """Let a fetched prompt decode from its first tokens. Raises ValueError before its last block is verified."""
@@ -190,6 +198,7 @@ class GroupLifecycle:
             group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
         else:
             self._drop_unverified(group)
+            self._lower_promise(group)
             group.accepted_at = time.monotonic()
         self._wait(group)
 
@@ -266,7 +275,7 @@ class GroupLifecycle:
     def _drop_unverified(self, group: Group) -> None:
         """Give back the blocks of an unfinished fetch and promise them again; verified ones stay."""
         trunk = group.trunk
-        num_missing = len(trunk.block_ids) - group.num_owned
+        num_missing = self.ledger.window.most_blocks(len(trunk.block_ids) - group.num_owned)
         self._give_back_fetching(group)
         trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
         is_inside = self.ledger.window.num_outside(trunk.num_computed) >= trunk.num_outside
@@ -283,6 +292,13 @@ class GroupLifecycle:
         if not self.ledger.reserve(num_missing):
             raise Refusal(KV_FULL)
         trunk.reserve += num_missing
+
+    def _lower_promise(self, group: Group) -> None:
+        """To what a prompt that is read here holds at a time: what was promised for a fetch may be more."""
+        trunk = group.trunk
+        most = self.ledger.window.most_blocks(trunk.reserve, group.request.sampling.n)
+        self.ledger.unreserve(trunk.reserve - most)
+        trunk.reserve = most
 
     def _give_back_fetching(self, group: Group) -> None:
         """Blocks that a fetch may still write into are quarantined until it has settled."""

@@ -261,9 +261,9 @@ class Scheduler:
     def _enter(self, seq: Sequence) -> bool:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
-        missing = self._missing(seq)
-        place = self._place(seq)
-        behind = num_blocks(o for o in self.waiting if self._place(o) > place and not o.group.is_held)
+        missing, place = self._missing(seq), self._place(seq)
+        others = (o for o in self.waiting if self._place(o) > place and not o.group.is_held)
+        behind = num_blocks(others, self.ledger.window)
         if not self._fits(seq, missing, behind):
             return False
         while not self._fits(seq, missing):
@@ -328,7 +328,7 @@ class Scheduler:
     def _blocks(self) -> Counter[bytes]:
         held = Counter[bytes]()
         for seq in (*self.running, *self.waiting):
-            held[seq.group.tenant] += num_blocks([seq])
+            held[seq.group.tenant] += num_blocks([seq], self.ledger.window)
         return held
 
     def _part(self, num_tenants: int) -> int:
@@ -371,7 +371,7 @@ class Scheduler:
     def _park_of(self, amounts: Counter[bytes], part: int, seqs: Iterable[Sequence]) -> bool:
         """Parks the last in rank of the tenant with most, if that is more than its part."""
         tenant, amount = max(amounts.items(), key=lambda entry: entry[1], default=(b"", 0))
-        theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_blocks([seq]) and not seq.group.is_held]
+        theirs = [o for o in seqs if o.group.tenant == tenant and (o.block_ids or o.reserve) and not o.group.is_held]
         if amount <= part or not theirs:
             return False
         self.park(max(theirs, key=by_rank))

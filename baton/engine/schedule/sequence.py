@@ -14,6 +14,7 @@ from baton.engine.core.pooling import Pool
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs, Waits
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.sequence_state import CopyState, SequenceState
+from baton.engine.kv.window import Window
 from baton.engine.sampling.step_masks import StepMasks, step_masks
 from baton.engine.schedule.counters import DraftCounts
 from baton.engine.schedule.states import GroupState
@@ -53,7 +54,8 @@ class Sequence:
         self.hashes = hashes  # of the full spans, as far as they are named yet
         self.num_computed = 0
         self.block_ids: list[int] = []
-        self.num_outside = 0  # of these, the first: no token to come sees them; in their places stands the next one
+        # of these, the first: no token to come sees them, or no layer with a window does; else the next one stands in their places
+        self.num_outside = 0
         self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
         self.num_sealed = 0  # units
@@ -75,13 +77,19 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def held_ids(self) -> list[int]:
-        """Return the blocks that it holds."""
+    def seen_ids(self) -> list[int]:
+        """Return the blocks that it holds all of."""
         return self.leaving + self.block_ids[self.num_outside :]
 
-    @property
-    def num_held(self) -> int:
-        return len(self.leaving) + len(self.block_ids) - self.num_outside
+    def held(self, window: Window) -> tuple[list[int], int]:
+        """Return the blocks that it holds, and of how many of these, the first, no more than what stays."""
+        if window.is_part:
+            return self.block_ids, self.num_outside - len(self.leaving)
+        return self.seen_ids, 0
+
+    def num_held(self, window: Window) -> int:
+        """Return as how many whole blocks these count."""
+        return window.in_blocks(len(self.block_ids), len(self.leaving) + len(self.block_ids) - self.num_outside)
 
     @property
     def num_output(self) -> int:
@@ -116,21 +124,21 @@ class Sequence:
             found = ledger.find(self.hashes, self.num_tokens)
             num_own, num_tokens = len(self.block_ids), max(len(self.block_ids), len(found)) * block_size
             num_outside = max(self.num_outside, ledger.window.num_outside(num_tokens))
-            new = found[max(num_own, num_outside) :]
-            promised = min(len(new), self.reserve)
+            new, num_passed = ledger.window.split(found[num_own:], max(0, num_outside - num_own))
+            promised = min(ledger.window.in_blocks(len(new), len(new) - num_passed), self.reserve)
             ledger.unreserve(promised)
-            if not ledger.share(new, Holder.RUNNING):
+            if not ledger.share(new, Holder.RUNNING, num_passed):
                 ledger.reserve(promised)
                 return
             if new and not self.recurrent.pin(ledger, self.hashes, num_tokens, Holder.RUNNING):
-                ledger.release(new, Holder.RUNNING)
+                ledger.release(new, Holder.RUNNING, num_passed)
                 ledger.reserve(promised)
                 return
             self.reserve -= promised
             if new:
-                ledger.release(self.leaving + self.block_ids[self.num_outside : num_outside], Holder.RUNNING)
+                ledger.leave(self.leaving + self.block_ids[self.num_outside : num_outside], Holder.RUNNING)
                 self.leaving, self.block_ids = [], self.block_ids + found[num_own:]
-                self.pass_over(num_outside)
+                self.pass_over(num_outside, ledger.window)
             self.num_computed = num_tokens
             self.num_sealed = self.num_computed // ledger.cache.unit_tokens
             if self.group.launched_at is None:
@@ -139,23 +147,24 @@ class Sequence:
     def give_back(self, ledger: Ledger) -> None:
         """Release its blocks and its promise; whole units of it stay in the cache."""
         with ledger.lock:
-            ledger.release(self.held_ids, self.group.holder)
+            self._release(ledger)
             ledger.unreserve(self.reserve)
             self.recurrent.give_back(ledger.states, self.group.holder)
             self.block_ids, self.leaving, self.num_outside, self.block_table = [], [], 0, None
             self.reserve, self.num_computed, self.num_sealed = 0, 0, 0
 
-    def pass_over(self, num_outside: int) -> None:
-        """Put the first block that is still seen in the places of all before it: what gathers all of them before it looks
-        reads its own memory there."""
+    def pass_over(self, num_outside: int, window: Window) -> None:
+        """Put the first block that is still seen in the places of all before it, where they do not stay: what gathers all of them
+        before it looks reads its own memory there."""
         self.num_outside = num_outside
-        self.block_ids[:num_outside] = self.block_ids[num_outside : num_outside + 1] * num_outside
-        self.block_table = None
+        if not window.is_part:
+            self.block_ids[:num_outside] = self.block_ids[num_outside : num_outside + 1] * num_outside
+            self.block_table = None
 
     def skip(self, num_outside: int, ledger: Ledger) -> None:
         """Begin behind so many blocks, whole units that no token to be computed sees; what it has goes back. The blocks
         behind them are taken next."""
-        ledger.release(self.held_ids, self.group.holder)
+        self._release(ledger)
         self.block_ids, self.num_outside = [0] * num_outside, num_outside
         self.num_sealed = num_outside // ledger.cache.blocks_per_unit
         self.num_computed = self.num_sealed * ledger.cache.unit_tokens
@@ -166,14 +175,14 @@ class Sequence:
         if ledger.window.num_positions is None or self.group.is_held:
             return
         if self.leaving:
-            ledger.release(self.leaving, self.group.holder)
+            ledger.leave(self.leaving, self.group.holder)
             self.leaving = []
         num_outside = ledger.window.num_outside(self.num_computed)
         if self.group.is_named:
             num_outside = min(num_outside, self.num_sealed * ledger.cache.blocks_per_unit)
         if num_outside > self.num_outside:
             self.leaving = self.block_ids[self.num_outside : num_outside]
-            self.pass_over(num_outside)
+            self.pass_over(num_outside, ledger.window)
 
     def share_prompt(self, other: "Sequence", ledger: Ledger, block_size: int, copies: "Copies") -> None:
         """Give another choice the blocks of the prompt: full ones are shared, the tail is copied, and so is the state. It
@@ -187,12 +196,17 @@ class Sequence:
             other.recurrent.give_back(ledger.states, Holder.RUNNING)
             return
         self.reserve -= reserved
-        ledger.share(self.block_ids[self.num_outside : num_full], Holder.RUNNING)
+        full, num_outside = ledger.window.split(self.block_ids[:num_full], self.num_outside)
+        ledger.share(full, Holder.RUNNING, num_outside)
         other.block_ids = self.block_ids[:num_full] + own
-        other.pass_over(self.num_outside)
+        other.pass_over(self.num_outside, ledger.window)
         other.num_computed, other.num_sealed = self.num_computed, self.num_sealed
         if own:
             copies.block(self.block_ids[num_full], own[0])
+
+    def _release(self, ledger: Ledger) -> None:
+        block_ids, num_outside = self.held(ledger.window)
+        ledger.release(block_ids, self.group.holder, num_outside)
 
     def next_checkpoint(self, begin: int, step: int) -> int:
         """Return the first place behind token `begin` where its state is kept: every `step` tokens, and behind the last

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
 from baton.engine.kv.ledger import Ledger
+from baton.engine.kv.window import Window
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupState
 from baton.fairness import has_room
@@ -18,9 +19,9 @@ _OWED_S = 0.5  # after a refusal; gateways ask again within 20 ms
 _SPARE_SHARE = 8  # one in this many blocks, and at most those of one context, is kept for a tenant that may come
 
 
-def num_blocks(seqs: Iterable[Sequence]) -> int:
+def num_blocks(seqs: Iterable[Sequence], window: Window) -> int:
     """That these hold, or have been promised."""
-    return sum(seq.num_held + seq.reserve for seq in seqs)
+    return sum(seq.num_held(window) + seq.reserve for seq in seqs)
 
 
 class Shares:
@@ -89,5 +90,5 @@ class Shares:
         request of a tenant is, however large it is."""
         held = Counter[bytes]()
         for group in self._groups.values():
-            held[group.tenant] += num_blocks(group.live)
+            held[group.tenant] += num_blocks(group.live, self._ledger.window)
         return not held[tenant] or (held[tenant] + num) * max(2, len(held)) <= self._ledger.num_blocks

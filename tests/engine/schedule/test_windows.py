@@ -1,5 +1,6 @@
 """Sequences of a model whose layers all see a window, in few blocks: what lies outside it is given back while they run, and is
-neither looked for in the cache nor fetched. The toy model checks every token that it is to see."""
+neither looked for in the cache nor fetched. Of a model with some such layers their part of blocks goes back, and the blocks stay.
+The toy model checks every token that each layer is to see."""
 
 import random
 
@@ -24,10 +25,21 @@ from tests.support.engine.toys import (
 )
 
 WINDOW = 40
-OPTIONS = dict(window=WINDOW, num_blocks=48, max_num_seqs=3, max_model_len=768, max_num_batched_tokens=68)
+SIZES = dict(num_blocks=48, max_num_seqs=3, max_model_len=768, max_num_batched_tokens=68)
+ALL = dict(window=WINDOW) | SIZES
+SOME = dict(windows=(WINDOW, WINDOW, WINDOW, None)) | SIZES
 SHARED = [7 + index % 80 for index in range(300)]
 PROMPT = [5 + index * 7 % 90 for index in range(600)]
-MOST = Window(WINDOW, 16, 68).most_blocks(1 << 30)
+each_kind = pytest.mark.parametrize("kind", [ALL, SOME], ids=["all", "some"])
+
+
+def answer_of(request, kind):
+    return toy_answer(request, kind.get("window", 1 << 30))
+
+
+def num_held(engine) -> int:
+    """Blocks, whole ones where parts of some are gone."""
+    return engine.num_blocks - engine.ledger.num_left
 
 
 def request_of(chance: random.Random, index: int):
@@ -39,47 +51,56 @@ def request_of(chance: random.Random, index: int):
 
 @pytest.mark.parametrize("num_blocks", [48, 34])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives(seed, num_blocks):
+@each_kind
+def test_random_lives(kind, seed, num_blocks):
     """Submitted, cancelled, parked and resumed, preempted, found again in the cache."""
-    engine = toy_engine(**OPTIONS | dict(num_blocks=num_blocks, max_model_len=544))
+    engine = toy_engine(**kind | dict(num_blocks=num_blocks, max_model_len=544))
     for request, record in random_lives(engine, random.Random(seed), 100, request_of):
-        assert record.answer() == toy_answer(request, WINDOW), request.key
+        assert record.answer() == answer_of(request, kind), request.key
     assert engine.ledger.num_available == num_blocks
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_long_sequence_holds_its_window(named):
-    engine, request = toy_engine(**OPTIONS), make_request("a", PROMPT, 160, named=named)
+@each_kind
+def test_a_long_sequence_holds_its_window(kind, named):
+    engine, request = toy_engine(**kind), make_request("a", PROMPT, 160, named=named)
     engine.submit(request)
     records, held = Collector(), []
     while engine.has_work():
         records.take(engine.step())
         engine.check_integrity()
-        held.append(engine.ledger.counts()["running"])
-    assert records[request.key].answer() == toy_answer(request, WINDOW)
-    assert max(held) <= MOST < engine.layout.num_blocks(len(PROMPT))
-    assert max(held[-100:]) <= (WINDOW + 64) // 16 + 2, "while it decodes: the window and a unit of the cache"
+        held.append((num_held(engine), engine.ledger.parts and engine.ledger.parts.num_seen))
+    assert records[request.key].answer() == answer_of(request, kind)
+    most, in_window = engine.ledger.window.most_blocks(48), (WINDOW + 64) // 16 + 2
+    assert most == (17 if kind is ALL else 25) and max(held)[0] <= most
+    if kind is ALL:
+        assert max(held[-100:])[0] <= in_window, "while it decodes: the window and a unit of the cache"
+    else:
+        assert max(seen for _, seen in held[-100:]) <= in_window
+        assert max(held[-100:])[0] <= engine.ledger.window.in_blocks(48, in_window) == 18, "and a quarter of 48 others"
 
 
-def test_three_long_sequences_fit_where_one_would():
-    """None of them parks: 760 tokens of each are 48 blocks."""
-    engine = toy_engine(**OPTIONS)
+@each_kind
+def test_three_long_sequences_fit_where_one_would(kind):
+    """None of them parks: 701 tokens of each are 44 blocks."""
+    engine = toy_engine(**kind | (dict(num_blocks=54) if kind is SOME else {}))
     requests = [make_request(f"r{i}", [i + 5, *PROMPT[:100]], 600) for i in range(3)]
     records = run(engine, requests)
     for request in requests:
-        assert records[request.key].answer() == toy_answer(request, WINDOW)
+        assert records[request.key].answer() == answer_of(request, kind)
         assert records[request.key].ended.report.num_preemptions == 0
 
 
-def test_a_step_in_flight_may_still_look_at_what_was_given_back():
+@each_kind
+def test_a_step_in_flight_may_still_look_at_what_was_given_back(kind):
     """Steps overlap: the toy model looks when a step is read, behind the launch of the next."""
-    engine = toy_engine(**OPTIONS | dict(num_blocks=64))
+    engine = toy_engine(**kind | dict(num_blocks=64))
     engine.runner.launcher = launcher = LateLauncher(engine.runner.model, engine.pool)
     requests = [make_request(f"r{i}", PROMPT[i : 200 + i], 300) for i in range(3)]
     records = run(engine, requests)
     assert launcher.num_overlapped > 100
     for request in requests:
-        assert records[request.key].answer() == toy_answer(request, WINDOW)
+        assert records[request.key].answer() == answer_of(request, kind)
 
 
 def test_a_prefix_is_found_by_its_window():
@@ -100,7 +121,7 @@ def test_a_prefix_is_found_by_its_window():
 
 
 def test_the_same_prompt_again_begins_at_its_window():
-    engine = toy_engine(**OPTIONS | dict(num_blocks=50))
+    engine = toy_engine(**ALL | dict(num_blocks=50))
     run(engine, [make_request("a", PROMPT, 2), make_request("other", SHARED, 2)])
     second = make_request("b", PROMPT, 20)
     assert len(engine.ledger.find(second.span_hashes, 600, whole=True)) < 36, "its first blocks are gone"
@@ -111,38 +132,66 @@ def test_the_same_prompt_again_begins_at_its_window():
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 129, 250, 600])
 @pytest.mark.parametrize("n", [1, 3])
-def test_handed_over(num_tokens, n):
-    """Only the window crosses; the whole prompt crosses to who wants all of it."""
-    options = OPTIONS | dict(max_num_seqs=4, num_blocks=96)
+@each_kind
+def test_handed_over(kind, num_tokens, n):
+    """Only the window crosses, where all layers have one; the whole prompt crosses to who wants all of it."""
+    options = kind | dict(max_num_seqs=4, num_blocks=96)
     requests = [make_request(f"r{i}", [5 + (i + at) % 80 for at in range(num_tokens)], 60, n=n) for i in range(2)]
     prefill, decode = toy_engine(**options), toy_engine(**options)
     firsts, rest = hand_over(prefill, decode, requests)
     for request in requests:
         whole = run(toy_engine(**options), [request])[request.key]
-        assert whole.answer() == toy_answer(request, WINDOW)
+        assert whole.answer() == answer_of(request, kind)
         check_handed_over(firsts, rest, request, whole)
     for engine in (prefill, decode):
         engine.check_integrity()
         assert engine.ledger.num_available == 96
-    assert len(decode.ledger.cache.blocks()) <= decode.layout.num_blocks(2 * n * (WINDOW + 64 + 64 + 60))
+    if kind is ALL:
+        assert len(decode.ledger.cache.blocks()) <= decode.layout.num_blocks(2 * n * (WINDOW + 64 + 64 + 60))
+
+
+def test_what_was_fetched_leaves_its_window_as_it_comes():
+    """A decode worker holds a part of a block as long as a fetch may write there, and then what tokens to come see."""
+    prefill, decode = toy_engine(**SOME), toy_engine(**SOME)
+    request, window = make_request("a", PROMPT, 20), decode.ledger.window
+    decode.admission.admit(request)
+    acceptance, firsts = prefill.admission.accept(request), Collector()
+    while firsts[request.key].first is None:
+        firsts.take(prefill.step())
+    assert prefill.ledger.parts.num_seen == 38, "a lease is of whole blocks"
+    refs, held = decode.admission.set_aside(request.key, 600), []
+    copy_kv(prefill, acceptance.blocks, decode, refs)
+    for upto in (*range(64, 600, 64), 600, 600):
+        decode.admission.verified(request.key, upto)
+        decode.check_integrity()
+        held.append(decode.ledger.parts.num_seen)
+    assert held == [38, 38, 34, 30, 26, 22, 18, 14, 10, 6, 6]
+    decode.admission.fetch_settled(request.key)
+    decode.admission.start(request.key, going_on(firsts[request.key].first))
+    rest = run(decode, collector=Collector(first_index=1))
+    tokens = toy_answer(request)[0][0]
+    assert rest[request.key].tokens[0] == tokens[1:] and window.in_blocks(38, 6) == 14
 
 
 @pytest.mark.parametrize("brought", [0, 576, 592, 600])
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
+@each_kind
+def test_a_fetch_that_failed_goes_on_with_local_prefill(kind, brought, settled):
     """What was skipped is read here, unless all that is seen has come."""
-    prefill, decode = toy_engine(**OPTIONS), toy_engine(**OPTIONS)
+    kind = kind | (dict(num_blocks=64) if kind is SOME else {})  # a fetch that may still write has its own
+    prefill, decode = toy_engine(**kind), toy_engine(**kind)
     request = make_request("a", PROMPT, 20)
     decode.admission.admit(request)
     acceptance, firsts = prefill.admission.accept(request), Collector()
     while firsts[request.key].first is None:
         firsts.take(prefill.step())
-    assert decode.admission.skip(request.key, 600) == 512 == decode.admission.skip(request.key, 600)
+    skipped = decode.admission.skip(request.key, 600)
+    assert skipped == (512 if "window" in kind else 0) == decode.admission.skip(request.key, 600)
     refs = decode.admission.set_aside(request.key, 600)
     decode.check_integrity()
-    assert decode.ledger.counts()["fetching"] == 6
+    assert decode.ledger.counts()["fetching"] == 38 - skipped // 16
     if brought:
-        copy_kv(prefill, acceptance.blocks[32:], decode, refs[32:])
+        copy_kv(prefill, acceptance.blocks[skipped // 16 :], decode, refs[skipped // 16 :])
         decode.admission.verified(request.key, brought)
         decode.check_integrity()
     if settled:
@@ -150,16 +199,16 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
     decode.admission.compute_rest(request.key)
     decode.check_integrity()
     records = run(decode)
-    assert records[request.key].answer() == toy_answer(request, WINDOW)
+    assert records[request.key].answer() == answer_of(request, kind)
     assert records[request.key].first.num_chunks == (1 if brought else 10)
     decode.admission.fetch_settled(request.key)
     decode.check_integrity()
-    assert decode.ledger.num_available == 48
+    assert decode.ledger.num_available == decode.num_blocks
 
 
 def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
     """A lease is of whole prompts: the source looks for whole prefixes, whatever is left of others."""
-    engine = toy_engine(**OPTIONS | dict(num_blocks=50))
+    engine = toy_engine(**ALL | dict(num_blocks=50))
     run(engine, [make_request("a", PROMPT, 2), make_request("other", SHARED, 2)])
     request = make_request("b", PROMPT, 20)
     acceptance = engine.admission.accept(request)
@@ -175,11 +224,39 @@ def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
     assert engine.ledger.num_available == 50
 
 
+def test_parts_that_went_back_are_computed_again():
+    """The prompt's blocks are cached, the parts of the first ones are not: a taker, an offer and a prompt that ends sooner find
+    less; the units that are read again take their names."""
+    engine = toy_engine(**SOME)
+    request, other = make_request("a", PROMPT, 2), make_request("other", [3, *PROMPT[:449]], 2)
+    run(engine, [request])
+    assert len(engine.ledger.find(request.span_hashes, 600, whole=True)) == 36
+    run(engine, [other])
+    assert len(engine.ledger.find(request.span_hashes, 600)) == 36
+    assert engine.ledger.find(request.span_hashes, 600, whole=True) == []
+    shorter = make_request("b", PROMPT[:320], 2)
+    assert engine.ledger.find(shorter.span_hashes, 320) == []
+    assert not engine.admission.offer(make_request("o", [1]).key, request.span_hashes).blocks
+    records = run(engine, [make_request("c", PROMPT, 20), shorter])
+    assert records[shorter.key].first.num_cached_tokens == 0 and records[shorter.key].first.num_chunks == 5
+    assert [each.first.num_cached_tokens for each in records.values()] == [576, 0]
+    for each in (make_request("c", PROMPT, 20), shorter):
+        assert records[each.key].answer() == toy_answer(each)
+    assert len(engine.ledger.find(shorter.span_hashes, 320)) == 16, "these have all their parts"
+    acceptance = engine.admission.offer(make_request("p", [1]).key, shorter.span_hashes)
+    assert len(acceptance.blocks) == 20 and engine.ledger.parts.num_seen == 20
+    engine.check_integrity()
+    engine.admission.release_lease(make_request("p", [1]).key)
+    assert engine.ledger.num_available == 48
+
+
 @pytest.mark.parametrize(
-    ("name", "window"),
-    [("mistral", 24), ("phi3", 40), ("starcoder2", 40), ("ministral", None), ("gemma3", None), ("mamba2", None)],
-)
-def test_which_models_give_blocks_back(tmp_path, name, window):
-    """Those without a layer that sees all."""
+    ("name", "window", "part"),
+    [("mistral", 24, None), ("phi3", 40, None), ("starcoder2", 40, None), ("llama3", None, None), ("mamba2", None, None)]
+    + [(name, None, 24) for name in ("ministral", "gemma2", "gemma3", "olmo3", "command-r7b", "exaone4", "gpt-oss", "llama4")],
+)  # fmt: skip
+def test_which_models_give_blocks_back(tmp_path, name, window, part):
+    """Those without a layer that sees all; of those with both kinds parts go back."""
     make_folder(tmp_path, name)
-    assert read_spec(tmp_path).kv_window == window
+    spec = read_spec(tmp_path)
+    assert (spec.kv_window, spec.part_window) == (window, part)

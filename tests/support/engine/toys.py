@@ -31,6 +31,7 @@ from baton.engine.core.request import (
 )
 from baton.engine.engine import Engine
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
+from baton.engine.kv.block_pages import num_places
 from baton.engine.kv.pool import KVPool
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
@@ -57,13 +58,16 @@ def _logits_of(state: int) -> torch.Tensor:
 
 
 class ToyModel:
-    """The interface of a model, counting its steps; `before_forward` is called with the batch. `window`: the tokens that it
-    sees at most; None: all."""
+    """The interface of a model, counting its steps; `before_forward` is called with the batch. `windows`: of each layer, the tokens
+    that it sees at most; None: all. Its answer is made of what the last layer sees; the others check what they see."""
 
-    def __init__(self, max_model_len: int, window: int | None = None):
-        self.attention = SimpleNamespace(name="toy")
+    def __init__(self, max_model_len: int, windows: tuple[int | None, ...] = (None,)):
+        self.attention = SimpleNamespace(name="toy", skips_outside=True)
         self.fused = None
-        self.spec = SimpleNamespace(context=max_model_len, vocab_size=VOCAB, kv_window=window)
+        kv_window, part_window = (windows[-1], None) if len(windows) == 1 else (None, windows[0])
+        self.spec = SimpleNamespace(
+            context=max_model_len, vocab_size=VOCAB, windows=windows, kv_window=kv_window, part_window=part_window
+        )
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
 
@@ -72,17 +76,24 @@ class ToyModel:
         self.before_forward(batch)
         self.batch_sizes.append((len(batch.seqs), len(batch.token_ids)))
         rows = torch.stack([batch.token_ids, batch.positions], 1).float().unsqueeze(1)
+        rows = torch.nn.functional.pad(rows, (0, pool.group.head_dim - 2))
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
-        pool.write(0, batch.slots, rows, rows)
+        for layer in range(pool.group.num_layers):
+            pool.write(layer, batch.slots, rows, rows)
         if pool.states is not None:
             for piece in batch.seqs:
                 fold(piece, batch.token_ids, pool)
         found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
         for piece in batch.seqs:
-            k, _ = pool.gather(0, piece.block_ids, piece.kv_len)
-            window = self.spec.kv_window or piece.kv_len
+            k, _ = pool.gather(len(self.spec.windows) - 1, piece.block_ids, piece.kv_len)
+            window = self.spec.windows[-1] or piece.kv_len
             seen = torch.arange(max(0, piece.kv_len - piece.query_len + 1 - window), piece.kv_len)
             assert torch.equal(k[0, seen, 1], seen.float()), "a token out of its place"
+            for layer, window_of_layer in enumerate(self.spec.windows[:-1]):
+                first = max(0, piece.kv_len - piece.query_len + 1 - window_of_layer)
+                before = first // pool.block_size
+                own, _ = pool.gather(layer, piece.block_ids[before:], piece.kv_len - before * pool.block_size)
+                assert torch.equal(own[0, first - piece.kv_len :], k[0, first:]), "layers differ"
             tokens = k[0, :, 0].long().tolist()
             for row in range(piece.query_start, piece.query_start + piece.query_len):
                 if row in wanted:
@@ -118,9 +129,9 @@ def _folded(token_ids: Sequence[int]) -> float:
     return float(found)
 
 
-def toy_engine(*proposers, window: int | None = None, **options) -> Engine:
+def toy_engine(*proposers, window: int | None = None, windows: tuple[int | None, ...] = (), **options) -> Engine:
     """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too. `window`: it sees no
-    further."""
+    further. `windows`: of several layers."""
     defaults = dict(
         checkpoint_tokens=128,
         block_size=16,
@@ -130,13 +141,15 @@ def toy_engine(*proposers, window: int | None = None, **options) -> Engine:
         max_num_batched_tokens=128,
     )
     config = EngineConfig(model=Path("toy"), dtype="fp32", kv_dtype="fp32", **(defaults | options))
-    groups = [KVGroup("paged", 1, 1, 2, "fp32", config.block_size)]
+    windows, size = windows or (window,), 64 if windows else 2  # of several layers each has whole pages of a block
+    groups = [KVGroup("paged", len(windows), 1, size, "fp32", config.block_size)]
     if config.num_states is not None:
         groups.append(KVGroup(STATE, 1, 1, 16, "fp32", 1))
     layout, num_states = KVLayout(tuple(groups)), config.num_states or 0
-    memory = memoryview(bytearray(layout.pool_bytes(config.num_blocks, num_states)))
-    pool = KVPool(layout, config.num_blocks, memory, num_states=num_states)
-    return Engine(config, ToyModel(config.max_model_len, window), pool, b"toy", Sampler(), proposers)
+    model = ToyModel(config.max_model_len, windows)
+    num_blocks = num_places(config.num_blocks, layout, windows)
+    pool = KVPool(layout, num_blocks, num_states=num_states)
+    return Engine(config, model, pool, b"toy", Sampler(), proposers)
 
 
 def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attempt: int = 0, **options) -> Request:
