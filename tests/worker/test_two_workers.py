@@ -127,6 +127,31 @@ def test_only_the_window_crosses(model, tmp_path):
     assert again == bare_answer(folder, prompt(300) + first[0], 20)
 
 
+def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
+    """Every second layer sees 40 tokens: all crosses, the decode worker keeps parts of what these see, and finds them again."""
+    folder = Path(shutil.copytree(model, tmp_path / "windowed"))
+    config = json.loads((folder / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+    config |= dict(architectures=["MinistralForCausalLM"], model_type="ministral", sliding_window=40)
+    config["layer_types"] = kinds[: config["num_hidden_layers"]]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    async def main():
+        async with run_pair(folder) as (pair, _, decode):
+            first = await pair.generate("first", make_spec(prompt(300), max_tokens=90))
+            assert (first.granted.num_cached_tokens, first.fetched.num_tokens) == (0, 300)
+            again = await pair.generate("again", make_spec(prompt(300) + first.token_ids[0], max_tokens=20))
+            assert again.granted.num_cached_tokens == 384 and again.fetched.num_tokens == 6
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            assert decode.engine.ledger.num_ids > decode.engine.num_blocks
+            return first.token_ids, again.token_ids
+
+    first, again = run(main)
+    assert first == bare_answer(folder, prompt(300), 90)
+    assert again == bare_answer(folder, prompt(300) + first[0], 20)
+
+
 def test_a_decode_worker_alone(model):
     async def main():
         async with run_pair(model) as (pair, _, _):

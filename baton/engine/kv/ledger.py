@@ -58,7 +58,7 @@ class LedgerError(RuntimeError):
 
 class Ledger:
     """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
-    make several calls one. No call does more than a microsecond or so of work per block it names."""
+    make several calls one. No call does more than a microsecond or so of work per block it names, where no pages go back."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None,

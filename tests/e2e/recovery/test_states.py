@@ -1,5 +1,6 @@
 """Hybrids through real processes: KV and the state behind it cross from the prefill to the decode worker, prefixes are
-found where checkpoints stand, and a killed decode worker changes no token."""
+found where checkpoints stand, and a killed decode worker changes no token. So with a model of which some layers have a window, whose
+workers give parts of blocks back."""
 
 import shutil
 
@@ -26,7 +27,11 @@ STEP = ("--checkpoint-tokens", "128")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("granite-4", "shm"), marks=pytest.mark.long), ("qwen3-next", "tcp")],
+    params=[
+        pytest.param(("granite-4", "shm"), marks=pytest.mark.long),
+        ("qwen3-next", "tcp"),
+        pytest.param(("gemma3", "shm"), marks=pytest.mark.long),
+    ],
     ids="-".join,
 )
 def kind(request):
