@@ -1,4 +1,4 @@
-"""What every family walks through: batched and chunked, from the cache, parked, handed over and speculated, bit for bit
+"""What every family walks through: batched and chunked, from the cache, parked, handed over, migrated and speculated, bit for bit
 as alone. A family joins by its line in tests/support/engine/folders.py."""
 
 import random
@@ -11,6 +11,7 @@ from baton.engine.engine import Engine
 from tests.support.engine.folders import SERVED, VARIANTS, make_folder, random_ids
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
+GIVEN = 9  # tokens of an answer, when it migrates
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95, logprobs=1)
 SHARED = random_ids(140, 1)
 WIDE = dict(hidden_size=64)  # whose heads the native kernels take
@@ -92,6 +93,23 @@ def test_handed_over(folder, alone):
     firsts, rest = hand_over(load(folder), load(folder), requests)
     for request in requests:
         check_handed_over(firsts, rest, request, alone[request.key])
+
+
+def test_migrated(folder, alone):
+    """Another engine goes on behind the tokens that have been given out, in another batch."""
+    requests, engine = mix(), load(folder)
+    moved = []
+    for request in requests:
+        token_ids = [*request.token_ids, *alone[request.key].tokens[0][:GIVEN]]
+        going = make_request(
+            request.key.request_id, token_ids, request.max_tokens, 6, num_prompt_tokens=len(request.token_ids)
+        )
+        moved.append(replace(going, sampling=request.sampling))
+    records = run(engine, moved, Collector(first_index=GIVEN))
+    for request in requests:
+        record, expected = records[request.key._replace(attempt=6)], alone[request.key]
+        assert record.tokens[0] == expected.tokens[0][GIVEN:] and record.reasons == expected.reasons
+        assert record.logprobs[0] == expected.logprobs[0][GIVEN:], f"{request.key}: logprobs differ in their bits"
 
 
 def test_speculated(folder, alone):
