@@ -3,6 +3,7 @@
 
 sums      a sum of both ranks alone, beside a turn in which nothing is said and beside gloo
 engines   the same bare engine, model and prompts, in turn: the shipped model, and a larger one of random weights
+stages    decode over two stages whose steps are of different sequences, and a step at a time, of the same engine
 handoff   KV of one prompt, from a prefill worker of two ranks or of one to a decode worker of one
 """
 
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +43,12 @@ from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare
 from tests.support.stack import Stack
 
-PARTS = ("sums", "engines", "handoff")
+PARTS = ("sums", "engines", "stages", "handoff")
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
-LONG_PROMPT = 512
+LONG_PROMPT, SHORT_PROMPT = 512, 4
 HIDDEN = 4096  # of the rows that are summed: a model of 8B
 HANDED = 1536  # tokens whose KV is handed over: 3.5 KiB each
 HANDOFF_S = 30.0
@@ -109,6 +111,35 @@ def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> 
     finally:
         for arm in arms.values():
             arm.close()
+
+
+def compare_stages(report: Report, name: str, model: Path, num_rounds: int) -> None:
+    """Of few sequences there is one step at a time either way."""
+    arm = Arm(model, 1, pipeline_parallel=2)
+
+    def measure(overlaps: bool, batch_size: int, speeds: list[Speed]) -> float:
+        arm.engine.runner.launcher.overlaps = overlaps
+        speeds.append(arm.speed(batch_size, SHORT_PROMPT, OUTPUT))
+        return speeds[-1].tokens_per_s
+
+    try:
+        for batch_size in (1, 8, 16, 32):
+            speeds: dict[str, list[Speed]] = {"in each stage": [], "at a time": [], "A/A, at a time": []}
+            arms = {
+                each: partial(measure, each == "in each stage", batch_size, column) for each, column in speeds.items()
+            }
+            interleave(arms, 1)  # warm
+            for column in speeds.values():
+                column.clear()
+            found = medians(interleave(arms, num_rounds))
+            cpu_us = {each: statistics.mean(speed.cpu_us for speed in column) for each, column in speeds.items()}
+            for each in ("in each stage", "A/A, at a time"):
+                row = f"{name}, two stages, decode at batch {batch_size}: a step {each} over one at a time"
+                goal = "ratio >= 1.2" if batch_size == 16 and each == "in each stage" else ""
+                report.add(row, found[each], "tokens/s", against=found["at a time"], goal=goal)
+                report.add(f"{row}, CPU", cpu_us[each], "us/token", against=cpu_us["at a time"])
+    finally:
+        arm.close()
 
 
 def _compare_speeds(
@@ -239,6 +270,9 @@ def main() -> int:
         if "engines" in arguments.only:
             compare_engines(report, "shipped model", MODEL, num_rounds)
             compare_engines(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
+        if "stages" in arguments.only:
+            compare_stages(report, "shipped model", MODEL, num_rounds)
+            compare_stages(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
         if "handoff" in arguments.only:
             compare_handoffs(report, folder, num_rounds)
     return finish(arguments, report)

@@ -23,7 +23,7 @@ from baton.engine.execute.build import make_ledger
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MultiStep, compute
-from baton.engine.execute.runner import Flight, Runner, can_launch
+from baton.engine.execute.runner import Flight, Runner
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
 from baton.engine.kv.pool import KVPool
@@ -94,8 +94,8 @@ class Engine:
         self.last_batch_size = 0  # sequences of the last step
         self._outputs: list[Output] = []  # of the call of `step` that runs
         self._computing: list[Slice] = []  # by it, and not collected yet
-        self._flight: Flight | None = None  # a step that was launched and not read
-        self._deferred: deque[Command] = deque()  # commands for keys of the flight
+        self._flights: deque[Flight] = deque()  # steps that were launched and not read, the first first
+        self._deferred: deque[Command] = deque()  # commands for keys in flight
         self._compiling: dict[Command, None] = {}  # commands that wait for the grammars of their groups
         self.work = StepWork()
         self._rate = Rate()
@@ -147,7 +147,7 @@ class Engine:
     @property
     def start_line(self) -> str:
         """Return the choices made at start, in one line."""
-        backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
+        backends = ", ".join(f"{kind} {name}" for kind, name in self.runner.model.backends.items())
         mebibytes, states = self.num_blocks * self.layout.block_bytes / (1 << 20), self.ledger.window.words
         if self.pool.states is not None:
             each = self.layout.state_bytes / (1 << 20)
@@ -161,18 +161,8 @@ class Engine:
 
     @property
     def start_details(self) -> list[str]:
-        """Return a line for each kind of kernel: the one that was chosen, and why each other was not."""
-        return [
-            f"{kind} {name}: "
-            + ", ".join(f"not {other}: {why}" for other, why in self.runner.model.reasons[kind].items())
-            for kind, name in self._backends.items()
-        ]
-
-    @property
-    def _backends(self) -> dict[str, str]:
-        model = self.runner.model
-        linear = "+".join(model.weights.kernels)
-        return {"attention": self.attention_name, "linear": linear, "layers": model.layers_name}
+        """Return what there is to say of it in more lines."""
+        return self.runner.model.details
 
     def add_adapter(self, name: str, folder: Path) -> bytes:
         """Read an adapter that requests may name from now on; returns its identity. Raises ModelError."""
@@ -226,38 +216,39 @@ class Engine:
 
     def has_work(self) -> bool:
         is_told = bool(self.inbox or self._deferred or self._compiling)
-        return is_told or self._flight is not None or self.scheduler.has_work()
+        return is_told or bool(self._flights) or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """One step: all that it gives out. Where the launcher overlaps, a step is only launched, and read by the next call,
-        behind the launch of its successor. Commands are obeyed meanwhile, but for those that concern keys of the step in
-        flight: for these, for deadlines, and for steps that cannot be launched ahead nothing is in flight, so all that
-        gives blocks back comes after what touches them."""
+        """One step: all that it gives out. Where the launcher overlaps, a step is launched, and read behind the launch of its
+        successors: by the next call, or by the same one where launching takes this thread's time. Commands are obeyed
+        meanwhile, but for those that concern keys in flight: for these, for deadlines, and for steps that cannot be
+        launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
         with self._stepping, self.runner.launcher.place():
             self._outputs, self._computing = [], []
-            now = time.monotonic()
-            if self._flight is not None:
-                self._obey_behind(self._flight)
+            now, launcher = time.monotonic(), self.runner.launcher
+            if self._flights:
+                self._obey_behind()
                 with self.ledger.lock:
                     is_due = self.lifecycle.groups.is_due(now)
-                self._land(self._flight, goes_on=not (self._deferred or is_due))
-                if self._flight is not None:
+                self._land(goes_on=not (self._deferred or is_due))
+                if self._flights or not launcher.draws:
                     return self._outputs
             while self._deferred:
                 self._obey(self._deferred.popleft())
             for command in self.inbox.drain():
                 self._obey(command)
             self._end_expired(now)
-            slices = self.scheduler.schedule()
+            slices = self.scheduler.schedule(launcher.num_stages if self._overlaps else 1)
             self.launched, self.last_batch_size = bool(slices), len(slices)
             if not slices:
                 self.speculator.close_all()
                 return self._outputs
-            self._computing = slices
-            if self._overlaps and can_launch(slices):
-                self._flight = self._fly(slices)
-            else:
+            if not (self._overlaps and self.runner.can_launch(slices)):
                 self._launch(slices)
+                return self._outputs
+            self._fly(slices)
+            if not launcher.draws:
+                self._land(goes_on=True)
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
@@ -267,8 +258,8 @@ class Engine:
         with self._stepping:
             with suppress(Exception):  # the device is lost: then nothing computes there either
                 self.runner.launcher.wait()
-            computing = self._computing + (self._flight.slices if self._flight is not None else [])
-            self._flight = None
+            computing = [*self._computing, *(piece for flight in self._flights for piece in flight.slices)]
+            self._flights.clear()
             self.results.forget()
             groups = list(dict.fromkeys(piece.seq.group for piece in computing))
             with self.ledger.lock:
@@ -282,32 +273,43 @@ class Engine:
         """Proposals need the tokens before them."""
         return self.runner.launcher.overlaps and not self.speculator.proposers
 
-    def _land(self, flight: Flight, goes_on: bool) -> None:
-        """Reads a flight, behind the launch of the next one where it `goes_on` and there is one."""
-        self._flight, aloft, self._computing = None, frozenset(), flight.slices
-        if goes_on and (following := self.scheduler.follow(flight.slices)) and can_launch(following):
-            aloft = frozenset(piece.seq for piece in following)
-            self.results.keep_states(flight.slices, aloft)
-            self._flight, self.last_batch_size = self._fly(following, flight), len(following)
-        drawn = self.runner.read(flight)
+    def _land(self, goes_on: bool) -> None:
+        """Reads the first flight, behind the launch of others where it `goes_on` and there are any."""
+        launcher = self.runner.launcher
+        while goes_on and len(self._flights) < launcher.depth:
+            following = self.scheduler.follow([flight.slices for flight in self._flights], launcher.num_stages)
+            if not following or not self.runner.can_launch(following):
+                break
+            self.results.keep_states(self._flights[-1].slices, {piece.seq for piece in following})
+            self._fly(following)
+            self.last_batch_size = len(following)
+        flight = self._flights.popleft()
+        self._computing, aloft = flight.slices, {piece.seq for other in self._flights for piece in other.slices}
+        drawn = flight.read()
         self.step_number += 1
         self.work.add(flight.slices)
         self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, aloft)
-        self._rate.add(len(drawn))
+        self._rate.add(sum(len(samples) for _, samples in drawn))
         self._computing = []
 
-    def _obey_behind(self, flight: Flight) -> None:
-        """Obey what concerns none of the keys in flight, while the device computes; the rest waits until it has passed."""
-        aloft = {piece.seq.group.key for piece in flight.slices}
+    def _obey_behind(self) -> None:
+        """Obey what concerns none of the keys in flight, while their steps are computed; the rest waits until all have
+        passed."""
+        aloft = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
+        aloft |= {command.key for command in self._deferred}
         for command in self.inbox.drain():
             if command.key in aloft:
                 self._deferred.append(command)
             else:
                 self._obey(command)
 
-    def _fly(self, slices: list[Slice], before: Flight | None = None) -> Flight:
+    def _fly(self, slices: list[Slice]) -> None:
+        before = self._flights[-1] if self._flights else None
+        self._computing = slices
         self._goes_out(slices, time.monotonic())
-        return self.runner.launch(slices, before, layer_watermark(slices, self.layout, self.on_progress))
+        on_layer = layer_watermark(slices, self.layout, self.on_progress)
+        self._flights.append(self.runner.launch(slices, before, on_layer))
+        self._computing = []
 
     def _goes_out(self, slices: list[Slice], launched_at: float) -> None:
         for seq, _, _ in slices:
@@ -315,6 +317,7 @@ class Engine:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
 
     def _launch(self, slices: list[Slice]) -> None:
+        self._computing = slices
         launched_at = time.monotonic()
         self._goes_out(slices, launched_at)
         num_tokens = sum(end - begin for _, begin, end in slices)

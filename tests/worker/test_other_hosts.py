@@ -30,6 +30,7 @@ from baton.worker.ranks.stream import PATH
 from baton.worker.settings import WorkerSettings
 from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
+from tests.support.native.ranked import depths_of
 from tests.support.pace import patience
 from tests.support.process import Process
 from tests.support.security.installation import install
@@ -68,9 +69,10 @@ def config_of(model, **options) -> EngineConfig:
 
 
 def answers(engine: Engine) -> dict:
-    """Two choices too, the second of which copies a block."""
+    """Two choices too, the second of which copies a block; beside so many that each stage has a step."""
     requests = [make_request(str(len(ids)), ids, 16) for ids in PROMPTS]
     requests.append(make_request("two", PROMPTS[1], 16, temperature=1.0, seed=3, n=2))
+    requests += [make_request(f"many{index}", [5 + index] * 6, 16) for index in range(24)]
     return {key: record.answer() for key, record in run(engine, requests).items()}
 
 
@@ -111,7 +113,8 @@ async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, nur
     config = config_of(model, pipeline_parallel=3, remote_stages=1)
     with started(nursery, tmp_path, "rank", model, listener.address, certs) as rank:
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
-        assert await asyncio.to_thread(answers, engine) == expected
+        depths = depths_of(engine)
+        assert await asyncio.to_thread(answers, engine) == expected and max(depths) == 2
         assert [len(engine.ranks.pids), len(engine.ranks.num_bytes)] == [1, 2]
         await asyncio.to_thread(engine.ranks.close)
         assert await asyncio.to_thread(rank.wait) == 1, rank.text()

@@ -222,6 +222,11 @@ class EngineConfig:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def num_rows(self) -> int:
+        """Return the rows of the steps that all stages compute at a time."""
+        return self.max_num_batched_tokens * self.pipeline_parallel
+
+    @property
     def num_ranks_here(self) -> int:
         """Return those of them that are on this host."""
         return self.num_ranks - self.remote_stages

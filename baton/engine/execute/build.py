@@ -23,7 +23,7 @@ from baton.engine.core.device import (
 )
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
-from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
+from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher, step_bytes
 from baton.engine.kv.block_pages import BlockPages, num_places, part_bytes
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
@@ -145,9 +145,10 @@ def _of_ranks(
     except BaseException:
         ranks.close()
         raise
+    launcher = Launcher(model, own) if pipeline is None else StagedLauncher(model, own)
     if pipeline is not None:
         model.weights = model.weights.beside(ranks.reports[1:])
-    return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, own), ranks)
+    return EngineParts(config, model, pool, host_sampler(), make(config, model), launcher, ranks)
 
 
 def _on_gpu(

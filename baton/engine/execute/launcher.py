@@ -21,6 +21,7 @@ from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kernels.compiling import CompileWatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
+from baton.engine.models.leading import FirstStage, StagedStep
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
 from baton.sampling_params import SamplingParams
@@ -46,6 +47,9 @@ class Launcher:
 
     compiling: CompileWatch | None = None  # of kernels that are compiled when they are first needed
     overlaps = False  # a step is launched while the one before it computes; on a CPU both would share its cores
+    depth = 2  # steps in flight at the most, where they overlap
+    num_stages = 1  # that compute steps of different sequences at a time
+    draws = True  # a launch draws its tokens, from which the next one continues before they are read
     num_graphs = 0
 
     def __init__(self, model: Model, pool: KVPool):
@@ -66,7 +70,11 @@ class Launcher:
         kept, and logits fp32 [R, vocab_size], on the model's device. `on_hidden` gets the rows of all tokens, as
         Model.hidden returns them."""
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
-        hidden = self.model.hidden(batch, self.pool, on_layer)
+        return self._logits(self.model.hidden(batch, self.pool, on_layer), batch, keeps_hidden, on_hidden)
+
+    def _logits(
+        self, hidden: Tensor, batch: ForwardBatch, keeps_hidden: bool, on_hidden: Callable[[Tensor], None] | None
+    ) -> tuple[Tensor | None, Tensor]:
         self.activations.look()
         if on_hidden is not None:
             on_hidden(hidden)
@@ -96,6 +104,33 @@ class Launcher:
 
     def wait(self) -> None:
         """Until all that was launched has passed."""
+
+
+class StagedLauncher(Launcher):
+    """Of several stages: while another one computes a step, this one computes the next, whose sequences are others. What a step
+    gives is drawn here when it has left the last stage."""
+
+    model: FirstStage
+    overlaps, draws = True, False
+
+    def __init__(self, model: FirstStage, pool: KVPool):
+        super().__init__(model, pool)
+        self.depth = self.num_stages = model.pipeline.degree
+
+    def begin(self, batch: ForwardBatch) -> StagedStep:
+        """Compute a step in the first stage; fewer than `depth` others have been begun and not finished."""
+        self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
+        return self.model.begin(batch, self.pool)
+
+    def finish(
+        self, step: StagedStep, on_layer: Callable[[int], None] | None,
+        on_hidden: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        """Return what `run` does, of the first step that was begun and not finished."""
+        return self._logits(self.model.finish(step, on_layer), step.batch, False, on_hidden)
+
+    def wait(self) -> None:
+        self.model.pipeline.drain()
 
 
 class LandingTokens(LaunchedTokens):

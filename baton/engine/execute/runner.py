@@ -2,12 +2,14 @@
 
 run             a step of any kind, to its tokens
 launch, read    a step whose tokens are drawn where the logits are: the next one may be launched, from tokens that were
-                not read yet, before this one is read
+                not read yet, before this one is read; or of several stages a step of any kind, which goes on in the
+                others while the next one, of other sequences, is launched
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from baton import failpoints
 from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.pooling import Pool
-from baton.engine.execute.launcher import LaunchedTokens, Launcher
+from baton.engine.execute.launcher import LaunchedTokens, Launcher, StagedLauncher
 from baton.engine.execute.thread_count import ThreadCount
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
@@ -28,6 +30,7 @@ from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.verify import verify
 
 EMPTY: Mapping[Sequence, int] = {}
+HiddenAndLogits = tuple[Tensor | None, Tensor]
 POOLED_ROWS = 512  # of a prompt, that are normed at a time
 
 
@@ -36,9 +39,10 @@ class Flight:
     """A step that was launched and not read."""
 
     slices: list[Slice]
-    drawn: list[Sequence]  # of the slices behind which a token is drawn
-    tokens: LaunchedTokens  # one for each of these
     launched_at: float  # time.monotonic()
+    read: Callable[[], list[Drawn]]  # waits until it has passed
+    drawn: list[Sequence]  # of the slices behind which a token is drawn
+    tokens: LaunchedTokens | None = None  # one for each of these, where the launch draws them
 
 
 class Runner:
@@ -62,12 +66,19 @@ class Runner:
         For each sequence whose last token is among them the tokens it continues with: proposals that are right, and one
         more. A group at the end of its prompt draws one for each choice, from the same logits.
         """
-        ends = [index for index, piece in enumerate(slices) if draws(piece)]
-        batch = self._batch(slices, ends)
-        seqs = [slices[index].seq for index in ends]
+        batch, seqs = self._batch(slices)
+        drawn = self._computed(slices, batch, seqs, partial(self.launcher.run, batch, self.keeps_hidden, on_layer))
+        self.launcher.wait()
+        return drawn
+
+    @torch.inference_mode()
+    def _computed(
+        self, slices: list[Slice], batch: ForwardBatch, seqs: list[Sequence], compute: Callable[..., HiddenAndLogits]
+    ) -> list[Drawn]:
+        """`compute(on_hidden)`: Launcher.run, or what is left of it."""
         reads = any(not piece.seq.group.reads_cache for piece in slices)
         hidden: list[Tensor] = []
-        self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer, hidden.append if reads else None)
+        self.hidden, logits = compute(hidden.append if reads else None)
         for seq in seqs:  # on a GPU while the launch computes
             seq.find_masks()
         if any(seq.draft_ids for seq in seqs):
@@ -76,32 +87,34 @@ class Runner:
             drawn = self._drawn(logits, seqs) if seqs else []
         if reads:
             self._read_prompts(hidden[0], slices, batch)
-        self.launcher.wait()
         return drawn
 
     @torch.inference_mode()
     def launch(
         self, slices: list[Slice], before: Flight | None = None, on_layer: Callable[[int], None] | None = None
     ) -> Flight:
-        """Launch a step that `can_launch`. `before`: the flight whose tokens it continues from; `on_layer(layer)` is called
+        """Launch a step that `can_launch`. `before`: the flight whose tokens it may continue from; `on_layer(layer)` is called
         when it is read, as each layer's KV is written."""
         launched_at = time.monotonic()
+        if isinstance(self.launcher, StagedLauncher):
+            batch, seqs = self._batch(slices)
+            finish = partial(self.launcher.finish, self.launcher.begin(batch), on_layer)
+            return Flight(slices, launched_at, partial(self._computed, slices, batch, seqs, finish), seqs)
         known = {} if before is None else {seq: row for row, seq in enumerate(before.drawn)}
-        ends = [index for index, piece in enumerate(slices) if draws(piece)]
-        batch = self._batch(slices, ends, known)
-        rows = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in (slices[index] for index in ends)]
+        batch, seqs = self._batch(slices, known)
+        rows = [plain_row(piece.seq.group.request, piece.seq.choice, piece.end) for piece in slices if draws(piece)]
         continues = before is not None and any(begin >= seq.num_tokens for seq, begin, _ in slices)
 
         def draw(logits: Tensor) -> Tensor:
             return self.sampler.draw(logits, rows) if rows else logits.new_empty(0, dtype=torch.int64)
 
         tokens = self.launcher.launch(batch, draw, before.tokens if continues else None, on_layer)
-        return Flight(slices, [slices[index].seq for index in ends], tokens, launched_at)
+        return Flight(slices, launched_at, partial(_read, seqs, tokens), seqs, tokens)
 
-    def read(self, flight: Flight) -> list[Drawn]:
-        """Waits for the flight to pass."""
-        token_ids = flight.tokens.read()
-        return [(seq, [Sampled(id_, None)]) for seq, id_ in zip(flight.drawn, token_ids, strict=True)]
+    def can_launch(self, slices: list[Slice]) -> bool:
+        """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence; where
+        they are drawn when it is read, it may be any."""
+        return not self.launcher.draws or all(map(_gives_tokens_alone, slices))
 
     def _read_prompts(self, hidden: Tensor, slices: list[Slice], batch: ForwardBatch) -> None:
         """Give groups what they ask of each token of their prompts. `hidden`: the rows of all tokens of the step."""
@@ -164,8 +177,12 @@ class Runner:
         with torch.inference_mode():
             self.pool.states.copy(source, target)
 
-    def _batch(self, slices: list[Slice], ends: list[int], rows_before: Mapping[Sequence, int] = EMPTY) -> ForwardBatch:
-        """`rows_before`: of sequences whose last token is yet to be drawn, its row in the launch before."""
+    def _batch(
+        self, slices: list[Slice], rows_before: Mapping[Sequence, int] = EMPTY
+    ) -> tuple[ForwardBatch, list[Sequence]]:
+        """The step, and the sequences behind whose slices a token is drawn. `rows_before`: of sequences whose last token is
+        yet to be drawn, its row in the launch before."""
+        ends = [index for index, piece in enumerate(slices) if draws(piece)]
         block_size = self.pool.block_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -195,7 +212,7 @@ class Runner:
             last_row = seqs[index].query_start + seqs[index].query_len - 1
             rows += range(last_row - len(slices[index].seq.draft_ids), last_row + 1)
         as_tensor = torch.tensor
-        return ForwardBatch(
+        batch = ForwardBatch(
             token_ids=as_tensor(token_ids, dtype=torch.int64),
             positions=as_tensor(positions, dtype=torch.int64),
             slots=as_tensor(slots, dtype=torch.int64),
@@ -203,6 +220,11 @@ class Runner:
             logit_rows=as_tensor(rows, dtype=torch.int64),
             adapters=adapter_rows(slices, seqs),
         )
+        return batch, [slices[index].seq for index in ends]
+
+
+def _read(seqs: list[Sequence], tokens: LaunchedTokens) -> list[Drawn]:
+    return [(seq, [Sampled(token_id, None)]) for seq, token_id in zip(seqs, tokens.read(), strict=True)]
 
 
 def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows, ...]:
@@ -223,11 +245,6 @@ def draws(piece: Slice) -> bool:
     """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn, and
     its prompt is answered."""
     return piece.end >= piece.seq.num_tokens and piece.seq.group.pool is None
-
-
-def can_launch(slices: list[Slice]) -> bool:
-    """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence."""
-    return all(_gives_tokens_alone(piece) for piece in slices)
 
 
 def _gives_tokens_alone(piece: Slice) -> bool:

@@ -160,6 +160,20 @@ class Model:
         return adapter
 
     @property
+    def backends(self) -> dict[str, str]:
+        """Return what was chosen of each kind of kernel."""
+        linear = "+".join(self.weights.kernels)
+        return {"attention": self.attention.name, "linear": linear, "layers": self.layers_name}
+
+    @property
+    def details(self) -> list[str]:
+        """Return a line for each kind of kernel: the one that was chosen, and why each other was not."""
+        return [
+            f"{kind} {name}: " + ", ".join(f"not {other}: {why}" for other, why in self.reasons[kind].items())
+            for kind, name in self.backends.items()
+        ]
+
+    @property
     def layers_name(self) -> str:
         """Return what runs the layers: fused (one native call), triton or torch."""
         return "torch" if self.fused is None else self.fused.name

@@ -1,10 +1,12 @@
 """The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it gives
 them a step in parts behind its own layers; and what the others do with that."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,31 +95,58 @@ class LeadingDeviceModel(LeadingModel):
         return Model.logits(self, hidden, out) if self._in_step else super().logits(hidden, out)
 
 
+class StagedStep(NamedTuple):
+    """A step on its way through the stages."""
+
+    batch: ForwardBatch
+    num_parts: int
+    rows: Tensor  # [tokens, hidden_size], which the stages change
+
+
 class FirstStage(Model):
-    """The model of the first of several stages. `hidden` returns rows that the next step overwrites."""
+    """The model of the first of several stages, each of which may compute another step: as many as there are stages may be
+    begun and not finished. Of one that was finished the rows last until as many more have been begun."""
 
     def __init__(self, pipeline: PipelineLeader, *arguments):
         super().__init__(*arguments)
         self.pipeline, self._told_stages = pipeline, ToldAdapters()
+        self._places = itertools.cycle(range(0, len(pipeline.rows), len(pipeline.rows) // pipeline.degree))
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        pipeline = self.pipeline
-        try:
+        return self.finish(self.begin(batch, pool), on_layer)
+
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> StagedStep:
+        """Compute a step in the layers that are here, and give it to the next stage, part by part."""
+        pipeline, place = self.pipeline, next(self._places)
+        parts = micro_batches(batch, pipeline.degree)
+        with self._or_lose():
             for key, data in self._told_stages.news(batch):
                 pipeline.tell_adapter(key, data)
-            parts = micro_batches(batch, pipeline.degree)
             for number, (first_row, part) in enumerate(parts):
-                rows = pipeline.rows[first_row : first_row + len(part.token_ids)]
+                begin = place + first_row
+                rows = pipeline.rows[begin : begin + len(part.token_ids)]
                 rows.copy_(super().hidden(part, pool)[: len(rows)])
-                pipeline.send(number, first_row, self._told_stages.numbered(part))
-            _tell(on_layer, self.kv_of(self.own_layers))
-            for _ in parts:
-                pipeline.receive()
-        except BaseException:  # the stages are in different places of the step
-            pipeline.lose()
-            raise
+                pipeline.send(number, begin, self._told_stages.numbered(part))
+        return StagedStep(batch, len(parts), pipeline.rows[place : place + len(batch.token_ids)])
+
+    def finish(self, step: StagedStep, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Wait until the first step that was begun and not finished has left the last stage; return its rows. `on_layer` as of
+        `hidden`."""
+        _tell(on_layer, self.kv_of(self.own_layers))
+        with self._or_lose():
+            for _ in range(step.num_parts):
+                self.pipeline.receive()
         _tell(on_layer, self.kv_of(range(self.own_layers.stop, self.spec.num_layers)))
-        return pipeline.rows[: len(batch.token_ids)]
+        return step.rows
+
+    @contextmanager
+    def _or_lose(self) -> Iterator[None]:
+        """Let no more be computed where this raises: the stages are in different places of a step."""
+        try:
+            yield
+        except BaseException:
+            self.pipeline.lose()
+            raise
 
 
 class FirstStageOfRanks(FirstStage, LeadingModel):

@@ -8,7 +8,8 @@
                   [ADAPTER, its number, bytes] and these ──► all stages (adapters.py)
 
 The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
-has its own, and rows follow the message.
+has its own, and rows follow the message. There is a place for the rows of a step in each stage: parts of several steps may
+be on their way, and all leave in the order in which they came.
 """
 
 import queue
@@ -34,8 +35,9 @@ class PipelineLeader:
     """The first stage's end. `send` and `receive` from one thread."""
 
     def __init__(self, streams: Sequence[RankStream], rows: Tensor):
-        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, hidden_size]."""
+        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, for each stage, hidden_size]."""
         self.rows, self.degree = rows, 1 + len(streams)
+        self._num_inside = 0  # parts that were sent and not received
         self._streams = list(streams)
         self._parts: list[deque[Part]] = [deque() for _ in streams]  # that it has not done
         self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -48,6 +50,7 @@ class PipelineLeader:
         """Give a part of a step, whose adapters are numbers and whose rows are in `rows` from `first_row` on, to the second
         stage."""
         self._give(0, (number, first_row, packed(batch)))
+        self._num_inside += 1
 
     def put_block(self, stage: int, block: int, data: Tensor) -> None:
         """Let a stage of another host write its layers' KV of a block. From any thread."""
@@ -67,6 +70,12 @@ class PipelineLeader:
         self._waited_ns[0] += time.monotonic_ns() - begun
         if done is None:
             raise RankLost("a rank is lost")
+        self._num_inside -= 1
+
+    def drain(self) -> None:
+        """Wait until no part is inside any more. Raises RankLost."""
+        while self._num_inside:
+            self.receive()
 
     def copy_block(self, source: int, target: int) -> None:
         """Let stages of other hosts copy a block of their pools."""
@@ -127,7 +136,7 @@ class PipelineFollower:
     """Another stage's end. `receive` and `send` from one thread, `beat` from any."""
 
     def __init__(self, stream: RankStream, rows: Tensor):
-        """`rows`: [tokens of the largest step, hidden_size], the first stage's where the stream shares memory."""
+        """`rows`: as the first stage's, and that memory where the stream shares it."""
         self._stream, self._rows = stream, rows
         self._waited_ns = self._number = 0
 

@@ -264,7 +264,7 @@ def start_ranks(
     degree, (hidden_size, dtype) = config.tensor_parallel, sizes
     if degree > 1 and native.library() is None:
         raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.reason()}")
-    rows = OwnMemory(config.max_num_batched_tokens * hidden_size * dtype.itemsize)
+    rows = OwnMemory(config.num_rows * hidden_size * dtype.itemsize)
     ranks: list[Rank] = []
     streams: list[RankStream] = []
     groups: list[Collectives] = []

@@ -1,10 +1,18 @@
-"""The live groups of one engine, by key, and when they are due."""
+"""The live groups of one engine, by key, and when they are due; and which of them a step computes behind others."""
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import count
 
-from baton.engine.core.request import Key
-from baton.engine.schedule.sequence import Group
+from baton.engine.core.request import FirstToken, Key
+from baton.engine.kv.ledger import Ledger
+from baton.engine.schedule.sequence import Copies, Group, Sequence
+from kvtransfer.naming import SPAN_TOKENS
 
+LEAST_SEQS = 8  # of a turn: a step of 4 takes about as long as one of 8, which for the most part reads weights
+_turns = count(1)
 _NUM_SPARE = 64  # deadlines kept of keys that have ended, and as many again as there are live ones
 
 
@@ -42,3 +50,80 @@ class Groups(dict[Key, Group]):
             if group and group.deadline <= now:
                 return group
         return None
+
+
+class Turn:
+    """What a step may compute behind those that are aloft: launched, and not read. With one stage a sequence goes on from the
+    token that is being drawn. Where several stages compute, each is to have a step of its own sequences: of those that decode
+    about as many as the others have, who waited longest first. All choices of a group take one turn, as they may end
+    together."""
+
+    def __init__(
+        self, running: Iterable[Sequence] = (), aloft: Seq[Seq[tuple[Sequence, int, int]]] = (), num_stages: int = 1,
+        has_states: bool = False,
+    ):  # fmt: skip
+        """`aloft`: slices of each step, a sequence with where they begin and end."""
+        self._ends = {seq: end for slices in aloft for seq, _, end in slices}
+        self._decoding: set[Group] | None = None  # None: all
+        self._busy = set[Group]()
+        if num_stages > 1:
+            # Behind a chunk the next one of its prompt may go, but not where a state is kept as the chunk leaves it.
+            self._busy = {seq.group for seq in self._ends if seq.group.prefilled or has_states}
+            counts = Counter(seq.group for seq in running if seq.group.prefilled and seq.remaining == 1)
+            num_turns = max(1, min(num_stages, counts.total() // LEAST_SEQS))
+            num_taken = sum(any(seq.group.prefilled for seq, _, _ in slices) for slices in aloft)
+            self._decoding = set() if num_taken >= num_turns else self._choose(counts, num_turns)
+        self.has_short_chunks = self._decoding is not None and any(seq.group.prefilled for seq in running)
+
+    def begin(self, seq: Sequence) -> int:
+        """Return the first token of a sequence that no step computes yet."""
+        return self._ends.get(seq, seq.num_computed)
+
+    def has(self, seq: Sequence) -> bool:
+        """Return whether the step may compute something of a sequence that runs."""
+        if self._decoding is None or seq.group in self._decoding:
+            return True
+        return seq.group not in self._busy and (seq.remaining > 1 or not seq.group.prefilled)
+
+    def lets_enter(self, seq: Sequence) -> bool:
+        """Return whether a sequence that waits may enter. What it computes first may be being computed for another: it will
+        be in the cache."""
+        place = seq.num_computed // SPAN_TOKENS
+        name = seq.hashes[place : place + 1]
+        is_coming = bool(name) and any(
+            other.num_computed <= seq.num_computed < end and other.hashes[place : place + 1] == name
+            for other, end in self._ends.items()
+        )
+        return not is_coming and seq.group not in self._busy
+
+    def _choose(self, counts: Counter[Group], num_turns: int) -> set[Group]:
+        chosen, num_seqs, turn = set[Group](), 0, next(_turns)
+        for group in sorted(counts, key=lambda group: group.last_turn):
+            if num_seqs * num_turns < counts.total() and group not in self._busy:
+                chosen.add(group)
+                num_seqs += counts[group]
+                group.last_turn = turn
+        return chosen
+
+
+def fork(
+    trunk: Sequence, first_tokens: list[FirstToken], ledger: Ledger, block_size: int, copies: Copies
+) -> list[Sequence]:
+    """Make a prompt the first of its live choices (at least one), each with its first token; return the others. They share the
+    full blocks; the tail is copied."""
+    group, prompt = trunk.group, list(trunk.token_ids)
+    others = [
+        Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]
+    ]
+    group.live += others
+    for seq in others:
+        trunk.share_prompt(seq, ledger, block_size, copies)
+    trunk.recurrent.unpromise(ledger.states)
+    trunk.choice = first_tokens[0].choice
+    trunk.rank = (*trunk.rank[:2], trunk.choice)
+    trunk.token_ids.append(first_tokens[0].token_id)
+    share = trunk.reserve // (1 + len(others))
+    for seq in others:
+        seq.reserve = share
+        trunk.reserve -= share
+    return others

@@ -15,13 +15,15 @@ park that holds less than itself.
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.counters import Lacks
+from baton.engine.schedule.groups import Turn, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
 from baton.engine.schedule.tenant_shares import Shares, num_blocks
@@ -29,7 +31,7 @@ from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
-_SHORT_STEPS = 4  # in a chunk while tenants share: a new request waits for one step
+_SHORT_STEPS = 4  # in a chunk while tenants share, for whom a new request waits, or stages do
 _SEEN_S = 30.0  # a tenant counts as sharing for this long
 
 
@@ -62,7 +64,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
         self._tenants = Counter[bytes]()  # of both, by sequences
-        self._aloft: dict[Sequence, int] = {}  # while a step is chosen behind another: where that one's slices end
+        self._turn = Turn()  # of the step that is chosen
         self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
         self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
         self._seen: dict[bytes, float] = {}  # tenants of late, and when one of theirs came: time.monotonic()
@@ -88,36 +90,47 @@ class Scheduler:
                 queue.remove(seq)
                 self._tenants -= Counter((seq.group.tenant,))
 
-    def schedule(self) -> list[Slice]:
-        """Return the next step's slices; none when nothing can run."""
+    def schedule(self, num_stages: int = 1) -> list[Slice]:
+        """Return the next step's slices; none when nothing can run. Where `num_stages` compute at a time sequences take turns,
+        and chunks beside those that decode are short: these wait for the chunks of all steps."""
         batch: list[Slice] = []
         self._held = self._blocks() if len(self._tenants) > 1 else {}
         self._make_way()
-        self._schedule_decode(batch)
-        self._schedule_prefill(batch)
+        with self._choosing(Turn(self.running, (), num_stages if self._may_follow() else 1)):
+            self._schedule_decode(batch)
+            self._schedule_prefill(batch)
         return batch
 
-    def follow(self, slices: list[Slice]) -> list[Slice]:
-        """The step behind `slices`, which are being computed; none where it would take blocks from a sequence, or where tenants
-        share and a prompt is to be read: both are decided with nothing in flight."""
-        if self.shares.is_short:
+    def follow(self, aloft: list[list[Slice]], num_stages: int = 1) -> list[Slice]:
+        """The step behind those `aloft`, which are being computed; none where it would take blocks from a sequence, or where
+        tenants share and a prompt is to be read: both are decided with nothing in flight. With one stage a sequence goes on
+        from the token that is being drawn, with more of them others take their turn."""
+        if not self._may_follow():
             return []
-        if len(self._tenants) > 1 and (self.waiting or any(seq.remaining > 1 for seq in self.running)):
-            return []
-        self._aloft = {seq: end for seq, _, end in slices}
+        batch: list[Slice] = []
+        with self._choosing(Turn(self.running, aloft, num_stages, self.ledger.states is not None)):
+            if not self._follow_decode(batch):
+                return []
+            self._schedule_prefill(batch)
+        return batch
+
+    @contextmanager
+    def _choosing(self, turn: Turn) -> Generator[None]:
+        self._turn = turn
         try:
-            batch: list[Slice] = []
-            if self._follow_decode(batch):
-                self._schedule_prefill(batch)
-                return batch
-            return []
+            yield
         finally:
-            self._aloft = {}
+            self._turn = Turn()
+
+    def _may_follow(self) -> bool:
+        if self.shares.is_short:
+            return False
+        return len(self._tenants) < 2 or not (self.waiting or any(seq.remaining > 1 for seq in self.running))
 
     def _follow_decode(self, batch: list[Slice]) -> bool:
         """Return whether there were blocks for all."""
-        for seq in self._in_place(self.running):
-            begin = self._begin(seq)
+        for seq in filter(self._turn.has, self._in_place(self.running)):
+            begin = self._turn.begin(seq)
             left = seq.num_tokens - begin
             if left > 1 or not seq.block_ids:
                 continue
@@ -128,22 +141,11 @@ class Scheduler:
             batch.append(Slice(seq, begin, begin + 1))
         return True
 
-    def _begin(self, seq: Sequence) -> int:
-        """Return the first token of a sequence that no step computes yet."""
-        return self._aloft.get(seq, seq.num_computed)
-
-    def _is_coming(self, seq: Sequence) -> bool:
-        """Return whether what a waiting sequence computes first is being computed for another: it will be in the cache."""
-        place = seq.num_computed // SPAN_TOKENS
-        name = seq.hashes[place : place + 1]
-        return bool(name) and any(
-            other.num_computed <= seq.num_computed < end and other.hashes[place : place + 1] == name
-            for other, end in self._aloft.items()
-        )
-
     def _schedule_decode(self, batch: list[Slice]) -> None:
         block_size = self.layout.block_size
-        for seq in (each for each in self._in_place(self.running) if each.block_ids):  # else parked for one before it
+        for seq in filter(self._turn.has, self._in_place(self.running)):
+            if not seq.block_ids:  # parked for one before it
+                continue
             begin, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + SPAN_TOKENS)  # the least chunk
             has_room = end <= len(seq.block_ids) * block_size or self._grow(seq, end)
             if has_room and len(seq.token_ids) == begin + 1:
@@ -154,14 +156,16 @@ class Scheduler:
         Where tenants share, those who have saved turns have the step to themselves, if any of them can run, and all
         others take short ones, for a request may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
+        if self._turn.has_short_chunks:
+            budget = min(budget, self._short_step)
         self.lacks.look()
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
-        for seq in self.running:
-            if seq.num_tokens - self._begin(seq) > 1:
+        for seq in filter(self._turn.has, self.running):
+            if seq.num_tokens - self._turn.begin(seq) > 1:
                 lines.setdefault(seq.group.tenant, []).append((seq, False))
         if not (has_place := len(self.running) < self.config.max_num_seqs):
             self.lacks.note(Lacks.PLACE)
-        for seq in (each for each in self.waiting if has_place and not self._is_coming(each)):
+        for seq in filter(self._turn.lets_enter, self.waiting if has_place else ()):
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
         if len(self._seen) > 1:
@@ -209,7 +213,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
-        begin = self._begin(seq)
+        begin = self._turn.begin(seq)
         end = min(seq.num_tokens, begin + budget)
         if (missing := self._lacking(seq, end)) > 0 and not self._take(seq, missing):  # of a window, as it goes
             end = min(end, len(seq.block_ids) * self.layout.block_size)
@@ -380,21 +384,7 @@ class Scheduler:
     # ---- choices ----
 
     def fork(self, trunk: Sequence, first_tokens: list[FirstToken]) -> None:
-        """Fork the prompt into its live choices (at least one), each with its first token. They share the full blocks;
-        the tail is copied. A choice that finds no block for its tail starts parked."""
-        group, prompt = trunk.group, list(trunk.token_ids)
-        others = [
-            Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]
-        ]
-        group.live += others
-        for seq in others:
-            trunk.share_prompt(seq, self.ledger, self.layout.block_size, self.copies)
-        trunk.recurrent.unpromise(self.ledger.states)
-        trunk.choice = first_tokens[0].choice
-        trunk.rank = (*trunk.rank[:2], trunk.choice)
-        trunk.token_ids.append(first_tokens[0].token_id)
-        share = trunk.reserve // (1 + len(others))
-        for seq in others:
-            seq.reserve = share
-            trunk.reserve -= share
+        """Fork the prompt into its live choices (at least one), each with its first token. A choice that finds no block for
+        its tail starts parked."""
+        for seq in fork(trunk, first_tokens, self.ledger, self.layout.block_size, self.copies):
             self.add(seq)

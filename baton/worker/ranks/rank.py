@@ -165,7 +165,7 @@ def _follow(config: EngineConfig, model: Model, pool: KVPool, stream: JoinedStre
     """Compute until the worker is gone."""
     assert config.threads is not None
     torch.set_num_threads(config.threads)
-    rows = torch.zeros(config.max_num_batched_tokens, model.spec.hidden_size, dtype=DTYPES[config.dtype])
+    rows = torch.zeros(config.num_rows, model.spec.hidden_size, dtype=DTYPES[config.dtype])
     follower = PipelineFollower(stream, rows)
     threading.Thread(target=_beat, args=(follower,), daemon=True).start()
     with suppress(RankLost), torch.inference_mode():

@@ -173,7 +173,7 @@ def test_commands_are_obeyed_with_nothing_in_flight():
     engine.cancel(requests[0].key)
     records.take(engine.step())
     assert records[requests[0].key].ended.error == "cancelled"
-    assert all(piece.seq.group.key == requests[1].key for piece in engine._flight.slices)
+    assert all(piece.seq.group.key == requests[1].key for piece in engine._flights[0].slices)
     run(engine, collector=records)
     assert records[requests[1].key].answer() == toy_answer(requests[1])
 

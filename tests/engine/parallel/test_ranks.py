@@ -16,7 +16,7 @@ from baton.engine.parallel.stage import cut_layers
 from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
-from tests.support.native.ranked import collectives_of, lose_last_rank
+from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 NUM_TOKENS = 24
@@ -51,9 +51,25 @@ def requests() -> list:
     return [*(make_request(str(len(ids)), ids, NUM_TOKENS) for ids in PROMPTS), sampled]
 
 
-def answers(engine: Engine) -> dict:
-    records = run(engine, requests())
-    return {key: (record.answer(), record.logprobs) for key, record in records.items()}
+def many() -> list:
+    """Requests of all kinds, enough for a step in each of three stages."""
+    kinds = (
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"logprobs": 2},
+        {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.5, "n": 2},
+        {"prompt_logprobs": 1},
+    )
+    prompts = [[(7 * index + at) % 90 + 5 for at in range(3 + index)] for index in range(24)]
+    return [
+        make_request(f"many{index}", ids, NUM_TOKENS // 2, **kinds[index % len(kinds)])
+        for index, ids in enumerate(prompts)
+    ]
+
+
+def answers(engine: Engine, make=requests) -> dict:
+    records = run(engine, make())
+    return {key: (record.answer(), record.logprobs, record.first.prompt_logprobs) for key, record in records.items()}
 
 
 @pytest.mark.parametrize(
@@ -88,21 +104,26 @@ def test_ranks_give_the_answers_of_one(folder, options):
 
 @pytest.mark.parametrize("options", [{}, {"speculator": "draft", "num_draft_tokens": 3}], ids=str)
 def test_stages_give_the_answers_of_one_process(deep, options):
-    """Of 4 layers; a draft model is on the first stage alone. Each stage reads its own layers' tensors, once."""
+    """Of 4 layers; a draft model is on the first stage alone. Each stage reads its own layers' tensors, once. Then of so many
+    requests that there are steps in all stages at a time."""
     options = options | ({"draft_model": deep} if options else {})
     alone = Engine.load(config_of(deep, 1, **options))
-    expected = answers(alone)
+    expected, kept = answers(alone), alone.pool.bytes.clone()
+    of_many = answers(alone, many)
     for num_stages in (2, 3):
         engine = Engine.load(stages_of(deep, num_stages, **options))
         try:
             assert answers(engine) == expected, f"{num_stages} stages"
-            assert torch.equal(engine.pool.bytes, alone.pool.bytes)
+            assert torch.equal(engine.pool.bytes, kept)
             assert engine.numerics_class == alone.numerics_class
             read = [report.read_bytes for report in engine.ranks.reports]
             assert sum(read) == alone.runner.model.weights.read_bytes
             layers = [len(stage.layers) for stage in cut_layers(engine.spec, num_stages)]
             of_a_layer = {num_bytes / count for num_bytes, count in zip(read[1:], layers[1:], strict=True)}
             assert len(of_a_layer) == 1 and read[0] > layers[0] * of_a_layer.pop()
+            depths = depths_of(engine)
+            assert answers(engine, many) == of_many
+            assert max(depths) == (0 if options else num_stages - 1)
         finally:
             engine.ranks.close()
 
@@ -114,11 +135,13 @@ def test_stages_of_several_ranks_give_the_answers_of_one_process(deep, options):
     """Every rank of every stage has a quarter of the layers' weights, and the first stage's the ends as well."""
     options = options | ({"draft_model": deep} if options else {})
     alone = Engine.load(config_of(deep, 1, **options))
-    expected = answers(alone)
+    expected, kept = answers(alone), alone.pool.bytes.clone()
+    of_many = answers(alone, many)
     engine = Engine.load(grid_of(deep, 2, **options))
     try:
         assert answers(engine) == expected
-        assert torch.equal(engine.pool.bytes, alone.pool.bytes)
+        assert torch.equal(engine.pool.bytes, kept)
+        assert answers(engine, many) == of_many
         assert engine.numerics_class == alone.numerics_class
         first, second, *others = [report.num_bytes for report in engine.ranks.reports]
         assert first == second and others[0] == others[1]
@@ -141,9 +164,13 @@ KILLED, STOPPED = (signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "
     ],
 )
 def test_a_lost_rank_ends_every_wait(folder, how, said, config):
+    """Of stages too where each has a step."""
     engine = Engine.load(config(folder, 2))
-    long = make_request("a", PROMPTS[2], NUM_TOKENS)
+    for index in range(18):
+        engine.submit(make_request(f"beside{index}", PROMPTS[0], NUM_TOKENS))
+    depths, long = depths_of(engine), make_request("a", PROMPTS[2], NUM_TOKENS)
     lose_last_rank(engine, how, said, long, lambda name: make_request(name, PROMPTS[0], 5))
+    assert max(depths) == (config is not config_of)
 
 
 def test_ranks_that_have_some_experts_each(tmp_path):

@@ -58,6 +58,18 @@ def together(ends: Sequence[Collectives], act: Callable) -> list:
         return list(threads.map(act, ends))
 
 
+def depths_of(engine: Engine) -> list[int]:
+    """Return the steps that are in flight as each other one is launched, from here on."""
+    depths, launch = [0], engine.runner.launch
+
+    def noted(slices, *given):
+        depths.append(len(engine._flights))
+        return launch(slices, *given)
+
+    engine.runner.launch = noted
+    return depths
+
+
 def lose_last_rank(
     engine: Engine, how: signal.Signals, said: str, long: Request, short: Callable[[str], Request]
 ) -> None:
@@ -108,7 +120,7 @@ def staged(config: EngineConfig, num_stages: int, whole: KVPool) -> Iterator[Mod
     """The model of the first of so many stages, which write the pool `whole` together, until the end."""
     spec, dtype = read_spec(config.model), DTYPES[config.dtype]
     first, *others = cut_layers(spec, num_stages)
-    rows = torch.zeros(config.max_num_batched_tokens, spec.hidden_size, dtype=dtype)
+    rows = torch.zeros(num_stages * config.max_num_batched_tokens, spec.hidden_size, dtype=dtype)
     pairs = [socket.socketpair() for _ in others]
     pipeline = PipelineLeader([SocketStream(own) for own, _ in pairs], rows)
     model = load_model(config, stage=first, pipeline=pipeline)
