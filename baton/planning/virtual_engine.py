@@ -32,14 +32,14 @@ class VirtualLauncher(Launcher):
     def __init__(self, model: Any, pool: KVPool, step_s: Callable[[StepPieces], float]):
         super().__init__(model, pool)
         self._step_s, self.step_s = step_s, 0.0
-        self._logits = torch.zeros(1, _NUM_LOGITS)
+        self._made_logits = torch.zeros(1, _NUM_LOGITS)
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Any = None, on_hidden: Any = None
     ) -> tuple[None, torch.Tensor]:
         num_rows = len(batch.logit_rows)
         self.step_s = self._step_s(StepPieces(tuple((seq.query_len, seq.kv_len) for seq in batch.seqs), num_rows))
-        return None, self._logits.expand(num_rows, _NUM_LOGITS)
+        return None, self._made_logits.expand(num_rows, _NUM_LOGITS)
 
 
 def virtual_engine(spec: ModelSpec, config: EngineConfig, step_s: Callable[[StepPieces], float]) -> Engine:

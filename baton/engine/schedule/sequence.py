@@ -226,10 +226,10 @@ class Sequence:
         self.num_computed = end
         self.seal(ledger)
         self.recurrent.num_pending = 0
-        if self.keeps_state(begin, end, ledger, step):
+        if (states := ledger.states) is not None and self.keeps_state(begin, end, ledger, step):
             self.name_spans(end)
             with ledger.lock:
-                self.recurrent.keep(ledger.states, self.hashes[end // SPAN_TOKENS - 1], copies.state, goes_on)
+                self.recurrent.keep(states, self.hashes[end // SPAN_TOKENS - 1], copies.state, goes_on)
         self.leave_window(ledger)
 
     def append(self, token_id: int) -> FinishReason | None:
