@@ -47,6 +47,6 @@ def virtual_engine(spec: ModelSpec, config: EngineConfig, step_s: Callable[[Step
     layout = KVLayout((KVGroup("paged", 1, 1, 1, "fp8_e4m3", config.block_size),))
     assert config.num_blocks is not None, "the config is resolved"
     pool = KVPool(layout, config.num_blocks)
-    model: Any = SimpleNamespace(spec=spec, attention=SimpleNamespace(name="none"))
+    model: Any = SimpleNamespace(spec=spec, attention=SimpleNamespace(name="none"), fused=None)
     launcher = VirtualLauncher(model, pool, step_s)
     return Engine(config, model, pool, b"", Sampler(), (), launcher)
