@@ -23,6 +23,22 @@ from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import allowed, local_host_id
 
+REGISTERING = "nixl"  # registers the pages of a pool once, where its network card then finds them
+
+
+def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
+    """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and one is
+    named that does not follow."""
+    found = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
+    if engine.ledger.parts is None:
+        return found
+    if REGISTERING in settings.transports:
+        raise ValueError(
+            f"--transports {REGISTERING}: layers of {engine.model_name} have windows, and their KV outside of these goes back to "
+            "the system, which registered memory cannot; leave it at auto, or give shm, tcp or grpc"
+        )
+    return [name for name in found if name != REGISTERING]
+
 
 class KVTransfer:
     """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
@@ -31,10 +47,11 @@ class KVTransfer:
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard
     ):
-        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved."""
+        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a transport that
+        this pool cannot have."""
         host_id = local_host_id(settings.kv_socket_dir)
         self._settings = settings
-        self._transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
+        self._transports = usable_transports(engine, settings)
         security = kv_security(settings.tls, guard)
         self.host_id = host_id
         self._group = group = RankPools.of(engine)
