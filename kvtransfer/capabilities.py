@@ -13,7 +13,7 @@ class Capabilities:
     source_sends: bool  # bytes follow the Ready frame; else the taker reads the source's memory
     num_copies: int  # of every byte, kernel included
     memory: tuple[str, ...] = (HOST,)  # pools that it moves between
-    reads_runs: bool = False  # the taker's engine moves runs of bytes: for two pools of one layout only
+    reads_runs: bool = False  # the taker's engine moves runs of bytes: between blocks of one size and form only
     passes_proxies: bool = False  # HTTP/2 from end to end
 
 

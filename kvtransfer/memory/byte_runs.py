@@ -1,66 +1,119 @@
-"""A range as runs of bytes of two pools of one layout: neighbours merged, so that an engine which moves runs of bytes
-gets few of them. Computed in numpy, no Python per block."""
+"""A range as runs of bytes of two pools whose blocks have one size and form, of whatever layers and heads each is: neighbours
+merged, so that an engine which moves runs of bytes gets few of them. Computed in numpy, no Python per block."""
+
+from typing import NamedTuple
 
 import numpy as np
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import KVLayout
+from kvtransfer.layout import Box, KVLayout
 from kvtransfer.memory.blocks import pieces_of
 from kvtransfer.wire import Range
 
-SOURCE, OWN, WIDTH, PITCH, HEIGHT = range(5)  # columns of an array of runs
+SOURCE, OWN, WIDTH, SOURCE_PITCH, OWN_PITCH, HEIGHT = range(6)  # columns of an array of runs
 
 
-def merged_runs(layout: KVLayout, source_ids: np.ndarray, own_ids: np.ndarray, moved: Range) -> np.ndarray:
-    """Return int64 [n, 5]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height` places
-    that are `pitch` bytes apart in both. Both ids int64 [m], one per block position of the prompt."""
-    found = [np.empty((0, 5), np.int64)]
-    for piece in pieces_of(moved, layout.block_size):
-        strips = np.array(_strips(layout, moved, piece.row_begin, piece.row_end), np.int64).reshape(-1, 4)
+class BoxOfPool(NamedTuple):
+    """A box of a pool, in the numbers of that pool."""
+
+    layout: KVLayout
+    box: Box
+
+    @property
+    def is_whole(self) -> bool:
+        return self.layout.whole == (self.box,)
+
+
+class _Plane(NamedTuple):
+    """Rows, or their scales, of one block: `width` bytes side by side of each of `heads` of each of `layers` (k and v apart)."""
+
+    offset: int
+    width: int
+    layers: int
+    layer_stride: int
+    heads: int
+    head_stride: int
+
+
+def merged_runs(
+    source: BoxOfPool, own: BoxOfPool, source_ids: np.ndarray, own_ids: np.ndarray, moved: Range
+) -> np.ndarray:
+    """Return int64 [n, 6]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height` places, and how
+    far these are apart there and here. Both boxes are of one size, and count the layers of `moved` from their first one on;
+    both ids int64 [m], one per block position of the prompt."""
+    found = [np.empty((0, 6), np.int64)]
+    for piece in pieces_of(moved, own.layout.block_size):
+        strips = np.array(_strips(source, own, moved, piece.row_begin, piece.row_end), np.int64).reshape(-1, 6)
         blocks = slice(piece.block_begin, piece.block_end)
-        runs = np.empty((piece.block_end - piece.block_begin, len(strips), 5), np.int64)
-        for column, ids in ((SOURCE, source_ids), (OWN, own_ids)):
-            runs[:, :, column] = ids[blocks, None] * layout.block_bytes + strips[None, :, 0]
-        runs[:, :, WIDTH:] = strips[None, :, 1:]
-        found.append(runs.reshape(-1, 5))
+        runs = np.empty((piece.block_end - piece.block_begin, len(strips), 6), np.int64)
+        for column, ids, pool in ((SOURCE, source_ids, source), (OWN, own_ids, own)):
+            runs[:, :, column] = ids[blocks, None] * pool.layout.block_bytes + strips[None, :, column]
+        runs[:, :, WIDTH:] = strips[None, :, WIDTH:]
+        found.append(runs.reshape(-1, 6))
     return _merged(np.concatenate(found))
 
 
 def check_within(runs: np.ndarray, num_bytes: int) -> None:
-    """Raise ProtocolError if `runs`, int64 [n, 5] of merged_runs, leave a source's pool of `num_bytes`."""
-    ends = runs[:, SOURCE] + (runs[:, HEIGHT] - 1) * runs[:, PITCH] + runs[:, WIDTH]
+    """Raise ProtocolError if `runs`, int64 [n, 6] of merged_runs, leave a source's pool of `num_bytes`."""
+    ends = runs[:, SOURCE] + (runs[:, HEIGHT] - 1) * runs[:, SOURCE_PITCH] + runs[:, WIDTH]
     if len(runs) and (runs[:, SOURCE].min() < 0 or ends.max() > num_bytes):
         raise ProtocolError(f"block ids beyond a pool of {num_bytes} bytes")
 
 
 def single_rows(runs: np.ndarray) -> np.ndarray:
-    """Return int64 [m, 3]: source offset, own offset, bytes, one per place of `runs` [n, 5], for engines that take no
+    """Return int64 [m, 3]: source offset, own offset, bytes, one per place of `runs` [n, 6], for engines that take no
     pitch."""
     steps = np.arange(runs[:, HEIGHT].sum()) - np.repeat(np.cumsum(runs[:, HEIGHT]) - runs[:, HEIGHT], runs[:, HEIGHT])
     repeated = np.repeat(runs, runs[:, HEIGHT], axis=0)
-    offsets = [repeated[:, column] + steps * repeated[:, PITCH] for column in (SOURCE, OWN)]
+    pitches = ((SOURCE, SOURCE_PITCH), (OWN, OWN_PITCH))
+    offsets = [repeated[:, column] + steps * repeated[:, pitch] for column, pitch in pitches]
     return np.stack([*offsets, repeated[:, WIDTH]], 1)
 
 
-def _strips(layout: KVLayout, moved: Range, row_begin: int, row_end: int) -> list[tuple[int, int, int, int]]:
-    """(offset in a block, width, pitch, height) of the rows in the range's layers; a whole block is one."""
-    num_layers = sum(group.num_layers for group in layout.groups)
-    if (moved.layer_begin, moved.layer_end) == (0, num_layers) and (row_begin, row_end) == (0, layout.block_size):
-        return [(0, layout.block_bytes, layout.block_bytes, 1)]
-    strips, offset, first_layer = [], 0, 0
-    for group in layout.groups:
-        first = max(moved.layer_begin - first_layer, 0)
-        count = min(moved.layer_end - first_layer, group.num_layers) - first
-        for row_bytes in (group.row_bytes, group.row_scale_bytes):
-            cells = group.num_kinds * group.num_kv_heads
-            pitch = group.block_size * row_bytes
-            if count > 0 and row_bytes:
-                begin = offset + first * cells * pitch + row_begin * row_bytes
-                strips.append((begin, (row_end - row_begin) * row_bytes, pitch, count * cells))
-            offset += group.num_layers * cells * pitch
-        first_layer += group.num_layers
-    return [(begin, width * height, width * height, 1) if width == pitch else (begin, width, pitch, height)
-            for begin, width, pitch, height in strips]  # fmt: skip
+def _strips(source: BoxOfPool, own: BoxOfPool, moved: Range, row_begin: int, row_end: int) -> list[tuple[int, ...]]:
+    """Runs of block 0 of both pools with the range's layers, and these rows; a whole block is one."""
+    is_all = (moved.layer_begin, moved.layer_end, row_begin) == (0, len(own.box.layers), 0)
+    if is_all and row_end == own.layout.block_size and source.is_whole and own.is_whole:
+        width = own.layout.block_bytes
+        return [(0, 0, width, width, width, 1)]
+    pairs = zip(*(_planes(each, moved, row_begin, row_end) for each in (source, own)), strict=True)
+    return [run for there, here in pairs for run in _runs_of(there, here)]
+
+
+def _planes(pool: BoxOfPool, moved: Range, row_begin: int, row_end: int) -> list[_Plane]:
+    group, heads = pool.layout.groups[pool.box.group], pool.box.heads
+    offset = sum(each.block_bytes for each in pool.layout.groups[: pool.box.group])
+    planes: list[_Plane] = []
+    first, count = pool.box.layers.start + moved.layer_begin, moved.layer_end - moved.layer_begin
+    for row_bytes in (group.row_bytes, group.row_scale_bytes):
+        head_stride = group.block_size * row_bytes
+        layer_stride = group.num_kv_heads * head_stride
+        if count > 0 and row_bytes:
+            begin = offset + first * group.num_kinds * layer_stride + heads.start * head_stride + row_begin * row_bytes
+            width = (row_end - row_begin) * row_bytes
+            planes.append(_Plane(begin, width, count * group.num_kinds, layer_stride, len(heads), head_stride))
+        offset += group.num_layers * group.num_kinds * layer_stride
+    return planes
+
+
+def _runs_of(there: _Plane, here: _Plane) -> list[tuple[int, ...]]:
+    width, layers, heads = here.width, here.layers, here.heads
+    strides = [(each.layer_stride, each.head_stride) for each in (there, here)]
+    if all(by_head == width for _, by_head in strides):  # whole rows of blocks: those of all heads are side by side
+        width, heads = width * heads, 1
+    elif all(
+        by_layer == heads * by_head for by_layer, by_head in strides
+    ):  # the heads of all layers are one row of places
+        layers, heads = layers * heads, 1
+        strides = [(by_head, by_head) for _, by_head in strides]
+    if heads == 1 and all(by_layer == width for by_layer, _ in strides):
+        width, layers = width * layers, 1
+        strides = [(width, width)] * 2
+    (pitch_there, by_head_there), (pitch_here, by_head_here) = strides
+    return [
+        (there.offset + head * by_head_there, here.offset + head * by_head_here, width, pitch_there, pitch_here, layers)
+        for head in range(heads)
+    ]
 
 
 def _merged(runs: np.ndarray) -> np.ndarray:
@@ -73,5 +126,5 @@ def _merged(runs: np.ndarray) -> np.ndarray:
     merged = runs[heads]
     merged[:, WIDTH] = np.add.reduceat(runs[:, WIDTH], heads)
     single = merged[:, HEIGHT] == 1
-    merged[single, PITCH] = merged[single, WIDTH]
+    merged[single, SOURCE_PITCH] = merged[single, OWN_PITCH] = merged[single, WIDTH]
     return merged

@@ -160,12 +160,12 @@ class CudaRuntime:
             self._fail("cudaEventQuery", code)
         return code == 0
 
-    def copy(self, target: int, source: int, width: int, pitch: int, height: int, stream: int) -> None:
-        """Within devices: `width` bytes at each of `height` places that are `pitch` bytes apart in both."""
+    def copy(self, target: int, source: int, width: int, pitches: tuple[int, int], height: int, stream: int) -> None:
+        """Within devices: `width` bytes at each of `height` places, which are so many bytes apart in the target and in the source."""
         if height == 1:
             self._call("cudaMemcpyAsync", target, source, width, _DEVICE_TO_DEVICE, stream)
         else:
-            places = (target, pitch, source, pitch, width, height)
+            places = (target, pitches[0], source, pitches[1], width, height)
             self._call("cudaMemcpy2DAsync", *places, _DEVICE_TO_DEVICE, stream)
 
     def copy_from_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:

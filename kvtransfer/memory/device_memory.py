@@ -53,7 +53,7 @@ def wrong_canary_bytes(runtime: CudaRuntime, device: int, address: int) -> int:
     try:
         found = ~wanted  # nothing that lies there already is right
         runtime.copy_from_host(scratch, found.ctypes.data, CANARY_BYTES, stream)
-        runtime.copy(scratch, address, CANARY_BYTES, CANARY_BYTES, 1, stream)
+        runtime.copy(scratch, address, CANARY_BYTES, (CANARY_BYTES, CANARY_BYTES), 1, stream)
         runtime.copy_to_host(found.ctypes.data, scratch, CANARY_BYTES, stream)
     finally:
         runtime.free(scratch)

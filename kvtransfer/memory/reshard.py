@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvtransfer.errors import LayoutMismatch, ProtocolError
 from kvtransfer.layout import Box, KVLayout, Part
 from kvtransfer.memory.blocks import BlockMemory, Cells
+from kvtransfer.memory.byte_runs import BoxOfPool
 
 Shard = tuple[Box, ...]
 
@@ -46,15 +47,15 @@ class Sharding:
 
     def cells(self, memory: BlockMemory, box: Box) -> Cells:
         """Return `box` of the whole model in this rank's pool, `memory`. Raises ProtocolError where it is not there."""
+        return Cells(memory, self.place(box).box, self.layout.first_layer(box.group) + box.layers.start)
+
+    def place(self, box: Box) -> BoxOfPool:
+        """Return where in this rank's pool `box` of the whole model is. Raises ProtocolError where it is not there."""
         for index, held in enumerate(self.shard):
             if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
                 if box.layers and box.heads:
-                    first_layer = self.layout.first_layer(box.group) + box.layers.start
-                    if self.in_whole_pool:
-                        return Cells(memory, box, first_layer)
-                    return Cells(
-                        memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
-                    )
+                    there = Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads))
+                    return BoxOfPool(self.pool_layout, box if self.in_whole_pool else there)
         raise ProtocolError(f"{box} is not in this pool, which holds {list(self.shard)}")
 
 

@@ -134,7 +134,7 @@ class Fetcher:
         ]  # fmt: skip
         choices = [
             choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, self._pools.memory,
-                   pull.in_blocks, self._broken_with(pull.source))
+                   pull.are_alike, self._broken_with(pull.source))
             for share, pull in zip(shares, pulls)
         ]  # fmt: skip
         used: list[tuple[str, str]] = []

@@ -113,11 +113,12 @@ class Pull:
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
         self._digests = make_digests(digest, handle.layout, share.box, extent.names)
         self._source = sharding_of(share.part, handle.parts, handle.layout)
-        # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they are stored.
-        self.in_blocks = (
-            self._cells.is_whole and self._source.shard == (share.box,)
-            and handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group]
-        )  # fmt: skip
+        # Both pools keep rows alike, in blocks of one size: runs of bytes are at home in both.
+        self.are_alike = (
+            handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group] and not extent.is_state
+        )
+        # And they hold this share and nothing else: whole blocks travel as they are stored.
+        self.in_blocks = self.are_alike and self._cells.is_whole and self._source.shard == (share.box,)
         self._source_ids = np.asarray([block.block_id for block in extent.blocks], np.int64)
         self._generations = [block.generation for block in extent.blocks]  # of the source's, when they were leased
         self.verified_token = shelter.num_cached_tokens  # of the extent's
@@ -252,10 +253,10 @@ class Pull:
             mine.set()
 
     def _runs(self, moved: Range) -> np.ndarray:
-        """Return the range as runs of two pools of this share and nothing else, in which its first layer is the first."""
-        first = self._cells.first_layer
-        there = moved._replace(layer_begin=moved.layer_begin - first, layer_end=moved.layer_end - first)
-        return merged_runs(self._sharding.pool_layout, self._source_ids, self._ids, there)
+        """Return the range as runs of the source's pool and of one's own."""
+        first, box = self._cells.first_layer, self._share.box
+        counted = moved._replace(layer_begin=moved.layer_begin - first, layer_end=moved.layer_end - first)
+        return merged_runs(self._source.place(box), self._sharding.place(box), self._source_ids, self._ids, counted)
 
     def _source_cells(self) -> Cells:
         source = self._line.source_memory

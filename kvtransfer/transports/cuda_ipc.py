@@ -14,7 +14,7 @@ import numpy as np
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import DeviceHangs, PeerLost, ProtocolError, TransportBroken
-from kvtransfer.memory.byte_runs import HEIGHT, OWN, PITCH, SOURCE, WIDTH, check_within
+from kvtransfer.memory.byte_runs import HEIGHT, OWN, OWN_PITCH, SOURCE, SOURCE_PITCH, WIDTH, check_within
 from kvtransfer.memory.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
 from kvtransfer.memory.device_memory import CANARY_BYTES, DeviceRegion, wrong_canary_bytes
 from kvtransfer.transports.mapped_line import MappedLine
@@ -173,7 +173,7 @@ class Copier:
         self.runtime.destroy_stream(self.stream)
 
     async def copy(self, source: int, runs: np.ndarray, within_s: float) -> None:
-        """Copy runs of the source's pool into one's own. `source`: its address here; `runs`: int64 [n, 5] of
+        """Copy runs of the source's pool into one's own. `source`: its address here; `runs`: int64 [n, 6] of
         byte_runs.merged_runs. Raises PeerLost when the copies have taken longer than `within_s`. A copy cannot be
         stopped: however this ends, it has completed, so that the blocks may be used again. Only DeviceHangs says that
         it may still run: then the process has to end."""
@@ -183,7 +183,8 @@ class Copier:
         try:
             for run in runs.tolist():
                 target = self.region.address + run[OWN]
-                runtime.copy(target, source + run[SOURCE], run[WIDTH], run[PITCH], run[HEIGHT], self.stream)
+                pitches = run[OWN_PITCH], run[SOURCE_PITCH]
+                runtime.copy(target, source + run[SOURCE], run[WIDTH], pitches, run[HEIGHT], self.stream)
             runtime.record(event, self.stream)
             await self._passed(event, within_s)
         except CudaError:
@@ -227,7 +228,7 @@ class _CudaTakerLine(MappedLine):
         self._source, self._mapping = source, mapping
 
     async def read(self, runs: np.ndarray) -> None:
-        """Copy `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
+        """Copy `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
         memory or for runs beyond it, PeerLost as Copier.copy."""
         if not self._source:
             raise ProtocolError("Ready before the source has shared its memory")

@@ -90,7 +90,7 @@ class _NixlTakerLine(MappedLine):
         self._peer, self._pool = self._agent.open_peer(mapping.access), pool
 
     async def read(self, runs: np.ndarray) -> None:
-        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
         memory or for runs beyond it, PeerLost as NixlAgent.read."""
         if self._peer is None or self._pool is None:
             raise ProtocolError("Ready before the source has shared its memory")

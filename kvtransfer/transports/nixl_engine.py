@@ -131,7 +131,7 @@ class NixlAgent:
             pass  # it has gone already
 
     async def read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
-        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is cancelled the
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is cancelled the
         transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped, whose
         connection then ends with it."""
         moving = asyncio.ensure_future(self._read(peer, theirs, runs, within_s))

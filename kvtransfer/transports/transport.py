@@ -41,7 +41,7 @@ class Line(Protocol):
         ...
 
     async def read(self, runs: np.ndarray) -> None:
-        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, out of the source's pool into one's own (taker's side,
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, out of the source's pool into one's own (taker's side,
         where `reads_runs`). Raises PeerLost, ProtocolError; however it ends, no byte arrives afterwards."""
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
@@ -86,8 +86,8 @@ def choose(
     memory: Sequence[str] = (HOST,), are_alike: bool = True, broken: Container[str] = (),
 ) -> TransportChoice:  # fmt: skip
     """Rank a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
-    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools have one
-    layout; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons, when none
+    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools' blocks have one
+    size and form; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons, when none
     is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
     against = auto_against() if "auto" in transports else {}
@@ -103,7 +103,7 @@ def choose(
         elif endpoint is None:
             passed_over.append(f"{name}: not offered by the source")
         elif can.reads_runs and not are_alike:
-            passed_over.append(f"{name}: not between pools of two layouts")
+            passed_over.append(f"{name}: not between blocks of two sizes or forms")
         elif can.same_host and endpoint.host_id != host_id:
             passed_over.append(f"{name}: another host")
         elif can.same_process and not in_process(endpoint.address):

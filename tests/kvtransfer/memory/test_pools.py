@@ -121,7 +121,7 @@ def test_unlike_pools_meet_in_their_mirrors():
     async def main():
         async with running(("cuda_ipc", "tcp"), layout(16), taker_shape=layout(64), on_gpu=(True, True)) as rig:
             report = await rig.fetch(rig.ready_offer(), rig.destination())
-            assert report.transport == "tcp" and rig.arrived() and "cuda_ipc: not between pools" in report.reason
+            assert report.transport == "tcp" and rig.arrived() and "cuda_ipc: not between blocks" in report.reason
 
     asyncio.run(main())
 

@@ -12,7 +12,7 @@ import pytest
 from baton.v1 import kv_pb2
 from kvtransfer import errors
 from kvtransfer.layout import KVGroup, KVLayout
-from kvtransfer.memory.byte_runs import merged_runs
+from kvtransfer.memory.byte_runs import BoxOfPool, merged_runs
 from kvtransfer.memory.cuda_runtime import CudaError, CudaRuntime, find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion, copied_to_host
 from kvtransfer.transports import cuda_ipc
@@ -46,7 +46,8 @@ class Pair:
         return np.frombuffer(self.libraries[side].allocations[region.address], np.uint8, region.num_bytes)
 
     def runs(self, moved: Range) -> np.ndarray:
-        return merged_runs(LAYOUT, *self.ids, moved)
+        whole = BoxOfPool(LAYOUT, LAYOUT.whole[0])
+        return merged_runs(whole, whole, *self.ids, moved)
 
     async def open(self):
         lines: asyncio.Queue = asyncio.Queue()
@@ -236,7 +237,7 @@ def test_what_a_taker_refuses(tmp_path):
         pair.source._mapping = true
         await pair.share()
         with pytest.raises(errors.ProtocolError, match="beyond a pool"):
-            await pair.taker.read(pair.runs(Range(0, 64, 0, 2)) + [NUM_BLOCKS * BLOCK, 0, 0, 0, 0])
+            await pair.taker.read(pair.runs(Range(0, 64, 0, 2)) + [NUM_BLOCKS * BLOCK, 0, 0, 0, 0, 0])
         with pytest.raises(errors.ProtocolError, match="second Mapping"):
             await pair.share()
         await pair.close()
@@ -284,7 +285,8 @@ async def main(address, folder, num_bytes):
     copier = cuda_ipc.Copier(region)
     line = await cuda_ipc.connect(address, pathlib.Path(folder), copier, num_bytes)
     await line.receive()
-    await line.read(np.array([[0, num_bytes // 2, num_bytes // 2, num_bytes // 2, 1], [0, 0, 100, 1000, 50]]))
+    half = num_bytes // 2
+    await line.read(np.array([[0, half, half, half, half, 1], [0, 0, 100, 1000, 1000, 50]]))
     print(copied_to_host(region, copier.stream, 0, num_bytes).tobytes().hex())
     line.close(), copier.close(), region.close()
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -63,12 +63,12 @@ async def idle(*sessions: Session) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
     [
-        (2, 1, "shm"), (1, 2, "tcp"), (2, 2, "cuda_ipc"),
+        (2, 1, "cuda_ipc"), (1, 2, "tcp"), (2, 2, "shm"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                (1, 4, "shm"), (4, 1, "tcp"), (2, 4, "shm"), (4, 2, "shm"), (4, 4, "cuda_ipc"), (2, 2, "grpc"),
-                (4, 4, "tcp"),
+                (1, 4, "cuda_ipc"), (4, 1, "cuda_ipc"), (2, 4, "cuda_ipc"), (4, 2, "shm"), (4, 4, "cuda_ipc"),
+                (2, 2, "cuda_ipc"), (2, 2, "grpc"), (4, 4, "tcp"),
             )
         ),
     ],

@@ -83,7 +83,7 @@ def _copy_s(runtime: CudaRuntime, device: int, address: int, num_bytes: int) -> 
         best = float("inf")
         for _ in range(NUM_RUNS):
             begun = time.monotonic()
-            runtime.copy(own.address, address, num_bytes, num_bytes, 1, stream)
+            runtime.copy(own.address, address, num_bytes, (num_bytes, num_bytes), 1, stream)
             runtime.synchronize(stream)
             best = min(best, time.monotonic() - begun)
         return best
