@@ -78,7 +78,7 @@ class EngineConfig:
         "processes that share each layer of the model, 1, 2, 4 or 8, with --threads or a GPU each", 1, metavar="N"
     )
     pipeline_parallel: int = _knob(
-        "stages that have some layers of the model each, of as many processes as --tensor-parallel says; on a CPU",
+        "stages that have some layers of the model each, of as many processes as --tensor-parallel says; on GPUs of one",
         1,
         metavar="M",
     )
@@ -213,8 +213,6 @@ class EngineConfig:
             raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
         if self.remote_stages and self.tensor_parallel > 1:
             raise ValueError("remote_stages: a stage of another host has one rank; leave tensor_parallel at 1")
-        if self.device == "cuda" and self.pipeline_parallel > 1:
-            raise ValueError("pipeline_parallel has no effect on a GPU: leave it out, or give device cpu")
 
     @property
     def num_ranks(self) -> int:

@@ -94,8 +94,6 @@ def load_parts(
         model = load_model(config, device)
         pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, pool))
-    if config.pipeline_parallel > 1:
-        raise ValueError("pipeline_parallel has no effect on a GPU: leave it out, or give device cpu")
     with explained(device, config):
         return _on_gpu(config, spec, device, gpu_memory_for, make)
 

@@ -24,7 +24,7 @@ class Results:
         self.lifecycle = lifecycle
         self.ledger = lifecycle.ledger
         self.runner = runner
-        self.num_layers = runner.pool.layout.num_layers
+        self.num_layers = runner.pool.num_layers
         self._aloft: Set[Sequence] = frozenset()
         self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 

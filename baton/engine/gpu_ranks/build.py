@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,8 +36,9 @@ from baton.engine.models.leading import LeadingDeviceModel
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import RankLost, num_bytes_for
-from baton.engine.parallel.distributed import DistributedCollectives
+from baton.engine.parallel.distributed import DistributedCollectives, StageCollectives
 from baton.engine.parallel.shard import Shard, refusal
+from baton.engine.parallel.stage import PipelineStage, cut_layers
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
 from baton.engine.ranks.spawn import Joining, OwnMemory, RankGrid, Ranks
 from baton.engine.sampling.on_device import sampler_on
@@ -65,7 +66,7 @@ def load(
     make: MakeProposers | None = None, joining: Joining | None = None, rank_program: str | None = None,
 ) -> EngineParts:  # fmt: skip
     """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts. `rank_program`: in place of PROGRAM."""
-    if config.tensor_parallel > 1 and find_device(config.device).type == "cuda":
+    if config.num_ranks > 1 and find_device(config.device).type == "cuda":
         return load_on_gpus(config, gpu_memory_for, make, rank_program)
     return load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
 
@@ -78,13 +79,14 @@ def load_on_gpus(
     line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
     spec, make = read_spec(config.model), make or make_proposers
     shard = Shard(0, config.tensor_parallel, config.expert_parallel)
-    if why := unfit(config, spec) or refusal(spec, shard):
-        raise ValueError(f"tensor_parallel {config.tensor_parallel}: {why}")
+    if why := unfit(config, spec) or (refusal(spec, shard) if config.tensor_parallel > 1 else ""):
+        raise ValueError(f"{_option(config)}: {why}")
     devices = devices_for(config)
-    ranks, collectives = _start(config, devices, rank_program or PROGRAM)
+    stages = cut_layers(spec, config.pipeline_parallel) if config.pipeline_parallel > 1 else [None] * len(devices)
+    ranks, collectives = _start(config, devices, stages, rank_program or PROGRAM)
     try:
         with explained(devices[0], config):
-            return _lead(config, spec, devices[0], gpu_memory_for, make, ranks, collectives)
+            return _lead(config, spec, devices[0], gpu_memory_for, make, ranks, collectives, stages[0])
     except RankLost as error:
         why = ranks.why_lost() or str(error)
         ranks.close()
@@ -98,8 +100,14 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
     """Return why ranks on GPUs cannot do what `config` asks for; "" if they can."""
     if spec.state is not None:
         return "layers with a state are computed by one GPU: leave it at 1, or give device cpu"
-    if config.pipeline_parallel > 1:
-        return "pipeline_parallel has no effect on a GPU; leave it out, or give device cpu"
+    if config.remote_stages:
+        return "stages of other hosts compute on CPUs; leave remote_stages out, or give device cpu"
+    if config.pipeline_parallel > 1 and config.tensor_parallel > 1:
+        return "a stage on a GPU has one rank; leave pipeline_parallel or tensor_parallel at 1"
+    if config.pipeline_parallel > 1 and (
+        any(spec.windows) or spec.sinks or spec.chunked or len(spec.kv_layers) < spec.num_layers
+    ):
+        return "stages on GPUs have models whose layers all see all positions; give tensor_parallel"
     if config.sm_share is not None:
         return "sm_share: ranks have their GPUs alone; leave it out"
     if config.all_reduce == "fast" and config.batch_invariant:
@@ -110,19 +118,39 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
 def devices_for(config: EngineConfig) -> list[torch.device]:
     """Return a GPU for each rank, the first ones that this process sees. Raises ValueError where they are too few, or
     unlike, or torch cannot join them."""
-    degree = config.tensor_parallel
+    degree, option = config.num_ranks, _option(config)
     if (count := torch.cuda.device_count()) < degree:
         told = f"each rank needs a GPU, and {count} can be seen"
-        raise ValueError(f"tensor_parallel {degree}: {told}; show more (CUDA_VISIBLE_DEVICES), or lower the number")
+        raise ValueError(f"{option}: {told}; show more (CUDA_VISIBLE_DEVICES), or lower the number")
     if not distributed.is_nccl_available():
-        raise ValueError(f"tensor_parallel {degree}: torch {torch.__version__} has no NCCL; install one that has it")
+        raise ValueError(f"{option}: torch {torch.__version__} has no NCCL; install one that has it")
     names = [torch.cuda.get_device_name(index) for index in range(degree)]
     for index, name in enumerate(names):
         if name != names[0]:
-            raise ValueError(
-                f"tensor_parallel {degree}: GPU 0 is {names[0]}, GPU {index} is {name}: give ranks GPUs of a kind"
-            )
+            raise ValueError(f"{option}: GPU 0 is {names[0]}, GPU {index} is {name}: give ranks GPUs of a kind")
     return [torch.device("cuda", index) for index in range(degree)]
+
+
+def _option(config: EngineConfig) -> str:
+    if config.pipeline_parallel > 1:
+        return f"pipeline_parallel {config.pipeline_parallel}"
+    return f"tensor_parallel {config.tensor_parallel}"
+
+
+def joined_by(given: Assignment, memory: memoryview, device: torch.device) -> DistributedCollectives:
+    """Return this rank's end of what joins all ranks: of those that share layers, or of stages."""
+    store = distributed.FileStore(given.store, given.shard.degree)
+    kind = DistributedCollectives if given.stage is None else StageCollectives
+    return kind(memory, given.shard, store, device, given.config.all_reduce == "fast")
+
+
+def load_part(
+    config: EngineConfig, device: torch.device, collectives: DistributedCollectives, stage: PipelineStage | None
+) -> Model:
+    """Read this rank's part of the model."""
+    if isinstance(collectives, StageCollectives):
+        return load_model(config, device, stage=stage, stages=collectives)
+    return load_model(config, device, collectives)
 
 
 def use(device: torch.device, config: EngineConfig) -> None:
@@ -140,7 +168,8 @@ def device_parts(
 ) -> tuple[EngineConfig, KVPool, GpuLauncher]:  # fmt: skip
     """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together, and compute the
     same steps in it; `speculates` counts on the first."""
-    collectives.reach(config.max_num_batched_tokens * model.spec.hidden_size)
+    if not isinstance(collectives, StageCollectives):
+        collectives.reach(config.max_num_batched_tokens * model.spec.hidden_size)
     spec, speculates = model.spec, not collectives.least(int(not (speculates and collectives.shard.rank == 0)))
     with torch.inference_mode():
         if config.num_blocks is None:
@@ -159,29 +188,31 @@ def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
 
 
-def _start(config: EngineConfig, devices: list[torch.device], program: str) -> tuple[Ranks, DistributedCollectives]:
+def _start(
+    config: EngineConfig, devices: Sequence[torch.device], stages: Sequence[PipelineStage | None], program: str
+) -> tuple[Ranks, DistributedCollectives]:
     folder = tempfile.mkdtemp(prefix="baton-ranks-")  # this user's alone
     atexit.register(shutil.rmtree, folder, True)  # not before: NCCL looks into it again
-    degree, store = len(devices), os.path.join(folder, "store")
+    degree = len(devices)
     memory = OwnMemory(num_bytes_for(degree))
-    shards = [Shard(rank, degree, config.expert_parallel) for rank in range(degree)]
-    given = Assignment(config, memory_fd=memory.fd, memory_bytes=len(memory.memory), store=store)
-    collectives = DistributedCollectives(
-        memory.memory, shards[0], distributed.FileStore(store, degree), devices[0], config.all_reduce == "fast"
-    )
-    others = [
-        GpuRank(replace(given, shard=shard, device=str(device)), program)
-        for shard, device in zip(shards[1:], devices[1:], strict=True)
-    ]
+    given = [
+        Assignment(
+            config, memory_fd=memory.fd, memory_bytes=len(memory.memory), store=os.path.join(folder, "store"),
+            shard=Shard(rank, degree, config.expert_parallel), stage=stage, device=str(device),
+        )
+        for rank, (device, stage) in enumerate(zip(devices, stages, strict=True))
+    ]  # fmt: skip
+    collectives = joined_by(given[0], memory.memory, devices[0])
+    others = [GpuRank(each, program) for each in given[1:]]
     return Ranks(RankGrid([collectives], None, degree), others), collectives
 
 
 def _lead(
     config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers,
-    ranks: Ranks, collectives: DistributedCollectives,
+    ranks: Ranks, collectives: DistributedCollectives, stage: PipelineStage | None,
 ) -> EngineParts:  # fmt: skip
     use(device, config)
-    model = load_model(widest(config, spec), device, collectives)
+    model = load_part(widest(config, spec), device, collectives, stage)
     assert isinstance(model, LeadingDeviceModel)
     ranks.wait(Ready.of(model))
     collectives.join()
@@ -194,6 +225,9 @@ def _lead(
     )
     assert isinstance(pool, LeadingPool)
     pool.lead(model)
-    with torch.inference_mode():
-        ranks.sums = model.measure_sums(config.max_num_batched_tokens)
+    if stage is None:
+        with torch.inference_mode():
+            ranks.sums = model.measure_sums(config.max_num_batched_tokens)
+    else:
+        model.weights = model.weights.beside(ranks.reports[1:])
     return EngineParts(config, model, pool, sampler_on(device), proposers, launcher, ranks)

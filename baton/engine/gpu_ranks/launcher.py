@@ -21,10 +21,10 @@ from baton.engine.parallel.sums import sum_often
 
 
 class LeadingPool(KVPool):
-    """The first rank's pool, of its heads: what is copied here is copied in all ranks' pools."""
+    """The first rank's pool, of its heads or layers: what is copied here is copied in all ranks' pools."""
 
     def lead(self, model: LeadingDeviceModel) -> None:
-        self._model = model
+        self._model, self.num_layers = model, len(model.spec.kv_layers)
 
     def copy_block(self, src: int, dst: int) -> None:
         with self._model.all_or_none() as collectives:
@@ -44,8 +44,8 @@ class LeadingLauncher(GpuLauncher):
 
     @property
     def words(self) -> str:
-        assert isinstance(self.model.collectives, DistributedCollectives)
-        return f"{super().words}, {self.model.collectives.words}"
+        assert isinstance(self.model.group, DistributedCollectives)
+        return f"{super().words}, {self.model.group.words}"
 
     def warm_up(self, config: EngineConfig) -> None:
         with self.model.in_step():

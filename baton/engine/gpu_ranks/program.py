@@ -7,16 +7,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import distributed
 
-from baton.engine.gpu_ranks.build import device_parts, use, widest
+from baton.engine.gpu_ranks.build import device_parts, joined_by, load_part, use, widest
 from baton.engine.gpu_ranks.launcher import follow_launches
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import RankLost
-from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.ranks.process import Assignment
 from baton.engine.ranks.program import leave_with_leader, map_memory, ready, say_often
 
@@ -38,13 +35,12 @@ def serve(
 
 
 def _serve(given: Assignment, memory_for: Callable[[int, torch.device], Any] | None, beside: Beside) -> None:
-    config, shard, device = given.config, given.shard, torch.device(given.device)
-    memory, store = map_memory(given.memory_fd, given.memory_bytes), distributed.FileStore(given.store, shard.degree)
-    collectives = DistributedCollectives(memory, shard, store, device, config.all_reduce == "fast")
+    config, device = given.config, torch.device(given.device)
+    collectives = joined_by(given, map_memory(given.memory_fd, given.memory_bytes), device)
     say_often(collectives.beat)
     use(device, config)
     loaded = widest(config, read_spec(config.model))
-    model = ready(lambda: load_model(loaded, device, collectives))
+    model = ready(lambda: load_part(loaded, device, collectives, given.stage))
     collectives.join()
     own = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
     _, pool, launcher = device_parts(config, model, collectives, False, memory_for=own)

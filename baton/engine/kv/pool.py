@@ -41,6 +41,7 @@ class KVPool:
             raise ValueError(f"KV form {group.form} packs two elements into a byte: head_dim {group.head_dim} is odd")
         num_bytes = layout.pool_bytes(num_blocks, num_states)
         self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
+        self.num_layers = layout.num_layers  # that have KV, those of other pools of the same blocks too
         self._memory = memory  # held: on a GPU a tensor over it does not
         if memory is None:
             room = PAGE if device == CPU else 0  # to begin with a page, as mappings do

@@ -50,6 +50,8 @@ Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 class Model:
     """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
 
+    pools_own_layers = False  # of a stage: its pool has room for its own alone
+
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
         ropes: Sequence[Rope], make_router: MakeRouter | None = None, collectives: Collectives | None = None,
@@ -106,7 +108,8 @@ class Model:
             from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an extra
 
             self._make_low_rank, self._gpu_adapters = GpuLowRank, GpuAdapters(self.device)
-        self._kv_index = {layer: index for index, layer in enumerate(spec.kv_layers)}
+        pooled = [layer for layer in spec.kv_layers if not self.pools_own_layers or layer in self.own_layers]
+        self._kv_index = {layer: index for index, layer in enumerate(pooled)}
         self._temperature = None
         if spec.temperature is not None:
             self._temperature = Temperature(spec.temperature, spec.longest_context, self.device)
@@ -196,16 +199,18 @@ class Model:
         return [self._kv_index[layer] for layer in layers if layer in self._kv_index]
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads; `form` is a key of
-        kvtransfer.layout.KV_FORMS."""
+        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads or its layers; `form` is a
+        key of kvtransfer.layout.KV_FORMS."""
         group = self.spec.kv_group(form, block_size)
+        if self.pools_own_layers:
+            return replace(group, num_layers=len(self._kv_index))
         if self.collectives is None or self.collectives.shares_memory:
             return group
         return replace(group, num_kv_heads=self.attention.shape.num_kv_heads)
 
     def kv_layout(self, form: str, block_size: int) -> KVLayout:
         """Return the layout of a pool for this model; `form` as of `kv_group`."""
-        if self.collectives is None or self.collectives.shares_memory:
+        if not self.pools_own_layers and (self.collectives is None or self.collectives.shares_memory):
             return self.spec.kv_layout(form, block_size)
         return KVLayout((self.kv_group(form, block_size),))
 

@@ -23,21 +23,23 @@ class GpuLayers:
 
     name = "triton"
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: Attention, ropes: Sequence[Rope]):
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer | None], attention: Attention, ropes: Sequence[Rope]):
         from baton.engine.kernels import kv_write, rows  # triton is an extra
         from baton.engine.layers.linear.triton import GpuLinear
 
         self._write_kv, self._rows, self._gpu_linear = kv_write.write_kv, rows, GpuLinear
-        self._spec, self._layers, self._attention, self._ropes = spec, layers, attention, ropes
+        self._own = [index for index, layer in enumerate(layers) if layer is not None]  # of a stage
+        self._layers = [layer for layer in layers if layer is not None]
+        self._spec, self._attention, self._ropes = spec, attention, ropes
 
     @staticmethod
-    def unfit(spec: ModelSpec, layers: Sequence[Layer], attention: Attention) -> str:
+    def unfit(spec: ModelSpec, layers: Sequence[Layer | None], attention: Attention) -> str:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if reason := kernels.unavailable(attention.shape.device.type):
             return reason
         if reason := spec.beyond_llama(experts=True):
             return reason
-        for layer in layers:
+        for layer in filter(None, layers):
             for part in filter(None, (layer.qkv, layer.output, layer.gate_up, layer.down)):
                 if part.row_multiple != 1:
                     return f"linear kernel {part.name} wants padded rows"
@@ -57,7 +59,7 @@ class GpuLayers:
         mixed = x.new_empty(x.shape[0], num_heads, spec.head_dim)
         heads = self._after_norm(x, None, self._layers[0].input_norm.weight, self._layers[0].qkv)
         for index, layer in enumerate(self._layers):
-            turns = tables[spec.layers[index].rope or 0]
+            turns = tables[spec.layers[self._own[index]].rope or 0]
             heads = heads.unflatten(1, (-1, spec.head_dim))
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
             q = self._write_kv(heads, num_heads, batch.positions, batch.slots, turns, norms, pool, index)

@@ -19,6 +19,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.parallel.adapters import Files, HeldAdapters, ToldAdapters
 from baton.engine.parallel.collectives import Collectives, RankLost
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
+from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import COPY, PUT, PipelineFollower, PipelineLeader
 from baton.engine.parallel.stage import PipelineStage, micro_batches
 from baton.engine.parallel.sums import SumSpeed, copy_bytes_per_s, sum_often
@@ -66,12 +67,18 @@ class LeadingModel(Model):
     @contextmanager
     def all_or_none(self) -> Iterator[Collectives]:
         """Let no later step be told where what is told here does not end."""
-        assert self.collectives is not None
+        group = self.group
         try:
-            yield self.collectives
+            yield group
         except BaseException:
-            self.collectives.lose()
+            group.lose()
             raise
+
+    @property
+    def group(self) -> Collectives:
+        """Return what joins this rank to those that are told."""
+        assert self.collectives is not None
+        return self.collectives
 
 
 class LeadingDeviceModel(LeadingModel):
@@ -93,6 +100,56 @@ class LeadingDeviceModel(LeadingModel):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return Model.logits(self, hidden, out) if self._in_step else super().logits(hidden, out)
+
+
+class FirstDeviceStage(LeadingDeviceModel):
+    """The model of the first of several stages with a GPU each: a step goes once around, and the rest is computed here."""
+
+    pools_own_layers = True
+
+    def __init__(self, stages: StageCollectives, *arguments):
+        self._stages = stages
+        super().__init__(*arguments)
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        rows = super().hidden(batch, pool, on_layer)[: len(batch.token_ids)].contiguous()
+        self._stages.pass_on(rows)
+        self._stages.take_in(rows)
+        _tell(on_layer, range(len(self.kv_of(self.own_layers)), len(self.spec.kv_layers)))
+        return rows
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return Model.logits(self, hidden, out)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        return Model.embedded(self, token_ids)
+
+    def scored(self, features: Tensor) -> Tensor:
+        return Model.scored(self, features)
+
+    @property
+    def group(self) -> Collectives:
+        return self._stages
+
+
+class NextDeviceStage(Model):
+    """Another stage's. It knows of no tokens, and of no logits."""
+
+    pools_own_layers = True
+
+    def __init__(self, stages: StageCollectives, *arguments):
+        self._stages = stages
+        super().__init__(*arguments)
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        rows = torch.empty(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        self._stages.take_in(rows)
+        rows = self.run_layers(rows, batch, pool)[: len(rows)].contiguous()
+        self._stages.pass_on(rows)
+        return rows
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
 
 
 class StagedStep(NamedTuple):

@@ -21,11 +21,19 @@ from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.norm import Norm
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import FirstStage, FirstStageOfRanks, LeadingDeviceModel, LeadingModel
+from baton.engine.models.leading import (
+    FirstDeviceStage,
+    FirstStage,
+    FirstStageOfRanks,
+    LeadingDeviceModel,
+    LeadingModel,
+    NextDeviceStage,
+)
 from baton.engine.models.linears import Linears
 from baton.engine.models.read_layer import read_norm
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import PipelineLeader
 from baton.engine.parallel.shard import WHOLE, refusal
 from baton.engine.parallel.stage import PipelineStage
@@ -54,10 +62,10 @@ class PredictorModules:
 
 def load_model(
     config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None,
-    stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None,
+    stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None, stages: StageCollectives | None = None,
 ) -> Model:  # fmt: skip
     """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
-    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage.
+    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage; `stages`: where each has a device.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
@@ -99,7 +107,10 @@ def load_model(
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
-    if pipeline is not None:
+    if stages is not None:
+        assert stage is not None
+        model = (NextDeviceStage if stage.index else FirstDeviceStage)(stages, *arguments)
+    elif pipeline is not None:
         model = (FirstStage if collectives is None else FirstStageOfRanks)(pipeline, *arguments)
     else:
         leads = collectives is not None and shard.rank == 0 and stage is None

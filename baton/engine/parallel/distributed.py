@@ -45,16 +45,9 @@ class DistributedCollectives(Collectives):
 
     def join(self) -> None:
         """Meet the other ranks, and make what joins their devices: it may not be made while a graph is captured."""
-        is_cpu, where = self._device.type == "cpu", (self._store, self.shard.rank, self.degree)
-        make, call_s = (distributed.ProcessGroupGloo, JOIN_S) if is_cpu else (distributed.ProcessGroupNCCL, CALL_S)
-        self._store.set_timeout(timedelta(seconds=JOIN_S))
-        try:
-            self._group = make(*where, timeout=timedelta(seconds=call_s))
-        except (RuntimeError, distributed.DistStoreError) as error:
-            raise RankLost(f"ranks have not met: {error}") from error
+        self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
         self.sum(torch.zeros(1, 16, device=self._device), torch.float32)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        _wait(self._device)
 
     def reach(self, num_elements: int, make: MakePeerMemory | None = None) -> None:
         """From now on add by way of the other GPUs' memory, sums of so many elements at most, if every rank can and both ways
@@ -138,10 +131,70 @@ class DistributedCollectives(Collectives):
 
     def _all(self, call: Callable) -> None:
         """Let all ranks make one call; on a GPU it is launched, not waited for. Raises RankLost."""
-        try:
-            call(self._group).wait()
-        except RuntimeError as error:
-            raise RankLost(f"a rank is lost: {' '.join(str(error).split())[:160]}") from error
+        _call(self._group, call)
+
+
+class StageCollectives(DistributedCollectives):
+    """The end of one stage on a device of its own: `shard` says which of how many. Stages share no layers, so there are no sums; rows go
+    from each stage to the next one, and from the last to the first."""
+
+    def join(self) -> None:
+        self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
+        # In one order on all stages. A group for each way: of one for both ways a stage could wait for what waits for it.
+        links = {}
+        for link in range(self.degree):
+            ends = link, (link + 1) % self.degree
+            if self.shard.rank in ends:
+                store = distributed.PrefixStore(f"stage {link}", self._store)
+                links[link] = _meet(store, ends.index(self.shard.rank), 2, self._device)
+        self._onward, self._inward = links[self.shard.rank], links[(self.shard.rank - 1) % self.degree]
+        for group in [links[link] for link in sorted(links)] + [self._group]:
+            _call(group, lambda group: group.broadcast([torch.zeros(1, device=self._device)]))
+        _wait(self._device)
+
+    @property
+    def words(self) -> str:
+        return f"rows pass through {self.degree} stages"
+
+    def pass_on(self, rows: Tensor) -> None:
+        """Give rows, contiguous, to the next stage."""
+        _call(self._onward, lambda group: group.broadcast([rows]))
+
+    def take_in(self, rows: Tensor) -> None:
+        """Fill rows, contiguous, by those of the stage before."""
+        _call(self._inward, lambda group: group.broadcast([rows]))
+
+    def lose(self) -> None:
+        super().lose()
+        for group in (self._onward, self._inward):
+            if group is not None:
+                group.abort()
+
+    _onward = _inward = None  # until they have met
+
+
+def _meet(store: distributed.Store, rank: int, degree: int, device: torch.device):
+    """Return what joins so many ranks. Raises RankLost."""
+    make, call_s = (
+        (distributed.ProcessGroupGloo, JOIN_S) if device.type == "cpu" else (distributed.ProcessGroupNCCL, CALL_S)
+    )
+    store.set_timeout(timedelta(seconds=JOIN_S))
+    try:
+        return make(store, rank, degree, timeout=timedelta(seconds=call_s))
+    except (RuntimeError, distributed.DistStoreError) as error:
+        raise RankLost(f"ranks have not met: {error}") from error
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _call(group, call: Callable) -> None:
+    try:
+        call(group).wait()
+    except RuntimeError as error:
+        raise RankLost(f"a rank is lost: {' '.join(str(error).split())[:160]}") from error
 
 
 def add_tree(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:

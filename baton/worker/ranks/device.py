@@ -15,7 +15,6 @@ import torch
 from baton.engine.gpu_ranks.program import serve
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.process import Assignment
 from baton.service.security.guard import Guard
 from baton.service.security.tls import Tls
@@ -28,7 +27,7 @@ from baton.worker.ranks.notes import END_S, LocalStream
 from baton.worker.ranks.source import RankSource
 from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import KVError
-from kvtransfer.layout import KVLayout
+from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source
 from kvtransfer.transports.endpoints import Address
@@ -41,9 +40,8 @@ PROGRAM = "baton.worker.ranks.device"
 class DeviceRank:
     """Both ends of KV for one rank's pool. Made and run in the event loop."""
 
-    def __init__(self, memory: PoolMemory, pool: KVPool, layout: KVLayout, shard: Shard, stream: LocalStream):
-        """`layout`: of the whole model."""
-        self._memory, self._pool, self._layout, self._shard, self._stream = memory, pool, layout, shard, stream
+    def __init__(self, memory: PoolMemory, pool: KVPool, sharding: Sharding, stream: LocalStream):
+        self._memory, self._pool, self._sharding, self._stream = memory, pool, sharding, stream
         self._source: RankSource | None = None
         self._taker: RankTaker | None = None
         self._is_over = asyncio.Event()
@@ -80,17 +78,17 @@ class DeviceRank:
         host_id, transports = local_host_id(folder), settings["transports"]
         assert memory.region is not None
         over_pool: dict[str, Any] = {
-            "sharding": sharding_of(self._layout, self._shard, self._shard.rank), "device": memory.device,
+            "sharding": self._sharding, "device": memory.device,
             "codec": convert_rows, "kernels": memory_kernels(), "room": memory.room,
         }  # fmt: skip
         make = partial(
-            Source, memory.region.memory, self._layout, host_id=host_id, region=memory.region, transports=transports,
+            Source, memory.region.memory, self._sharding.layout, host_id=host_id, region=memory.region, transports=transports,
             **over_pool,
         )  # fmt: skip
         address = Address(settings["listen_host"], settings["advertise_host"], folder or default_parent(), security)
         self._source = RankSource(make, address, self._stream.note)
         fetcher = Fetcher(
-            memory.region.memory, self._layout, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports,
+            memory.region.memory, self._sharding.layout, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports,
             numerics_class=told["numerics"], socket_folder=folder, digest=settings["digest"],
             is_strict=told["is_strict"], security=security, **over_pool,
         )  # fmt: skip
@@ -101,12 +99,13 @@ class DeviceRank:
 def beside(memory: PoolMemory, given: Assignment, model: Model, pool: KVPool) -> Iterator[None]:
     """Serve KV within the block, until its worker says no more or is gone."""
     layout = model.spec.kv_layout(pool.group.form, pool.block_size)
+    sharding = sharding_of(layout, given.config, model.spec, given.shard.rank)
 
     async def run() -> None:
         if pool.device.type == "cuda":
             torch.cuda.set_device(pool.device)  # of this thread: else it would make a context on the first GPU
         stream = LocalStream(socket.socket(fileno=given.stream_fd))
-        await DeviceRank(memory, pool, layout, given.shard, stream).run()
+        await DeviceRank(memory, pool, sharding, stream).run()
 
     thread = threading.Thread(target=asyncio.run, args=(run(),), name="kv", daemon=True)
     thread.start()

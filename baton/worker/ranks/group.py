@@ -2,9 +2,12 @@
 
 from typing import NamedTuple, Protocol
 
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelSpec
 from baton.engine.engine import Engine
 from baton.engine.gpu_ranks.build import GpuRank
 from baton.engine.parallel.shard import Shard
+from baton.engine.parallel.stage import cut_layers
 from baton.worker.ranks.listener import JoiningRank
 from baton.worker.ranks.notes import LocalStream
 from kvtransfer.layout import Box, KVLayout
@@ -49,22 +52,26 @@ class RankPools(NamedTuple):
         if gpus := [rank for rank in others if isinstance(rank, GpuRank)]:
             layout = engine.spec.kv_layout(engine.config.kv_dtype, engine.config.block_size)
             streams = [LocalStream(rank.socket) for rank in gpus]
-            boxes = gives(layout, gpus[0].shard)
-            return cls(
-                layout, sharding_of(layout, gpus[0].shard, 0), [], streams,
-                [KVRank(stream, box) for stream, box in zip(streams, boxes[1:], strict=True)],
-            )  # fmt: skip
+            sharding = sharding_of(layout, engine.config, engine.spec, 0)
+            ranks = [KVRank(stream, box) for stream, box in zip(streams, gives(sharding)[1:], strict=True)]
+            return cls(layout, sharding, [], streams, ranks)
         return cls(engine.layout, None, [], [], [])
 
 
-def sharding_of(layout: KVLayout, shard: Shard, rank: int) -> Sharding:
-    """Return what each rank's pool holds where each has its heads; `shard`: of any of them, `rank`: whose pool it is."""
+def sharding_of(layout: KVLayout, config: EngineConfig, spec: ModelSpec, rank: int) -> Sharding:
+    """Return what each rank's pool holds of a model whose layers all have KV, where each has its heads, or its layers;
+    `rank`: whose pool it is."""
     (group,) = layout.groups
-    heads = (Shard(each, shard.degree).kv_heads(group.num_kv_heads) for each in range(shard.degree))
-    return Sharding(layout, tuple((Box(0, range(group.num_layers), each),) for each in heads), rank)
+    heads, layers = range(group.num_kv_heads), range(group.num_layers)
+    if config.pipeline_parallel > 1:
+        boxes = [Box(0, stage.layers, heads) for stage in cut_layers(spec, config.pipeline_parallel)]
+    else:
+        shards = (Shard(each, config.tensor_parallel) for each in range(config.tensor_parallel))
+        boxes = [Box(0, layers, shard.kv_heads(len(heads))) for shard in shards]
+    return Sharding(layout, tuple((box,) for box in boxes), rank)
 
 
-def gives(layout: KVLayout, shard: Shard) -> list[Box | None]:
+def gives(sharding: Sharding) -> list[Box | None]:
     """Return what each rank gives: heads that several have are the first one's."""
-    boxes = [box for (box,) in sharding_of(layout, shard, 0).shards]
+    boxes = [box for (box,) in sharding.shards]
     return [box if box not in boxes[:rank] else None for rank, box in enumerate(boxes)]

@@ -3,6 +3,7 @@ processes are real, the devices are not."""
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 def devices(monkeypatch):
     stand_in(monkeypatch.setattr)
     monkeypatch.setattr(build, "PROGRAM", "tests.engine.gpu_ranks.cpu_as_gpu")
-    monkeypatch.setattr(build, "devices_for", lambda config: [CPU] * config.tensor_parallel)
+    monkeypatch.setattr(build, "devices_for", lambda config: [CPU] * config.num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,29 @@ def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degre
         weights = engine.runner.model.weights.num_bytes
         assert engine.ranks.num_bytes == [weights] * (degree - 1)
         assert engine.ranks.sums.row_us > 0
+    finally:
+        engine.ranks.close()
+    assert all(process.ended() for process in engine.ranks._processes)
+
+
+@pytest.mark.parametrize(("num_stages", "attention"), [(2, "triton"), (3, "reference")])
+def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, num_stages, attention):
+    """In the bits of KV as well, of which each has its layers: in graphs and with steps in flight, and in torch's operators."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=num_stages)
+    config = replace(config_of(tmp_path, 1), attention=attention)
+    alone = Engine.load(config)
+    alone.runner.launcher = GpuLauncher(alone.runner.model, alone.pool, alone.config, False)
+    alone.runner.sampler = sampler_on(CPU)
+    expected = answers(alone)
+    engine = load(replace(config, pipeline_parallel=num_stages))
+    try:
+        assert engine.runner.launcher.overlaps == (attention == "triton")
+        assert engine.runner.launcher.num_graphs == 2 * (attention == "triton")
+        assert answers(engine) == expected
+        assert engine.numerics_class == alone.numerics_class
+        own = engine.runner.model.own_layers
+        assert torch.equal(engine.pool.blocks, alone.pool.blocks[:, own.start : own.stop])
+        assert len(engine.ranks.num_bytes) == num_stages - 1 and engine.ranks.sums is None
     finally:
         engine.ranks.close()
     assert all(process.ended() for process in engine.ranks._processes)

@@ -13,19 +13,21 @@ from tests.support.engine.folders import make_folder, random_ids
 
 def config_of(folder, degree: int, **options) -> EngineConfig:
     defaults = dict(num_blocks=64, max_num_seqs=8, max_model_len=256, max_num_batched_tokens=128)
-    return EngineConfig(folder, tensor_parallel=degree, **(defaults | options))
+    return EngineConfig(folder, **(defaults | {"tensor_parallel": degree} | options))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @pytest.mark.parametrize("options", [{}, {"speculator": "ngram"}, {"kv_dtype": "int8"}], ids=str)
-def test_tokens_of_one_gpu(tmp_path, options):
+@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline_parallel"])
+def test_tokens_of_one_gpu(tmp_path, options, ranks):
     make_folder(tmp_path, "llama3", torch.bfloat16, head_dim=64)
     prompts = [random_ids(length, length) for length in (3, 17, 64, 150)]
     requests = [bare.make_request(str(i), ids, max_tokens=24, temperature=0.8, seed=7) for i, ids in enumerate(prompts)]
     found = []
     for degree in (1, 2):
-        engine = Engine.load(config_of(tmp_path, degree, device="cuda", dtype="bf16", **options))
+        config = config_of(tmp_path, 1, device="cuda", dtype="bf16", **options, **({ranks: 2} if degree > 1 else {}))
+        engine = Engine.load(config)
         assert engine.runner.launcher.num_graphs > 0
         answers = bare.run(engine, requests)
         found.append(([answers[str(i)][0].token_ids for i in range(len(prompts))], engine.numerics_class))
@@ -57,7 +59,8 @@ def test_gpus_that_do_not_fit(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel": 2}, "pipeline_parallel has no effect on a GPU"),
+        ({"pipeline_parallel": 2}, "a stage on a GPU has one rank"),
+        ({"tensor_parallel": 1, "pipeline_parallel": 2, "remote_stages": 1}, "stages of other hosts compute on CPUs"),
         ({"sm_share": 0.5}, "sm_share: ranks have their GPUs alone"),
         ({"all_reduce": "fast"}, "all_reduce fast adds in an order that the size of a step changes"),
         ({"expert_parallel": True}, "expert_parallel has no effect on a model without experts"),
@@ -66,5 +69,12 @@ def test_gpus_that_do_not_fit(monkeypatch, tmp_path):
 )
 def test_what_ranks_on_gpus_cannot_do(tmp_path, options, message):
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=f"^tensor_parallel 2: {message}"):
+    option = "pipeline_parallel" if "pipeline_parallel" in options else "tensor_parallel"
+    with pytest.raises(ValueError, match=f"^{option} 2: {message}"):
         load_on_gpus(config_of(tmp_path, 2, **options))
+
+
+def test_stages_on_gpus_have_layers_that_see_all(tmp_path):
+    make_folder(tmp_path, "gemma2", head_dim=16)
+    with pytest.raises(ValueError, match="^pipeline_parallel 2: stages on GPUs have models whose layers all see all"):
+        load_on_gpus(config_of(tmp_path, 1, pipeline_parallel=2))

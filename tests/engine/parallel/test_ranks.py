@@ -232,7 +232,6 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
             {"tensor_parallel": 4, "quantization": "int4-g32"},
             "tensor_parallel 4: 64 inputs of a weight .int4-g32-asym.",
         ),
-        ({"pipeline_parallel": 2, "device": "cuda"}, "pipeline_parallel has no effect on a GPU"),
         ({"pipeline_parallel": 0}, "pipeline_parallel 0: must be at least 1"),
         ({"pipeline_parallel": 3}, "pipeline_parallel 3: the model has 2 layers"),
         (

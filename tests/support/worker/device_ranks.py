@@ -36,7 +36,7 @@ def stand_in_workers(replace: Callable[[object, str, object], None], folder: Pat
     replace(settings, "find_runtime", lambda: CudaRuntime(Cudart(host)))
     replace(device, "PROGRAM", "tests.support.worker.device_ranks")
     replace(build, "find_device", lambda name: torch.device("cuda", 0))  # of several ranks alone
-    replace(build, "devices_for", lambda config: [torch.device("cpu")] * config.tensor_parallel)
+    replace(build, "devices_for", lambda config: [torch.device("cpu")] * config.num_ranks)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from baton.engine import native
 from baton.v1 import worker_pb2 as pb
 from tests.support import bare
 from tests.support.models import make_model
+from tests.support.pace import patience
 from tests.support.worker.device_ranks import FOLDER, OPTIONS, stand_in_workers
 from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair
 from tests.worker.test_two_workers import prompt
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="real devices are another test's"),
     pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
 ]
+SHAPES = {"stages": {"pipeline_parallel": 2}}  # others are numbers of ranks that share layers
 SEEDED = {"temperature": 1.0, "seed": 7, "n": 2}
 
 
@@ -49,8 +51,8 @@ def whole(engine, token_ids, max_tokens, **sampling) -> dict[int, list[int]]:
 
 
 @asynccontextmanager
-async def groups(gpus, model, prefill: int, decode: int, **options):
-    roles = ({**OPTIONS, "tensor_parallel": degree} for degree in (prefill, decode))
+async def groups(gpus, model, prefill: int | str, decode: int | str, **options):
+    roles = ({**OPTIONS, **SHAPES.get(shape, {"tensor_parallel": shape})} for shape in (prefill, decode))
     async with run_pair(model, *roles, kv_socket_dir=gpus / "sockets", **options) as found:
         yield found
 
@@ -63,12 +65,13 @@ async def idle(*sessions: Session) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
     [
-        (2, 1, "cuda_ipc"), (1, 2, "tcp"), (2, 2, "shm"),
+        (2, 1, "cuda_ipc"), (1, 2, "tcp"), (2, 2, "shm"), ("stages", 2, "cuda_ipc"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 (1, 4, "cuda_ipc"), (4, 1, "cuda_ipc"), (2, 4, "cuda_ipc"), (4, 2, "shm"), (4, 4, "cuda_ipc"),
-                (2, 2, "cuda_ipc"), (2, 2, "grpc"), (4, 4, "tcp"),
+                (2, 2, "cuda_ipc"), (2, 2, "grpc"), (4, 4, "tcp"), (1, "stages", "shm"), (4, "stages", "tcp"),
+                ("stages", "stages", "cuda_ipc"),
             )
         ),
     ],
@@ -83,7 +86,7 @@ def test_split_equals_whole(model, gpus, engine, prefill, decode, transport):
             greedy = await pair.generate("greedy", make_spec(first, max_tokens=5))
             assert greedy.fetched.transport == transport and greedy.fetched.numerics == "exact"
             assert greedy.fetched.num_tokens == 150
-            copies = max(1, decode // 2)  # of each of the two heads
+            copies = 2 if decode == 4 else 1  # of each of the two heads
             assert greedy.fetched.num_bytes == 150 * pair.prefill.hello.kv_token_bytes * copies
             seeded = await pair.generate("seeded", make_spec(second, max_tokens=4, **SEEDED))
             assert seeded.fetched.num_tokens == 180 - 128
@@ -101,7 +104,7 @@ def test_what_takers_may_ask_of_a_group(model, gpus, engine):
     chance = random.Random(5)
 
     async def main():
-        async with groups(gpus, model, 2, 2, lease_ttl_s=1.0) as (pair, _, _):
+        async with groups(gpus, model, 2, 2, lease_ttl_s=4.0) as (pair, _, _):
             await pair.generate_here("there", make_spec(first, max_tokens=2))
             spec = make_spec(second, max_tokens=3)
             source = await offered_prefix(pair, spec, 2, pair.decode)
@@ -171,6 +174,9 @@ def test_a_rank_that_is_lost_in_a_transfer(model, gpus, monkeypatch, prefill, de
                 await pair.decode.next("lost", "fetched")
             await pair.cancel("lost")
             await idle(pair.decode if prefill > 1 else pair.prefill)
+            async with asyncio.timeout(patience(10)):
+                while not reasons:
+                    await asyncio.sleep(0.01)
 
     run(main)
     assert [reason.split(") ")[1] for reason in reasons] == ["was killed by signal 9"]

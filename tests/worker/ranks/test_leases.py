@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from baton.engine.parallel.shard import Shard
 from baton.worker.ranks.group import KVRank, gives, sharding_of
 from baton.worker.ranks.leases import SpreadSource
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
+from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.leases import CANCELLED, EXPIRED, RELEASED
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
@@ -31,16 +33,22 @@ class Rank:
         return any(what in told for told in self.notes)
 
 
+def of_heads(layout: KVLayout, degree: int) -> Sharding:
+    """What each of so many ranks has."""
+    config: Any = SimpleNamespace(tensor_parallel=degree, pipeline_parallel=1)
+    return sharding_of(layout, config, cast(Any, None), 0)
+
+
 class Spread:
     """A lease on four ranks of two KV heads: the second one's are the first one's, the fourth one's the third one's."""
 
     def __init__(self):
         self.endings: list[str] = []
         self.ranks = [Rank(), Rank(), Rank()]
-        boxes = gives(LAYOUT, Shard(0, 4))
+        own = of_heads(LAYOUT, 4)
+        boxes = gives(own)
         streams = [KVRank(rank, box) for rank, box in zip(self.ranks, boxes[1:], strict=True)]
         self.source = SpreadSource(streams, lambda key, ending: self.endings.append(ending))
-        own = sharding_of(LAYOUT, Shard(0, 4), 0)
         self.own = self.source.own = Source(
             bytearray(8 * own.pool_layout.block_bytes), LAYOUT, SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host",
             self.source.own_over, generations=lambda block: 0, region=None, transports=("tcp",), sharding=own,
@@ -130,6 +138,6 @@ async def test_a_rank_that_cannot_listen():
 def test_parts_of_ranks():
     """Of latent attention, and of fewer heads than ranks, the first one that has something gives it."""
     eight = KVLayout((KVGroup("paged", 3, 8, 8, "bf16", 16),))
-    assert [box.heads for box in gives(eight, Shard(0, 4))] == [range(begin, begin + 2) for begin in (0, 2, 4, 6)]
+    assert [box.heads for box in gives(of_heads(eight, 4))] == [range(begin, begin + 2) for begin in (0, 2, 4, 6)]
     latent = KVLayout((KVGroup("latent", 3, 1, 8, "bf16", 16),))
-    assert gives(latent, Shard(0, 2)) == [Box(0, range(3), range(1)), None]
+    assert gives(of_heads(latent, 2)) == [Box(0, range(3), range(1)), None]
