@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
@@ -113,7 +113,7 @@ def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> 
             arm.close()
 
 
-def compare_stages(report: Report, name: str, model: Path, num_rounds: int) -> None:
+def compare_stages(report: Report, name: str, model: Path, sizes: Sequence[int], num_rounds: int) -> None:
     """Of few sequences there is one step at a time either way."""
     arm = Arm(model, 1, pipeline_parallel=2)
 
@@ -123,7 +123,7 @@ def compare_stages(report: Report, name: str, model: Path, num_rounds: int) -> N
         return speeds[-1].tokens_per_s
 
     try:
-        for batch_size in (1, 8, 16, 32):
+        for batch_size in sizes:
             speeds: dict[str, list[Speed]] = {"in each stage": [], "at a time": [], "A/A, at a time": []}
             arms = {
                 each: partial(measure, each == "in each stage", batch_size, column) for each, column in speeds.items()
@@ -271,8 +271,9 @@ def main() -> int:
             compare_engines(report, "shipped model", MODEL, num_rounds)
             compare_engines(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
         if "stages" in arguments.only:
-            compare_stages(report, "shipped model", MODEL, num_rounds)
-            compare_stages(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
+            sizes = (16,) if arguments.quick else (1, 8, 16, 32)
+            compare_stages(report, "shipped model", MODEL, sizes, num_rounds)
+            compare_stages(report, "hidden size 1024", write_large(folder / "deep"), sizes, num_rounds)
         if "handoff" in arguments.only:
             compare_handoffs(report, folder, num_rounds)
     return finish(arguments, report)

@@ -70,9 +70,9 @@ class Launcher:
         kept, and logits fp32 [R, vocab_size], on the model's device. `on_hidden` gets the rows of all tokens, as
         Model.hidden returns them."""
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
-        return self._logits(self.model.hidden(batch, self.pool, on_layer), batch, keeps_hidden, on_hidden)
+        return self._logits_of(self.model.hidden(batch, self.pool, on_layer), batch, keeps_hidden, on_hidden)
 
-    def _logits(
+    def _logits_of(
         self, hidden: Tensor, batch: ForwardBatch, keeps_hidden: bool, on_hidden: Callable[[Tensor], None] | None
     ) -> tuple[Tensor | None, Tensor]:
         self.activations.look()
@@ -127,7 +127,7 @@ class StagedLauncher(Launcher):
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         """Return what `run` does, of the first step that was begun and not finished."""
-        return self._logits(self.model.finish(step, on_layer), step.batch, False, on_hidden)
+        return self._logits_of(self.model.finish(step, on_layer), step.batch, False, on_hidden)
 
     def wait(self) -> None:
         self.model.pipeline.drain()

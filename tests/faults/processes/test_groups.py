@@ -1,4 +1,4 @@
-"""G: a worker of two ranks, or of two stages of two ranks, that loses the last of them, in every phase: it ends with all its
+"""G: a worker of two ranks, of two stages, or of two stages of two ranks, that loses the last of them, in every phase: it ends with all its
 ranks, and others go on with every token."""
 
 import asyncio
@@ -20,12 +20,13 @@ pytestmark = [
 ]
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--max-num-batched-tokens", "128", "--strict-numerics")
 RANKS = ("--tensor-parallel", "2")
-GRID = (*RANKS, "--pipeline-parallel", "2")
+STAGES = ("--pipeline-parallel", "2")
+GRID = (*RANKS, *STAGES)
 ENDS = "so this worker ends with all its ranks"
 HOW = [signal.SIGKILL, signal.SIGSTOP]
 
 
-@pytest.fixture(scope="module", params=[RANKS, GRID], ids=["ranks", "grid"])
+@pytest.fixture(scope="module", params=[RANKS, STAGES, GRID], ids=["ranks", "stages", "grid"])
 def groups(request, make_world):
     """Both prefill workers are groups, one decode worker is one and one is one process: of one numerics class."""
     unlike = {"prefill_options": request.param, "decode_options": request.param, "unlike_decode": [()]}
@@ -62,9 +63,10 @@ async def running(asks, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 async def test_a_rank_is_lost_while_it_decodes(case, groups, how):
+    """Of stages each has a step: half of so many requests are 16 and more, which take turns."""
     async with case(f"G1 decode {how.name}", NOBODY_NOTICES, world=groups) as c:
         with c.slow():
-            asks = c.ask_many(4, max_tokens=60)
+            asks = c.ask_many(36, 20, max_tokens=40)
             await running(asks, 5)
             await lose(c, c.stack.decode[0], how)
         await c.ended()
