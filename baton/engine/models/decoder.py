@@ -134,7 +134,8 @@ class Model:
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
         if self.spec.state is not None:
             order = "state" if is_fast else "state-tree"  # of norms and products over all ranks' parts
-            variants[f"{order}-{state_kernels(self.spec.state, self.device)}"] = None
+            folded_by = state_kernels(self.spec.state) if self._mixer is None else self._mixer.name
+            variants[f"{order}-{folded_by}"] = None
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         if is_fast:
             assert self.collectives is not None

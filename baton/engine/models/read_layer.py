@@ -112,10 +112,8 @@ def on_gpu(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def state_kernels(spec: StateSpec, device: torch.device) -> str:
-    """Return what folds states of these sizes: triton, native or torch. Stages without such a layer say it too."""
-    if on_gpu(device):
-        return "triton"
+def state_kernels(spec: StateSpec) -> str:
+    """Return what folds states of these sizes on a CPU: native or torch. Stages without such a layer say it too."""
     if isinstance(spec, DeltaNetSpec):
         why = delta_net.unfit(spec)
     elif isinstance(spec, MambaSpec):
@@ -159,7 +157,7 @@ def _read_mamba2(
     if on_gpu(weight.device):
         from baton.engine.recurrent.gpu import GpuMamba2  # triton is an extra
 
-        return GpuMamba2(spec, parameters, projection, output)
+        return GpuMamba2(spec, parameters, projection, output, projection.batch_invariant)
     return Mamba2Mixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 
@@ -208,7 +206,7 @@ def _read_delta_net(
     if on_gpu(weight.device):
         from baton.engine.recurrent.gpu import GpuDeltaNet  # triton is an extra
 
-        return GpuDeltaNet(spec, parameters, projection, output)
+        return GpuDeltaNet(spec, parameters, projection, output, projection.batch_invariant)
     return DeltaNetMixer(part, parameters, projection, output, weight.dtype, linears.collectives)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.core.batch import ForwardBatch, SeqTable
 from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, StateSpec
 from baton.engine.kernels.rows import add_norm
+from baton.engine.kernels.state.chunks import prepare_delta_net, scan_delta_net, scan_mamba2
 from baton.engine.kernels.state.finish import finish
 from baton.engine.kernels.state.folds import fold_delta_net, fold_mamba, fold_mamba2
 from baton.engine.kernels.state.inputs import convolve
@@ -24,8 +25,11 @@ from baton.protocol import MAX_DRAFT_TOKENS
 
 Spec = TypeVar("Spec", bound=StateSpec)
 ROWS, CHANNELS = 8, 128  # of the convolution at a time
+CHUNK = 64  # tokens of a prompt at a time: prompts are cut at spans of as many
 # fp32 elements of a state that a program holds: 32 registers a thread of four warps, or of one.
 FOUR_WARPS, ONE_WARP = 4096, 1024
+LEAST_PRODUCT, CHUNK_VALUES = 16, 32  # of a product's sides; of a head's values in one program
+CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GATED = 1024  # elements of a row that is not normed, at a time
 
 
@@ -60,19 +64,30 @@ class GpuStatePlan:
 
 
 class GpuMixer(ABC, Generic[Spec]):
-    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
+    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin; of
+    one that is not `exact`, on where they begin at multiples of CHUNK."""
 
-    name = "triton"
     _normed_parts = (0, 0)  # of the channels that are brought to length one, and their size
     _query_scale = 1.0
 
     def __init__(
-        self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel
-    ):
-        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device."""
-        self.spec = spec
+        self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel,
+        exact: bool,
+    ):  # fmt: skip
+        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device. Not `exact`: prompts go by chunks,
+        where there is such a form."""
+        self.spec, self._exact = spec, exact
         self._conv_weight, self._conv_bias = conv_weight, conv_bias
         self._projection, self._output = projection, output
+
+    @property
+    def name(self) -> str:
+        """Return what computes the recurrence, for the numerics class."""
+        return "triton" if self._exact else "triton-chunks"
+
+    def _chunk(self, plan: GpuStatePlan) -> int:
+        """Return CHUNK where sequences of a step may go by chunks, else 0."""
+        return 0 if self._exact or plan.table.max_query_len < CHUNK else CHUNK
 
     def plan(self, batch: ForwardBatch, states: StatePool) -> GpuStatePlan:
         """Return what all layers of a step share."""
@@ -133,21 +148,30 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
     """Mamba-2."""
 
     def __init__(
-        self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel
+        self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
+        exact: bool = True,
     ):  # fmt: skip
-        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output)
+        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output, exact)
         self._parameters = parameters
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
         spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
-        columns = triton.next_power_of_2(spec.state_size)
+        columns = max(LEAST_PRODUCT, triton.next_power_of_2(spec.state_size))
         block = min(triton.next_power_of_2(spec.head_dim), max(1, FOUR_WARPS // columns))
-        fold_mamba2[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.head_dim, block))](
+        given = (
             inputs, own.step_bias, own.decay, own.skip, states, y, *self._sequences(plan), states.stride(0),
             spec.tail_elements, spec.num_heads, spec.num_heads // spec.num_groups, spec.head_dim, spec.state_size,
-            inputs.shape[1], spec.inner_size, *spec.step_limit, EXTRA=plan.extra, BLOCK_P=block, BLOCK_N=columns,
-            num_warps=4, enable_fp_fusion=False,
+            inputs.shape[1], spec.inner_size, *spec.step_limit,
         )  # fmt: skip
+        constants = {"EXTRA": plan.extra, "BLOCK_N": columns, "num_warps": 4, "enable_fp_fusion": False}
+        if chunk := self._chunk(plan):
+            wide = max(LEAST_PRODUCT, block)
+            scan_mamba2[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.head_dim, wide))](
+                *given, CHUNK=chunk, BLOCK_P=wide, **constants | CHUNK_OPTIONS
+            )
+        fold_mamba2[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.head_dim, block))](
+            *given, CHUNK=chunk, BLOCK_P=block, **constants
+        )
 
     def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
         spec, weight = self.spec, self._parameters.norm_weight
@@ -161,22 +185,34 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
     """Gated delta net."""
 
     def __init__(
-        self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel
+        self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
+        exact: bool = True,
     ):  # fmt: skip
-        super().__init__(spec, parameters.conv_weight, None, projection, output)
+        super().__init__(spec, parameters.conv_weight, None, projection, output, exact)
         self._parameters = parameters
         self._normed_parts, self._query_scale = (2 * spec.num_key_heads, spec.key_dim), spec.key_dim**-0.5
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
         spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
-        keys = triton.next_power_of_2(spec.key_dim)
-        block = max(8, ONE_WARP // keys)
+        keys = max(LEAST_PRODUCT, triton.next_power_of_2(spec.key_dim))
+        block, width = max(8, ONE_WARP // keys), inputs.shape[1]
+        of_heads = spec.num_heads, spec.num_heads // spec.num_key_heads, spec.num_key_heads * spec.key_dim, spec.key_dim
+        rest = states, y, *self._sequences(plan), states.stride(0), spec.tail_elements, *of_heads
+        rest = *rest, spec.value_dim, width, spec.inner_size
+        constants = {"EXTRA": plan.extra, "BLOCK_K": keys, "enable_fp_fusion": False}
+        if chunk := self._chunk(plan):
+            solved = torch.empty(plan.num_tokens, spec.num_heads, chunk, dtype=torch.float32, device=y.device)
+            prepare_delta_net[(plan.num_seqs, spec.num_heads, plan.table.max_query_len // chunk)](
+                inputs, own.step_bias, own.decay, solved, *self._sequences(plan)[:3], *of_heads, width, CHUNK=chunk,
+                num_warps=4, **constants,
+            )  # fmt: skip
+            wide = min(CHUNK_VALUES, max(LEAST_PRODUCT, triton.next_power_of_2(spec.value_dim)))
+            scan_delta_net[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.value_dim, wide))](
+                inputs, own.step_bias, own.decay, solved, *rest, CHUNK=chunk, BLOCK_V=wide, **constants | CHUNK_OPTIONS
+            )
         fold_delta_net[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.value_dim, block))](
-            inputs, own.step_bias, own.decay, states, y, *self._sequences(plan), states.stride(0),
-            spec.tail_elements, spec.num_heads, spec.num_heads // spec.num_key_heads,
-            spec.num_key_heads * spec.key_dim, spec.key_dim, spec.value_dim, inputs.shape[1], spec.inner_size,
-            EXTRA=plan.extra, BLOCK_K=keys, BLOCK_V=block, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            inputs, own.step_bias, own.decay, *rest, CHUNK=chunk, BLOCK_V=block, num_warps=1, **constants
+        )
 
     def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
         spec = self.spec
@@ -190,7 +226,7 @@ class GpuMamba(GpuMixer[MambaSpec]):
         self, spec: MambaSpec, parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
         dtype: torch.dtype,
     ):  # fmt: skip
-        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output)
+        super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output, True)
         self._parameters, self._dtype = parameters, dtype
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:

@@ -22,7 +22,10 @@ POINTERS = {
 MULTIPLES = ("num_in", "num_out", "group", "segment_len")
 
 
-def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int, warps: int, fusion: bool = False):
+def compiled(
+    kernel, pointers: dict[str, str], constants: dict, capability: int, warps: int, fusion: bool = False,
+    stages: int = 3,
+):  # fmt: skip
     """`pointers`: kind by name; other arguments are fp32 or integers, strides and sizes of weights that 16 divides."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -35,7 +38,9 @@ def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int,
         kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}, attrs=attributes
     )
     made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": fusion}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "enable_fp_fusion": fusion, "num_stages": stages},
     )
     found = set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*|tcgen05\.mma\.\S*", made.asm["ptx"]))
     return {"products": sorted(found), "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}

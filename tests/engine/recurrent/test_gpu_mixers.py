@@ -49,7 +49,7 @@ def alone(mixer, lengths, dtype=torch.float32):
     return whole(mixer, lengths, dtype, DEVICE)
 
 
-def on_gpu(spec, dtype=torch.float32):
+def on_gpu(spec, dtype=torch.float32, exact=True):
     """The same layer, of the same parameters."""
     from baton.engine.recurrent.gpu import GpuDeltaNet, GpuMamba, GpuMamba2
 
@@ -57,7 +57,7 @@ def on_gpu(spec, dtype=torch.float32):
     as_is = (lambda x: x, lambda x: x)
     if isinstance(spec, MambaSpec):
         return GpuMamba(spec, parameters, *as_is, dtype)
-    return (GpuDeltaNet if isinstance(spec, DeltaNetSpec) else GpuMamba2)(spec, parameters, *as_is)
+    return (GpuDeltaNet if isinstance(spec, DeltaNetSpec) else GpuMamba2)(spec, parameters, *as_is, exact)
 
 
 class GpuSteps(Steps):
@@ -90,6 +90,26 @@ def test_chunks_company_and_proposals_change_no_bit(name):
         accepted = [min(chance.randint(0, each), other - 1) if each else 0 for each, other in zip(drafts, left)]
         steps.step(counts, drafts, accepted)
     assert all(map(torch.equal, steps.out, expected))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "groups", "delta-net"])
+def test_prompts_by_chunks(name, monkeypatch):
+    """As products of matrices, near the fold; a token's bits alone, in company, and with its prompt cut at multiples of a
+    chunk. What follows the last whole chunk is folded."""
+    from baton.engine.recurrent import gpu
+
+    monkeypatch.setattr(gpu, "CHUNK", 16)
+    lengths, mixer = [35, 17], on_gpu(SPECS[name], exact=False)
+    expected, steps = alone(mixer, lengths), GpuSteps(mixer, lengths)
+    for counts in ([16, 1], [16, 1], [2, 15], [1, 0]):  # the other's rows are never whole chunks from a multiple on
+        steps.step(counts)
+    assert torch.equal(steps.out[0], expected[0]) and not torch.equal(steps.out[1], expected[1])
+    folded = alone(on_gpu(SPECS[name]), lengths)
+    assert torch.equal(folded[1], steps.out[1])
+    torch.testing.assert_close(expected, folded, atol=3e-5, rtol=3e-5)
+    without_kernels(monkeypatch)
+    near = whole(make_mixer(SPECS[name], torch.float32), lengths)
+    torch.testing.assert_close([part.cpu() for part in expected], near, atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["groups", "delta-net", "mamba"])

@@ -3,24 +3,16 @@ same order in prompts as in decode, so that a token has the same bits wherever a
 recurrent/mamba2.py, delta_net.py and mamba.py.
 
 A program holds some rows of one state in registers over all inputs of a sequence; what the next input brings is read while
-this one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner].
+this one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner]. CHUNK: what goes by whole
+chunks (chunks.py) is folded already; 0: nothing is.
 """
 
 import triton
 import triton.language as tl
 
+from baton.engine.kernels.state.chunks import num_chunked
 from baton.engine.kernels.state.inputs import STATE_FIELDS, sequence
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)) to the last places: log1p(e) = 2 atanh(e / (2 + e)) by its series, e = exp(-|x|) <= 1. The ninth
-    term is below 2e-9 of the first."""
-    e = tl.exp(-tl.abs(x))
-    z = e / (2.0 + e)
-    z2 = z * z
-    series = 1.0 + z2 * (1 / 3 + z2 * (1 / 5 + z2 * (1 / 7 + z2 * (1 / 9 + z2 * (1 / 11 + z2 * (1 / 13 + z2 / 15))))))
-    return tl.maximum(x, 0.0) + 2.0 * z * series
+from baton.engine.kernels.state.softplus import softplus
 
 
 @triton.jit
@@ -37,7 +29,7 @@ def _store_row(y, row, places, values, mask, query_starts, repeats, inner):
 def fold_mamba2(
     inputs, step_bias, decay, skip, states, y, table, query_starts, kv_lens,
     last_state, state_stride, first_element, num_heads, heads_each, head_dim, state_size, width, inner, least_step, largest_step,
-    EXTRA: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """state = state exp(dt A) + (dt x) B, y = state C + D x. Inputs are x, B and C of groups of `heads_each` heads, dt.
     states: of this layer, fp32; a state [heads, head_dim, state_size] begins at `first_element` of a block. Grid
@@ -45,24 +37,28 @@ def fold_mamba2(
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return
-    repeats = tl.load(table + tl.program_id(0) * STATE_FIELDS + 3)
+    repeats, done = tl.load(table + tl.program_id(0) * STATE_FIELDS + 3), 0
+    if CHUNK > 0:
+        done = num_chunked(pending, total, kept, context, CHUNK)
+    if done == total:
+        return
     head = tl.program_id(1)
     dims, sizes = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     dim_mask, size_mask = dims < head_dim, sizes < state_size
     own = states + (last_state - state).to(tl.int64) * state_stride + first_element
     own += (head * head_dim + dims)[:, None] * state_size + sizes[None, :]
     mask = dim_mask[:, None] & size_mask[None, :]
-    current = tl.load(own, mask=mask & (context > 0), other=0.0)
+    current = tl.load(own, mask=mask & (context + done > 0), other=0.0)
     bias, rate, through = tl.load(step_bias + head), tl.load(decay + head), tl.load(skip + head)
     places = head * head_dim + dims
     written = inner + head // heads_each * state_size + sizes
     read = written + num_heads // heads_each * state_size
     steps = width - num_heads + head
-    row = inputs + first_input * width
+    row = inputs + (first_input + done) * width
     x = tl.load(row + places, mask=dim_mask, other=0.0)
     b, c = tl.load(row + written, mask=size_mask, other=0.0), tl.load(row + read, mask=size_mask, other=0.0)
     raw = tl.load(row + steps)
-    for index in range(total):
+    for index in range(done, total):
         row += width
         more = index + 1 < total
         next_x = tl.load(row + places, mask=dim_mask & more, other=0.0)
@@ -83,7 +79,7 @@ def fold_mamba2(
 def fold_delta_net(
     inputs, step_bias, decay, states, y, table, query_starts, kv_lens,
     last_state, state_stride, first_element, num_heads, heads_each, num_keys, key_dim, value_dim, width, inner,
-    EXTRA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """state = g state, state = state + k (b (v - k state)), y = q state. Inputs are q and k [num_keys] each, a head of them for
     `heads_each` heads of values, v, then of each head how much it writes, of each its raw step. A state
@@ -91,24 +87,28 @@ def fold_delta_net(
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return
-    repeats = tl.load(table + tl.program_id(0) * STATE_FIELDS + 3)
+    repeats, done = tl.load(table + tl.program_id(0) * STATE_FIELDS + 3), 0
+    if CHUNK > 0:
+        done = num_chunked(pending, total, kept, context, CHUNK)
+    if done == total:
+        return
     head = tl.program_id(1)
     keys, dims = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_mask, dim_mask = keys < key_dim, dims < value_dim
     own = states + (last_state - state).to(tl.int64) * state_stride + first_element
     own += (head * key_dim + keys)[:, None] * value_dim + dims[None, :]
     mask = key_mask[:, None] & dim_mask[None, :]
-    current = tl.load(own, mask=mask & (context > 0), other=0.0)
+    current = tl.load(own, mask=mask & (context + done > 0), other=0.0)
     bias, rate = tl.load(step_bias + head), tl.load(decay + head)
     places = head * value_dim + dims
     queries = head // heads_each * key_dim + keys
-    row = inputs + first_input * width
+    row = inputs + (first_input + done) * width
     query, key = (tl.load(row + queries, mask=key_mask, other=0.0),
                   tl.load(row + num_keys + queries, mask=key_mask, other=0.0))  # fmt: skip
     value = tl.load(row + 2 * num_keys + places, mask=dim_mask, other=0.0)
     scalars = width - 2 * num_heads + head
     written, raw = tl.load(row + scalars), tl.load(row + scalars + num_heads)
-    for index in range(total):
+    for index in range(done, total):
         row += width
         more = index + 1 < total
         next_query = tl.load(row + queries, mask=key_mask & more, other=0.0)
