@@ -112,7 +112,8 @@ class Ledger:
             found = self.counts()
             if self.parts is None:
                 return found
-            num_cached = self.parts.bytes_of(found["cached"], self.parts.num_left) // self.window.block_bytes
+            num_parts = min(found["cached"], self.parts.num_there - self.parts.num_seen)
+            num_cached = self.parts.bytes_of(found["cached"], num_parts) // self.window.block_bytes
             found["cached"] = min(num_cached, self.num_left)
             found["free"] = self.num_left - found["cached"]
             found["running"] = 0  # all others are whole
@@ -179,6 +180,7 @@ class Ledger:
                 self._add(block_id, weight)
             if self.parts is not None:
                 self.parts.see(block_ids[num_outside:])
+                self.parts.held(block_ids[:num_outside], self.cache.now())
             return True
 
     def leave(self, block_ids: Sequence[int], holder: Holder) -> None:
@@ -268,7 +270,7 @@ class Ledger:
             assert 0 <= self._reserved <= self.num_left, f"{self._reserved} reserved of {self.num_left}"
             if self.parts is not None:
                 is_held = [word > _COUNT_MASK for word in self._words]
-                self.parts.check(is_held, [not word for word in self._words])
+                self.parts.check(is_held, self._free)
             assert sorted(self._free) == [block_id for block_id, word in enumerate(self._words) if not word]
             cached = {block_id for block_id, word in enumerate(self._words) if word & _COUNT_MASK}
             assert cached == set(self.cache.blocks()), "cached blocks without a name, or names without blocks"
@@ -296,14 +298,16 @@ class Ledger:
     # ---- room ----
 
     def _make_room(self, num: int) -> None:
-        """Evict from the cache until `num` blocks are free, and there is memory for all of each: what was used longest ago goes
-        first, of parts as of units."""
+        """Evict from the cache until `num` blocks are free, and there is memory for all of each: pages of other free ones go first,
+        then what was used longest ago, of parts as of units."""
         while len(self._free) < num:
             self._unname(self.cache.evict())
         if self.parts is None:
             return
-        while not self.parts.has_room(self.num_ids - len(self._free), num):
-            if self.parts.oldest < self.cache.oldest:
+        while not self.parts.has_room(self._free, num):
+            if self.parts.num_warm > num:
+                self.parts.cool(self._free)
+            elif self.parts.oldest < self.cache.oldest:
                 self.parts.drop()
             else:
                 self._unname(self.cache.evict())
@@ -311,7 +315,7 @@ class Ledger:
     def _may_share(self, block_ids: Sequence[int], num_outside: int) -> bool:
         if self.parts is None:
             return self.num_idle(block_ids) <= self.num_available
-        num_bytes = self.parts.bytes_of(self.num_idle(block_ids), self.parts.num_idle(block_ids[num_outside:]))
+        num_bytes = self.parts.bytes_of(self.num_idle(block_ids), self.parts.num_unseen(block_ids[num_outside:]))
         return num_bytes <= self._bytes_left - self._reserved * self.window.block_bytes
 
     def _is_better(self, name: bytes, block_ids: Sequence[int]) -> bool:
@@ -346,5 +350,7 @@ class Ledger:
                 self.parts.freed(block_id)
         elif after == Holder.CACHED:
             self.cache.idle(block_id)
+            if self.parts is not None:
+                self.parts.cached(block_id)
         elif before == Holder.CACHED and not evicted:
             self.cache.busy(block_id)

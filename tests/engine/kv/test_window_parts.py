@@ -120,7 +120,7 @@ def test_random_lives(seed, num_blocks):
 
 
 def test_an_allocation_takes_what_was_left_longest_ago():
-    """Parts that were left before a unit go before it, and after it behind it."""
+    """Parts that were left before a unit go before it, and after it behind it; its block keeps its pages for who takes it next."""
     memory = Memory(16)
     ledger = Ledger(4, 64, window=WINDOW, parts=WindowParts(4, 16, WINDOW, memory))
     first, unit, last = (ledger.allocate(1, Holder.RUNNING) for _ in range(3))
@@ -134,9 +134,18 @@ def test_an_allocation_takes_what_was_left_longest_ago():
     ledger.allocate(1, Holder.RUNNING)
     assert [memory.sizes[block_ids[0]] for block_ids in (first, unit, last)] == [WHOLE] * 3
     ledger.allocate(1, Holder.RUNNING)
-    assert [memory.sizes[block_ids[0]] for block_ids in (first, unit, last)] == [8, 8, WHOLE]
-    ledger.allocate(1, Holder.RUNNING)
-    assert [memory.sizes[block_ids[0]] for block_ids in (first, last)] == [8, 8] and not ledger.find([b"unit"], 65)
+    assert [memory.sizes[block_ids[0]] for block_ids in (first, unit, last)] == [8, WHOLE, WHOLE]
+    assert not ledger.find([b"unit"], 65) and ledger.counts()["running"] == 4
+    (taken,) = ledger.allocate(1, Holder.RUNNING)
+    assert [memory.sizes[block_ids[0]] for block_ids in (first, last)] == [8, 8]
+    ledger.check_integrity()
+    ledger.release([taken], Holder.RUNNING)
+    ledger.release(first, Holder.RUNNING, 1)
+    assert memory.sizes[taken] == WHOLE and memory.sizes[first[0]] == 8 and ledger.parts.num_warm == 2
+    ledger.check_integrity()
+    assert ledger.allocate(1, Holder.RUNNING) == first and memory.sizes[taken] == 0, (
+        "for whose part there is no room beside"
+    )
     ledger.check_integrity()
 
 

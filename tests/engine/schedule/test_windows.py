@@ -225,22 +225,22 @@ def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
 
 
 def test_parts_that_went_back_are_computed_again():
-    """The prompt's blocks are cached, the parts of the first ones are not: a taker, an offer and a prompt that ends sooner find
-    less; the units that are read again take their names."""
+    """Another prompt has taken the room of what a long sequence had left. Its next turn goes on where it ended; a taker, an offer
+    and a prompt that ends sooner find less, and the units that are read again take their names."""
     engine = toy_engine(**SOME)
-    request, other = make_request("a", PROMPT, 2), make_request("other", [3, *PROMPT[:449]], 2)
-    run(engine, [request])
-    assert len(engine.ledger.find(request.span_hashes, 600, whole=True)) == 36
-    run(engine, [other])
-    assert len(engine.ledger.find(request.span_hashes, 600)) == 36
-    assert engine.ledger.find(request.span_hashes, 600, whole=True) == []
+    request, other = make_request("a", PROMPT, 150), make_request("other", [3, *PROMPT[:-1]], 2)
+    records = run(engine, [request, other])
+    assert records[request.key].ended.report.num_preemptions == 0
+    turn = make_request("turn", [*PROMPT, *records[request.key].tokens[0]], 10)
+    assert len(engine.ledger.find(turn.span_hashes, 750)) == 44
+    assert engine.ledger.find(turn.span_hashes, 750, whole=True) == []
     shorter = make_request("b", PROMPT[:320], 2)
     assert engine.ledger.find(shorter.span_hashes, 320) == []
-    assert not engine.admission.offer(make_request("o", [1]).key, request.span_hashes).blocks
-    records = run(engine, [make_request("c", PROMPT, 20), shorter])
-    assert records[shorter.key].first.num_cached_tokens == 0 and records[shorter.key].first.num_chunks == 5
-    assert [each.first.num_cached_tokens for each in records.values()] == [576, 0]
-    for each in (make_request("c", PROMPT, 20), shorter):
+    assert not engine.admission.offer(make_request("o", [1]).key, turn.span_hashes).blocks
+    records = run(engine, [turn, shorter])
+    assert records[shorter.key].first.num_chunks == 5
+    assert [records[each.key].first.num_cached_tokens for each in (turn, shorter)] == [704, 0]
+    for each in (turn, shorter):
         assert records[each.key].answer() == toy_answer(each)
     assert len(engine.ledger.find(shorter.span_hashes, 320)) == 16, "these have all their parts"
     acceptance = engine.admission.offer(make_request("p", [1]).key, shorter.span_hashes)
