@@ -1,5 +1,6 @@
 """Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher that takes."""
 
+import logging
 from functools import partial
 
 from baton.engine.engine import Engine
@@ -23,6 +24,7 @@ from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import allowed, local_host_id
 
+log = logging.getLogger(__name__)
 REGISTERING = "nixl"  # registers the pages of a pool once, where its network card then finds them
 
 
@@ -61,6 +63,8 @@ class KVTransfer:
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
             self.gives = gives(*numerics, is_strict=settings.strict_numerics)
             self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        else:
+            log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self._spread = SpreadSource(group.ranks, self.holders.lease_over) if group.ranks else None

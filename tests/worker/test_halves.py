@@ -1,8 +1,10 @@
 """Half a worker, without a server, sessions or the engine's thread: keys of one role over an engine and KV transfer."""
 
 import asyncio
+import shutil
 
 import pytest
+import torch
 
 import decode_worker.states
 import prefill_worker.states
@@ -19,6 +21,7 @@ from baton.worker.session.lifecycle import Lifecycle, Table
 from baton.worker.session.table import join_tables
 from baton.worker.settings import WorkerSettings
 from tests.support import bare
+from tests.support.engine.folders import make_folder
 from tests.support.models import make_model
 from tests.support.worker.doubles import OutboxDouble
 from tests.support.worker.scripted import make_spec, run, taker_of
@@ -36,7 +39,7 @@ class Half:
     """The keys of one role; the test steps the engine."""
 
     def __init__(self, model, rows: Table):
-        settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 64, "threads": 1})
+        self.settings = settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 64, "threads": 1})
         self.memory = PoolMemory()
         self.engine = load_engine(settings.engine, self.memory)
         self.identity = new_identity(self.engine)
@@ -104,3 +107,16 @@ def test_a_half_leaves_the_other_roles_commands_alone(model):
             assert not half.outbox.events and not half.commands.legs
 
     run(main)
+
+
+def test_a_worker_whose_states_are_on_a_gpu_serves_alone_and_says_so(tmp_path, monkeypatch, caplog):
+    make_folder(tmp_path, "mamba2", num_hidden_layers=1)
+    shutil.copy(make_model(tmp_path / "other") / "tokenizer.json", tmp_path)
+    half = Half(tmp_path, prefill_worker.states.TRANSITIONS)
+    try:
+        assert half.transfer.gives and half.transfer.takes and "states on a GPU" not in caplog.text
+        monkeypatch.setattr(half.engine.pool, "device", torch.device("cuda", 0))
+        alone = KVTransfer(half.engine, half.memory, half.identity, half.settings, Guard(is_open=True))
+        assert not alone.gives and not alone.takes and "states on a GPU do not cross" in caplog.text
+    finally:
+        half.memory.close()

@@ -33,6 +33,11 @@ SPECS = {
 }
 
 
+def some(often: tuple[str, ...], others: tuple[str, ...]) -> list:
+    """Names of SPECS, some of them left to the long tests."""
+    return [*often, *(pytest.param(name, marks=pytest.mark.long) for name in others)]
+
+
 def placed(parameters):
     moved = {field.name: getattr(parameters, field.name) for field in fields(parameters)}
     for name, value in moved.items():
@@ -77,7 +82,7 @@ def test_near_torch(name, monkeypatch):
     torch.testing.assert_close(ours, whole(make_mixer(SPECS[name], torch.float32), [11]), atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", some(("mamba2", "delta-net"), ("groups", "norm-first", "no-norm", "mamba")))
 def test_chunks_company_and_proposals_change_no_bit(name):
     """Prompts and decode in one step; accepted proposals are folded in by the next step, others never."""
     mixer, lengths, chance = on_gpu(SPECS[name]), [11, 8, 2], random.Random(0)
@@ -92,7 +97,7 @@ def test_chunks_company_and_proposals_change_no_bit(name):
     assert all(map(torch.equal, steps.out, expected))
 
 
-@pytest.mark.parametrize("name", ["mamba2", "groups", "delta-net"])
+@pytest.mark.parametrize("name", some(("mamba2", "delta-net"), ("groups",)))
 def test_prompts_by_chunks(name, monkeypatch):
     """As products of matrices, near the fold; a token's bits alone, in company, and with its prompt cut at multiples of a
     chunk. What follows the last whole chunk is folded."""
@@ -112,7 +117,7 @@ def test_prompts_by_chunks(name, monkeypatch):
     torch.testing.assert_close([part.cpu() for part in expected], near, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("name", ["groups", "delta-net", "mamba"])
+@pytest.mark.parametrize("name", some(("groups",), ("delta-net", "mamba")))
 def test_rows_of_two_bytes(name):
     mixer = on_gpu(SPECS[name], torch.bfloat16)
     expected, steps = alone(mixer, [10], torch.bfloat16), GpuSteps(mixer, [10], torch.bfloat16)
@@ -121,7 +126,7 @@ def test_rows_of_two_bytes(name):
     assert torch.equal(steps.out[0], expected[0]) and expected[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["mamba2", "delta-net", "mamba"])
+@pytest.mark.parametrize("name", some(("mamba2",), ("delta-net", "mamba")))
 def test_padding_has_the_rows_that_it_repeats_and_folds_nothing(name):
     mixer = on_gpu(SPECS[name])
     plain, padded = (GpuSteps(mixer, [4, 3]) for _ in range(2))
