@@ -52,7 +52,7 @@ class KVTransfer:
         """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a transport that
         this pool cannot have."""
         host_id = local_host_id(settings.kv_socket_dir)
-        self._settings = settings
+        self._settings, self._mirror_gib = settings, memory.mirror_gib
         self._transports = usable_transports(engine, settings)
         security = kv_security(settings.tls, guard)
         self.host_id = host_id
@@ -129,7 +129,7 @@ class KVTransfer:
         settings, tls = self._settings, self._settings.tls
         return {
             "transports": self._transports, "listen_host": settings.listen_host, "digest": settings.kv_digest,
-            "advertise_host": settings.advertise_host, "mirror_gib": settings.kv_mirror_gib,
+            "advertise_host": settings.advertise_host, "mirror_gib": self._mirror_gib,
             "socket_dir": settings.kv_socket_dir and str(settings.kv_socket_dir),
             "tls": tls and [str(tls.cert), str(tls.key), str(tls.ca)],
         }  # fmt: skip

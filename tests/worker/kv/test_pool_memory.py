@@ -38,7 +38,8 @@ def test_the_bound_is_told_and_pages_are_given_back(monkeypatch, caplog):
     memory = PoolMemory(2 * mmap.PAGESIZE / GIB)
     memory.gpu_region = SimpleNamespace(close=lambda: None)
     layout = SimpleNamespace(block_bytes=mmap.PAGESIZE)
-    pool = SimpleNamespace(bytes=torch.zeros(4 * mmap.PAGESIZE, dtype=torch.uint8), layout=layout, num_blocks=4)
+    whole = torch.zeros(4 * mmap.PAGESIZE, dtype=torch.uint8)
+    pool = SimpleNamespace(whole=whole, bytes=whole, layout=layout, num_blocks=4)
     memory.mirror(pool)
     assert memory.device == "device" and "is mirrored in host memory: at most 0.00 of 0.00 GiB" in caplog.text
 
