@@ -78,11 +78,9 @@ def give_back_pages(address: int, num_bytes: int) -> None:
     first = -(-address // PAGE) * PAGE
     length = (address + num_bytes) // PAGE * PAGE - first
     if length > 0:
-        where = ctypes.c_void_p(first), ctypes.c_size_t(length)
-        if ctypes.CDLL(None).madvise(
-            *where, _MADV_REMOVE
-        ):  # memory of this process alone has no file to take them from
-            ctypes.CDLL(None).madvise(*where, _MADV_DONTNEED)
+        madvise, where = ctypes.CDLL(None).madvise, (ctypes.c_void_p(first), ctypes.c_size_t(length))
+        if madvise(*where, _MADV_REMOVE):  # memory of this process alone has no file to take them from
+            madvise(*where, _MADV_DONTNEED)
 
 
 def keeps_its_size(fd: int) -> bool:

@@ -86,8 +86,9 @@ class Engine:
         self.ranks = ranks  # that share the model with this process
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
-        self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
-        self.speculator.steps_several = self._multi_step is not None
+        self.speculator = Speculator(
+            proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device), self._multi_step is not None
+        )
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
         self.launched = False  # the last step computed something

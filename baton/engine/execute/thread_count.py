@@ -19,7 +19,7 @@ TRY_CALLS = 3  # running, before it is judged; the first one wakes or dismisses 
 FIRST_INTERVAL, LAST_INTERVAL = 32, 4096  # calls between two tries: twice as many after each that changed nothing
 
 
-class _Trial:
+class _CallTimes:
     """Of one number of rows: what calls took lately with all threads and with one fewer, and which is used."""
 
     __slots__ = ("times", "fewer", "interval", "num_left", "trial")
@@ -64,19 +64,20 @@ class ThreadCount:
     def __init__(self, num_threads: int):
         """`num_threads`: all; with one there is nothing to choose."""
         self._num_threads = num_threads
-        self._choices: dict[int, _Trial] = {}
-        self._choice: _Trial | None = None  # of the call that runs
+        self._choices: dict[int, _CallTimes] = {}
+        self._choice: _CallTimes | None = None  # of the call that runs
         self._begun = 0.0
 
     def begin(self, num_rows: int) -> None:
         """Choose for a call whose steps have `num_rows` rows each."""
         if self._num_threads == 1:
             return
-        self._choice = None if num_rows > MOST_ROWS else self._choices.setdefault(num_rows.bit_length(), _Trial())
+        self._choice = None if num_rows > MOST_ROWS else self._choices.setdefault(num_rows.bit_length(), _CallTimes())
         torch.set_num_threads(self._num_threads - (self._choice is not None and self._choice.next()))
         self._begun = time.perf_counter()
 
     def passed(self, num_steps: int) -> None:
-        """Measure the call, of as many steps."""
+        """Measure the call, of as many steps; what comes behind it is computed by all again."""
         if self._choice is not None:
+            torch.set_num_threads(self._num_threads)
             self._choice.add((time.perf_counter() - self._begun) / num_steps)

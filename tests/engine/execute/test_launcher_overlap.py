@@ -16,6 +16,7 @@ from tests.support.engine.toys import (
     VOCAB,
     Collector,
     LateLauncher,
+    launches_of,
     make_request,
     run,
     toy_answer,
@@ -235,22 +236,10 @@ def test_tokens_of_the_step_before_take_their_places():
     assert known_ids(ids, torch.tensor([50, 51, 52])).tolist() == [5, 50, 7, 52, 52]
 
 
-def flown(engine) -> list[list[tuple[str, int, int]]]:
-    """Return the slices of each launch from here on: key, begin, end."""
-    launches, launch = [], engine.runner.launch
-
-    def noted(slices, *given):
-        launches.append([(seq.group.key.request_id, begin, end) for seq, begin, end in slices])
-        return launch(slices, *given)
-
-    engine.runner.launch = noted
-    return launches
-
-
 def test_a_chunk_is_launched_before_the_one_before_it_is_read():
     """And the last one, whose token is drawn on the device; behind that the next prompt."""
     engine = two_deep(max_num_batched_tokens=66, max_num_seqs=2)
-    launches = flown(engine)
+    launches = launches_of(engine)
     requests = [make_request("a", prompt(200, 1), 1), make_request("b", prompt(100, 2), 1)]
     for request in requests:
         engine.submit(request)
@@ -280,7 +269,7 @@ def test_a_command_of_another_key_is_obeyed_behind_the_launch():
     records = Collector()
     for _ in range(6):
         records.take(engine.step())
-    launches, before = flown(engine), engine.runner.launcher.num_overlapped
+    launches, before = launches_of(engine), engine.runner.launcher.num_overlapped
     engine.submit(second)
     for _ in range(8):
         records.take(engine.step())

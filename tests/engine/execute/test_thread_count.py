@@ -72,9 +72,19 @@ def test_long_steps_are_computed_by_all(monkeypatch):
 
 def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
     machine = Machine(monkeypatch, 2, lambda threads, rows: 1.0)
+    machine.call(1)
     machine.count.begin(1)
     machine.now += 100  # it raised, and passed nothing
-    assert machine.call(MOST_ROWS + 1) == 2 and machine.call(1) in (1, 2)
+    assert machine.call(MOST_ROWS + 1) == 2
+    machine.call(1)
+    assert {each for times in machine.count._choices[1].times.values() for each in times} == {1.0}
+
+
+def test_behind_a_call_all_threads_compute(monkeypatch):
+    """Steps that are not chosen for, and whatever else its thread does."""
+    machine = Machine(monkeypatch, 2, lambda threads, rows: threads)
+    used = [(machine.call(1), torch.get_num_threads()) for _ in range(200)]
+    assert {each for each, _ in used} == {1, 2} and {after for _, after in used} == {2}
 
 
 @pytest.mark.skipif(bool(native.reason()), reason=native.reason())

@@ -18,6 +18,7 @@ from tests.support.engine.toys import (
     VOCAB,
     Collector,
     ToyModel,
+    launches_of,
     make_request,
     random_lives,
     run,
@@ -129,18 +130,6 @@ def turns_of(engine: Engine) -> list[bool]:
 
     engine.runner.launch = noted
     return turns
-
-
-def launches_of(engine: Engine) -> list[list[tuple[str, int, int]]]:
-    """Return the slices of each launch from here on: request, begin, end."""
-    launches, launch = [], engine.runner.launch
-
-    def noted(slices, *given):
-        launches.append([(seq.group.key.request_id, begin, end) for seq, begin, end in slices])
-        return launch(slices, *given)
-
-    engine.runner.launch = noted
-    return launches
 
 
 def decoding(num_stages: int, count: int, **options) -> tuple[Engine, Collector, list]:

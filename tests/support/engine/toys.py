@@ -369,3 +369,15 @@ class LateLauncher(Launcher):
     def wait(self) -> None:
         while self.waiting:
             self._compute()
+
+
+def launches_of(engine: Engine) -> list[list[tuple[str, int, int]]]:
+    """Return the slices of each launch from here on: request, begin, end."""
+    launches, launch = [], engine.runner.launch
+
+    def noted(slices, *given):
+        launches.append([(seq.group.key.request_id, begin, end) for seq, begin, end in slices])
+        return launch(slices, *given)
+
+    engine.runner.launch = noted
+    return launches

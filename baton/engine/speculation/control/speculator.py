@@ -64,13 +64,15 @@ class Speculator:
         scheduler: Scheduler,
         num_draft_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        steps_several: bool = False,
     ):
-        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay."""
+        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_several`: the engine
+        does several steps in one call, where nothing is proposed."""
         proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller()
         self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
-        self.steps_several = False  # the engine does several steps in one call, where nothing is proposed
+        self._steps_several = steps_several
         self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
         self._last = next(reversed(self.proposers), "")  # has no other behind it
         self._scheduler = scheduler
@@ -323,7 +325,7 @@ class Speculator:
         else:
             controller.looked(self._looked, self._draft_s)
             # One that was done alone to ask again says nothing of those that are done in one call.
-            is_plain = not (self.steps_several and self.num_plain_steps == 1)
+            is_plain = not (self._steps_several and self.num_plain_steps == 1)
             controller.passed(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
