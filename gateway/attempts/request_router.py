@@ -67,8 +67,13 @@ class RequestRouter:
         return self._has_other(role, self._failed | self._refused)
 
     def has_another(self, role: str, than: bytes = b"") -> bool:
-        """Return whether a worker other than `than` serves in this role that could hold the request."""
+        """Return whether a worker other than `than` serves in this role that could hold the request, and is not set
+        aside."""
         return self._has_other(role, frozenset((than,)))
+
+    def has_any(self, role: str) -> bool:
+        """Return whether a worker serves in this role that could hold the request, be it set aside."""
+        return self._router.has_any(role, self.request, self._too_short)
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
         return self._router.has_other(role, self.request, avoid | self._too_short)

@@ -81,10 +81,13 @@ class Router:
         return self._rates.pace(now()).prefill_s(num_tokens)
 
     def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
+        """As `has_any`, but of workers that are not set aside."""
+        return self.has_any(role, request, avoid | self._candidates.set_aside())
+
+    def has_any(self, role: str, request: RoutingRequest, avoid: Set[bytes] = frozenset()) -> bool:
         """Return whether a worker of this role, or one that stands in, serves that can hold the request and is not in
         `avoid`."""
-        unwanted = avoid | self._candidates.set_aside()
-        return any(link.worker_id not in unwanted for link in self._doing(role, request))
+        return any(link.worker_id not in avoid for link in self._doing(role, request))
 
     def _doing(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
         """Return the serving workers that do the work of this role and can hold the request."""
@@ -95,7 +98,7 @@ class Router:
 
     def expects_worker(self, request: RoutingRequest) -> bool:
         """Return whether a worker may come soon that serves a request which none can serve now."""
-        role = "prefill" if self.has_other("decode", request, frozenset()) else "decode"
+        role = "prefill" if self.has_any("decode", request) else "decode"
         return self.may_come(role, request)
 
     def _avoidances(

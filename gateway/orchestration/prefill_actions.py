@@ -43,7 +43,7 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
         request.call_room()
         return
     router.forget_refusals()
-    if router.has_another("decode"):
+    if router.has_any("decode"):
         request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
@@ -97,7 +97,7 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
 def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Wait longer where no decode worker serves and one is starting. Raises Overloaded else, as `end_full`."""
     router = request.router
-    is_starting = not router.has_another("decode") and router.expects_worker()
+    is_starting = not router.has_any("decode") and router.expects_worker()
     if not (is_starting and request.place.wait_longer(router.max_start_wait_s)):
         end_full(request, occurred)
 

@@ -4,8 +4,10 @@
     baton:usage:<hex>    {tenant, or tenant@digest of a model's name: [choices that run, tokens reserved and returned since its start, tokens left]}, expires
 
 No request waits for it, so what one gateway admits the others count up to 2 x PERIOD_S later. Until then each admits
-what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, and one
-request's more from each. What was too much is missing from the balance afterwards, so its rate holds over time.
+what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, with what
+they grow by meanwhile, and one request's more from each. From then on the rate holds for all of them together: what was
+too much between two exchanges is missing afterwards, but of what gateways used before they knew of each other only the
+most that one of them did.
 Gateways that do not see each other, since one of them is cut off from Redis or Redis is gone, forget each other after
 TTL_S and count alone: a tenant then has as many quotas as there are such parts.
 """

@@ -163,6 +163,21 @@ async def test_the_only_worker_is_waited_for(cluster):
         assert link.breaker.state is BreakerState.CLOSED
 
 
+async def test_the_only_worker_has_no_room_after_a_silence(cluster):
+    """Its answer comes after it was set aside, and is a refusal: the request waits in line until there is room."""
+    async with cluster(0, 1) as c:
+        worker = c.decode[0]
+        worker.hold("admit")
+        asking = asyncio.create_task(ask(c))
+        link = c.gateway.registry.decode[0]
+        await c.until(lambda: link.breaker.state is BreakerState.OPEN)
+        link.breaker.retry_at = math.inf
+        worker.refusals = ["no_room"] * 3
+        worker.release("admit")
+        assert ids_of(await asking) == tokens_of(PROMPT, 6, 400)
+        assert worker.refusals == [] and num_asked(worker) == 4
+
+
 async def test_what_operators_see(cluster, monkeypatch):
     async with cluster(0, 2) as c:
         bad, good = c.decode
