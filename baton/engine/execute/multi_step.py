@@ -1,4 +1,5 @@
-"""Decode several steps of the same sequences in one native call (native/layers/decode.cpp) while nothing else waits.
+"""Decode in one native call (native/layers/decode.cpp): several steps of the same sequences while nothing else waits, or one
+that verifies proposals.
 
 A step of a small model takes less time than the Python around it: of the demo's, that was half of a lone stream's time,
 and the tokens of several steps cross to the client in one message. The tokens are those of steps by themselves, bit for
@@ -13,6 +14,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from baton import failpoints
 from baton.engine import native
@@ -34,6 +36,9 @@ MOST_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
 HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_ARGUMENTS = (
+    _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT,
+)  # fmt: skip
 
 
 class _Decoder(ctypes.Structure):
@@ -54,6 +59,8 @@ class _Decoding(ctypes.Structure):
         *((name, _INT) for name in ("token_id", "num_tokens")),
         *((name, _POINTER) for name in ("block_ids", "stop_ids")),
         *((name, _INT) for name in ("num_stop_ids", "has_penalties")),
+        ("draft_ids", _POINTER),
+        ("num_drafts", _INT),
         ("row", NativeRow),
     ]
 
@@ -66,13 +73,13 @@ class MultiStep:
         library = native.library()
         assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
         self._held = (model, pool)  # what the structs point at
+        self._hidden_size, self._dtype = model.spec.hidden_size, model.dtype
         self._bell, self._pool, self._adapters = bell, native_pool(pool), model.fused.adapters
         self._decoder = _Decoder(
             model.fused.address, model.fused.num_layers, norm_address(model), head_address(model),
             table_address(model), model.spec.embedding_scale, model.spec.logit_scale,
         )  # fmt: skip
-        arguments = (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
-        self._run = library.function("baton_decode", *arguments, restype=_INT)
+        self._run = library.function("baton_decode", *_ARGUMENTS, restype=_INT)
 
     @classmethod
     def of(cls, runner: Runner, bell: int) -> "MultiStep | None":
@@ -88,47 +95,63 @@ class MultiStep:
         return cls(model, runner.pool, bell) if is_native else None
 
     def num_steps(self, slices: Seq[Slice], scheduler: Scheduler, most: int) -> int:
-        """Return how many steps of these slices, at most `most`, may be done in one call: 1 where more than decoding is to be
+        """Return how many steps of these slices, at most `most`, may be done in one call: 0 where more than decoding is to be
         done, or where the host has a say in what is drawn. Their sequences have the blocks for as many."""
-        if most <= 1 or scheduler.waiting or len(scheduler.running) > len(slices) or failpoints.is_armed(*HURT):
-            return 1
-        most = min(most, MOST_STEPS)
+        if failpoints.is_armed(*HURT):
+            return 0
+        is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
+        most = 1 if is_awaited else min(most, MOST_STEPS)
         for seq, begin, end in slices:
-            most = min(most, _most_steps(seq, end - begin))
+            num_tokens = _most_tokens(seq, end - begin)
+            if num_tokens <= len(seq.draft_ids):
+                return 0
+            most = min(most, num_tokens)
             if most > 1:
                 most = min(most, 1 + scheduler.room_for_draft(seq, most - 1))
-            if most <= 1:
-                return 1
         return most
 
-    def __call__(self, slices: Seq[Slice], num_steps: int) -> list[Drawn]:
-        """Compute up to `num_steps` steps; the tokens of each sequence, as many of one as of another."""
+    def __call__(
+        self, slices: Seq[Slice], num_steps: int, keeps_hidden: bool
+    ) -> tuple[list[Drawn], int, Tensor | None]:
+        """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how many steps
+        they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last norm."""
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
+        adapters, num_rows, width = [], 0, num_steps
         for place, (seq, _, _) in zip(table, slices, strict=True):
-            request = seq.group.request
-            row = sample_row(request, request.sampling, seq.choice, seq.token_ids)
-            changed, num_changed = _with_room(row, num_steps)
-            stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
-            blocks = array("q", seq.block_ids)
-            held += changed, stops, blocks
-            place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
-            place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
-            place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties
-            place.row = native_row(row, changed, num_changed)
-            if row.params.has_penalties:
-                place.row.changes = changed.ctypes.data
-        adapters = [AdapterRows(row, row + 1, seq.group.adapter) for row, (seq, _, _) in enumerate(slices)]
-        adapted = self._adapters.rows([rows for rows in adapters if rows.adapter is not None])
-        drawn = (_INT * (num_seqs * num_steps))()
+            num_own = 1 + len(seq.draft_ids)
+            width = max(width, num_own)
+            held += self._fill(place, seq, max(num_steps, num_own))
+            if seq.group.adapter is not None:
+                adapters.append(AdapterRows(num_rows, num_rows + num_own, seq.group.adapter))
+            num_rows += num_own
+        adapted = self._adapters.rows(adapters)
+        hidden = torch.empty(num_rows, self._hidden_size, dtype=self._dtype) if keeps_hidden else None
+        drawn, num_drawn = (_INT * (num_seqs * width))(), (_INT * num_seqs)()
         num_done = self._run(
-            ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, adapted,
-            len(adapted), num_steps, self._bell, BUDGET_NS, drawn, torch.get_num_threads(),
+            ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, adapted, len(adapted), num_steps,
+            self._bell, BUDGET_NS, None if hidden is None else hidden.data_ptr(), drawn, width, num_drawn,
+            torch.get_num_threads(),
         )  # fmt: skip
-        firsts = range(0, num_seqs * num_steps, num_steps)
-        return [
-            (piece.seq, [Sampled(token_id, None) for token_id in drawn[first : first + num_done]])
-            for piece, first in zip(slices, firsts, strict=True)
-        ]
+        runs = (drawn[first : first + count] for first, count in zip(range(0, num_seqs * width, width), num_drawn))
+        tokens = [(piece.seq, [Sampled(token_id, None) for token_id in run]) for piece, run in zip(slices, runs)]
+        return tokens, num_done, hidden
+
+    @staticmethod
+    def _fill(place: _Decoding, seq: Sequence, num_tokens: int) -> tuple[np.ndarray | array, ...]:
+        """Fill `place` for up to `num_tokens` tokens; return what it points at."""
+        request = seq.group.request
+        row = sample_row(request, request.sampling, seq.choice, seq.token_ids)
+        changed, num_changed = _with_room(row, num_tokens)
+        stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
+        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids)
+        place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
+        place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
+        place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties
+        place.draft_ids, place.num_drafts = draft.buffer_info()[0], len(draft)
+        place.row = native_row(row, changed, num_changed)
+        if row.params.has_penalties:
+            place.row.changes = changed.ctypes.data
+        return changed, stops, blocks, draft
 
 
 def compute(
@@ -136,7 +159,7 @@ def compute(
     on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
     """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and how
-    many steps."""
+    many steps. What `runner` keeps of the step's rows, it keeps."""
     runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
     drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
     runner.threads.passed(num_steps)
@@ -147,27 +170,27 @@ def _compute(
     runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
     on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
-    if several is not None and (num_steps := several.num_steps(slices, scheduler, most)) > 1:
-        drawn = several(slices, num_steps)
-        return drawn, len(drawn[0][1])
+    if several is not None and (num_steps := several.num_steps(slices, scheduler, most)):
+        drawn, num_steps, runner.hidden = several(slices, num_steps, runner.keeps_hidden)
+        return drawn, num_steps
     return runner.run(slices, on_layer), 1
 
 
-def _most_steps(seq: Sequence, num_tokens: int) -> int:
-    """Return how many steps a sequence may take before the host has to look at it; `num_tokens`: of its slice."""
+def _most_tokens(seq: Sequence, num_tokens: int) -> int:
+    """Return how many tokens a sequence may draw before the host has to look at it; `num_tokens`: of its slice."""
     group, request = seq.group, seq.group.request
     if num_tokens != 1 or not group.prefilled:
-        return 1
+        return 0
     if request.constraint is not None or request.sampling.logprobs is not None:
-        return 1
+        return 0
     num_left = request.max_tokens - seq.num_output
     num_early = request.min_tokens - seq.num_output  # while stop tokens are banned
     return min(num_left, num_early) if num_early > 0 else num_left
 
 
-def _with_room(row: SampleRow, num_steps: int) -> tuple[np.ndarray, int]:
+def _with_room(row: SampleRow, num_tokens: int) -> tuple[np.ndarray, int]:
     """Return the tokens whose logits change and how many they are, with room for those that are to be drawn."""
     changed = changes_of(row)
     if not row.params.has_penalties:
         return changed, len(changed) // 3
-    return np.concatenate([changed, np.zeros(3 * num_steps, np.int32)]), len(changed) // 3
+    return np.concatenate([changed, np.zeros(3 * num_tokens, np.int32)]), len(changed) // 3

@@ -177,6 +177,8 @@ class Scheduler:
 
     def _read(self, lines: dict[bytes, list[tuple[Sequence, bool]]], budget: int, batch: list[Slice]) -> bool:
         """Adds chunks of sequences, `lines` of them by tenant, each with whether it waits. Whether there was any."""
+        if not lines:
+            return False
         num_slices, starving, blocked = len(batch), self._starving(), set[bytes]()
         while budget > 0 and (tenant := self._turns.next(lines)) is not None:
             seq, is_new = lines[tenant].pop(0)

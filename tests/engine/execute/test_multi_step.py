@@ -1,4 +1,5 @@
-"""Several decode steps in one native call give what single steps give, and let nobody wait longer than a step."""
+"""Decode steps in one native call, several or one with proposals, give what single steps give, and let nobody wait longer
+than a step."""
 
 import random
 
@@ -84,6 +85,54 @@ def test_any_sampling_as_single_steps(engines, data):
             )
         )
     check_alike(*engines[dtype], requests)
+
+
+@pytest.fixture(scope="module")
+def speculating(folder):
+    """As `engines`, each of which looks every prompt up and verifies four proposals a step."""
+    options = dict(speculator="ngram", num_draft_tokens=4)
+    return {
+        dtype: (load(folder, dtype=dtype, **options), load(folder, True, dtype=dtype, **options))
+        for dtype in ("fp32", "bf16")
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_sampling_verified_as_in_a_single_step(speculating, data):
+    """Answers of few tokens, which repeat; what is accepted in a step is the same, and so are the steps."""
+    dtype, seed = data.draw(st.sampled_from(("fp32", "bf16"))), data.draw(st.integers(0, 2**31))
+    requests = []
+    for index in range(data.draw(st.integers(1, 3))):
+        params = data.draw(any_params) | dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
+        requests.append(
+            make_request(
+                f"{seed}-{index}",
+                prompt(data.draw(st.integers(1, 40)), seed + index),
+                data.draw(st.integers(1, 40)),
+                named=False,
+                stop_token_ids=frozenset(data.draw(st.sampled_from(((), (2,), (40, 41))))),
+                min_tokens=data.draw(st.sampled_from((0, 0, 5, 11))),
+                **params,
+            )
+        )
+    check_alike(*speculating[dtype], requests)
+
+
+def test_proposals_are_verified_in_the_call(folder, monkeypatch):
+    """Nothing but the prompt is left to the runner."""
+    engine, num_run = load(folder, speculator="ngram", num_draft_tokens=4), 0
+    compute = engine.runner.run
+
+    def counted(*arguments):
+        nonlocal num_run
+        num_run += 1
+        return compute(*arguments)
+
+    monkeypatch.setattr(engine.runner, "run", counted)
+    run(engine, [make_request("a", [1, 2, 3, 4, 5] * 6, 60, named=False, logit_bias=((1, 25.0), (2, 24.0)))])
+    counts = engine.speculator.counts["ngram"]
+    assert num_run == 1 and sum(counts.proposed) > 40 and sum(counts.accepted) > 20
 
 
 @pytest.mark.parametrize("family", ["llama3.2-tied", "granite", "command-r", "qwen3-moe", "gemma2", "starcoder2"])

@@ -1,5 +1,6 @@
-// Several decode steps of the same sequences in one call: each reads the token that the one before has drawn. The bits
-// are those of steps by themselves, whose kernels these are.
+// Decode steps of the same sequences in one call: several, each of which reads the token that the one before has drawn, or
+// one that also reads proposals and draws behind each as long as they are right. The bits are those of steps by themselves,
+// whose kernels these are.
 #include <chrono>
 
 #include "../sampling/draw.h"
@@ -19,11 +20,13 @@ struct Decoder {
 };
 struct Decoding {
   int64_t token_id;    // its last
-  int64_t num_tokens;  // with that one; its block table has room for as many steps as may be done
+  int64_t num_tokens;  // with that one; its block table has room for proposals, and as many steps as may be done
   const int64_t* block_ids;
   const int64_t* stop_ids;  // that end it; none while they are banned
   int64_t num_stop_ids;
   int64_t has_penalties;  // what is drawn counts in row.changes, which has room for it
+  const int64_t* draft_ids;  // proposals for what the first step draws
+  int64_t num_drafts;
   SampleRow row;
 };
 
@@ -75,44 +78,60 @@ using namespace baton;
 
 // Return how many steps were done, at most num_steps and at least one: none begins behind one that has ended a sequence,
 // while *bell is not 0, or that would likely end more than budget_ns after the first began. A sequence is a row, also of
-// adapters; drawn [num_seqs][num_steps].
+// adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets the rows of the first step
+// before the last norm. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
 extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decoding* seqs, int64_t num_seqs,
                                 const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
-                                const volatile int32_t* bell, int64_t budget_ns, int64_t* drawn, int64_t num_threads) {
+                                const volatile int32_t* bell, int64_t budget_ns, void* hidden, int64_t* drawn,
+                                int64_t width, int64_t* num_drawn, int64_t num_threads) {
   static thread_local std::vector<char> memory;
   static thread_local std::vector<int64_t> token_ids, positions, slots, ended;
   static thread_local std::vector<Sequence> slices;
   const Model& model = *decoder->model;
-  const int64_t kind = model.kind, width = kind == FP32 ? 4 : 2, num_out = decoder->head->num_out;
-  const int64_t bytes = model.hidden_size * width, num_scores = (num_out + 15) / 16 * 16;
-  char* x = scratch(memory, num_seqs * (bytes + num_out * width + num_scores * 4) + 256);
-  char* logits = x + (num_seqs * bytes + 63) / 64 * 64;
-  char* scores = logits + (num_seqs * num_out * width + 63) / 64 * 64;
-  token_ids.resize(num_seqs), positions.resize(num_seqs), slots.resize(num_seqs), ended.resize(num_seqs);
-  slices.resize(num_seqs);
-  int64_t* const ends = ended.data();  // of this thread: those that draw beside it have vectors of their own
+  int64_t num_rows = num_seqs;
+  for (int64_t s = 0; s < num_seqs; s++) num_rows += seqs[s].num_drafts;
+  const int64_t kind = model.kind, size = kind == FP32 ? 4 : 2, num_out = decoder->head->num_out;
+  const int64_t bytes = model.hidden_size * size, num_scores = (num_out + 15) / 16 * 16;
+  char* x = scratch(memory, num_rows * (bytes + num_out * size) + num_seqs * num_scores * 4 + 256);
+  char* logits = x + (num_rows * bytes + 63) / 64 * 64;
+  char* scores = logits + (num_rows * num_out * size + 63) / 64 * 64;
+  token_ids.resize(num_rows), positions.resize(num_rows), slots.resize(num_rows);
+  slices.resize(num_seqs), ended.resize(num_seqs);
+  // Of this thread: those that draw beside it have vectors of their own.
+  int64_t* const ends = ended.data();
+  const Sequence* const parts = slices.data();
+  std::fill(num_drawn, num_drawn + num_seqs, 0);
   const int64_t begun_ns = now_ns();
   for (int64_t step = 0;; step++) {
+    num_rows = 0;
     for (int64_t s = 0; s < num_seqs; s++) {
       const Decoding& seq = seqs[s];
-      const int64_t at = seq.num_tokens - 1;
-      token_ids[s] = seq.token_id, positions[s] = at;
-      slots[s] = seq.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
-      slices[s] = {s, 1, seq.num_tokens, seq.block_ids};
+      const int64_t first_row = num_rows, num_drafts = step ? 0 : seq.num_drafts;
+      for (int64_t i = 0; i <= num_drafts; i++, num_rows++) {
+        const int64_t at = seq.num_tokens - 1 + i;
+        token_ids[num_rows] = i ? seq.draft_ids[i - 1] : seq.token_id, positions[num_rows] = at;
+        slots[num_rows] = seq.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
+      }
+      slices[s] = {first_row, 1 + num_drafts, seq.num_tokens + num_drafts, seq.block_ids};
     }
-    embed(decoder->table, *decoder->head, model.hidden_size, bytes, num_seqs, token_ids.data(), x);
-    if (decoder->embedding_scale != 1) scale_rows(kind, decoder->embedding_scale, num_seqs * model.hidden_size, x);
-    const Step now{pool, slices.data(), num_seqs,    positions.data(), slots.data(), num_seqs,
+    embed(decoder->table, *decoder->head, model.hidden_size, bytes, num_rows, token_ids.data(), x);
+    if (decoder->embedding_scale != 1) scale_rows(kind, decoder->embedding_scale, num_rows * model.hidden_size, x);
+    const Step now{pool, parts, num_seqs,    positions.data(), slots.data(), num_rows,
                    num_threads, x, adapters, num_adapters};
     baton_layers(&model, &now, 0, decoder->num_layers);
-    baton_norm(&model, x, decoder->norm, x, num_seqs, num_threads);
-    baton_linear(decoder->head, x, nullptr, logits, num_seqs, num_threads);
+    if (hidden && !step) std::memcpy(hidden, x, num_rows * bytes);
+    baton_norm(&model, x, decoder->norm, x, num_rows, num_threads);
+    baton_linear(decoder->head, x, nullptr, logits, num_rows, num_threads);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_seqs * num_out > 1 << 15)
     for (int64_t s = 0; s < num_seqs; s++) {
       float* own = (float*)scores + s * num_scores;
-      widen(kind, float(decoder->logit_scale), logits, s * num_out, num_out, own);
-      const int64_t token_id = drawn[s * num_steps + step] = draw(seqs[s].row, own, num_out);
-      ends[s] = append(seqs[s], token_id);
+      for (int64_t i = 0; i < parts[s].query_len; i++) {
+        widen(kind, float(decoder->logit_scale), logits, (parts[s].query_start + i) * num_out, num_out, own);
+        const int64_t token_id = draw(seqs[s].row, own, num_out);
+        drawn[s * width + num_drawn[s]++] = token_id;
+        ends[s] = append(seqs[s], token_id);
+        if (ends[s] || i + 1 == parts[s].query_len || token_id != seqs[s].draft_ids[i]) break;
+      }
     }
     const int64_t done = step + 1;
     if (done == num_steps || *bell || std::count(ended.begin(), ended.end(), 1)) return done;
