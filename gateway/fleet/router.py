@@ -173,13 +173,15 @@ class Router:
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Raises NoRoute."""
         prefill, decode = (self._candidates.near(role, request, matches, avoid) for role in ROLES)
+        is_part = len(prefill) < len(self._candidates.serving("prefill"))
         try:
             decision = self._choose(request, prefill, decode, matches, split)
         except NoRoute:
+            if not is_part:
+                raise
             decision = None
-        if (
-            decision is None or decision.reason == "no_prefill_worker"
-        ):  # perhaps no worker was drawn that has KV for these, or a transport to them
+        if is_part and (decision is None or decision.reason == "no_prefill_worker"):
+            # Perhaps no worker was drawn that has KV for these, or a transport to them.
             prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split)
         source, taker = prefill.get(decision.prefill or ""), decode[decision.decode]

@@ -73,9 +73,9 @@ class _ModelMeters:
             "baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS
         )()
         self._tpot = metrics.histogram("baton_tpot_seconds", "time per output token after the first", TPOT_BUCKETS)()
-        self._itl = metrics.tally(
+        self._itl = metrics.histogram(
             "baton_itl_seconds", "time between messages, per token of the later one", TPOT_BUCKETS
-        )
+        )()
         self._e2e = metrics.histogram(
             "baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS
         )()
@@ -133,9 +133,10 @@ class _ModelMeters:
         self._attached.inc(record.num_attached)
         self._recovered("reused").inc(record.num_reused_tokens)
         self._recovered("computed").inc(record.num_recomputed_tokens)
-        self._count_slo(record, error)
-        self._count_route(record)
         stamps = record.stamps
+        measured = timing(stamps, record.measured, record.num_longest_output)
+        self._count_slo(record, error, measured)
+        self._count_route(record)
         exemplar = _exemplar(record)
         tokens = (record.num_prompt_tokens or 0, record.num_cached_tokens, record.num_output_tokens)
         for kind, num in zip(("input", "cached", "output"), tokens, strict=True):
@@ -144,7 +145,6 @@ class _ModelMeters:
         for phase, spent_s in breakdown(stamps, record.measured).items():
             self._phase(phase).observe(spent_s, exemplar)
             self._tenant_seconds(tenant, phase).inc(spent_s)
-        measured = timing(stamps, record.measured, record.num_longest_output)
         _tell_collector(record, error, measured)
         if stamps.first_sent is None:
             return
@@ -156,16 +156,15 @@ class _ModelMeters:
                 self._bound(bound).inc(spent_s)
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
-    def _count_slo(self, record: RequestRecord, error: BaseException | None) -> None:
+    def _count_slo(self, record: RequestRecord, error: BaseException | None, durations: pb.Timing) -> None:
         """Count a request towards its service level, unless its client ended it or it could not be served at all."""
         how, _ = outcome(error)
         if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return
-        name, stamps = record.checked.slo_class, record.stamps
+        name = record.checked.slo_class
         self._slo_requests(name).inc()
         missed = ["answer"]
-        if error is None and stamps.first_sent is not None:
-            durations = timing(stamps, record.measured, record.num_longest_output)
+        if error is None and record.stamps.first_sent is not None:
             missed = self._slo_classes[name].missed(durations.ttft_s, durations.tpot_s or None, durations.total_s)
         for objective in missed:
             self._slo_missed(name, objective).inc()
@@ -185,7 +184,7 @@ class _ModelMeters:
 
     def gap(self, record: RequestRecord, gap_s: float) -> None:
         """Count the seconds between two messages of a choice, divided by the tokens of the later one."""
-        self._itl.observe(gap_s, record.context.trace_id if record.context.sampled else 0)
+        self._itl.observe(gap_s, _exemplar(record))
 
 
 class _Words:
@@ -227,6 +226,6 @@ def _is_overload(error: BaseException | None) -> bool:
     return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED"
 
 
-def _exemplar(record: RequestRecord) -> dict[str, str] | None:
-    context = record.context
-    return {"trace_id": f"{context.trace_id:032x}"} if context.sampled else None
+def _exemplar(record: RequestRecord) -> int:
+    """Return the trace that is one of a bucket; 0: it is not sampled."""
+    return record.context.trace_id if record.context.sampled else 0

@@ -1,5 +1,6 @@
 """A histogram of ours reads on the page as prometheus_client's own."""
 
+import prometheus_client
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
@@ -19,9 +20,11 @@ def samples(text: str, parse, name: str) -> dict[tuple, float]:
 
 def test_it_counts_as_theirs_does():
     metrics = Metrics("tiny")
-    ours, theirs = metrics.tally("ours", "text", TPOT_BUCKETS), metrics.histogram("theirs", "text", TPOT_BUCKETS)()
+    labels = dict(labelnames=["model_name", "part"], registry=metrics._registry, buckets=TPOT_BUCKETS)
+    theirs = prometheus_client.Histogram("theirs", "text", **labels).labels("tiny", "a")
+    ours = metrics.histogram("ours", "text", TPOT_BUCKETS, "part")("a")
     for value in VALUES:
-        ours.observe(value, 0)
+        ours.observe(value)
         theirs.observe(value)
     for accept, parse in (("", classic), ("application/openmetrics-text; version=1.0.0", openmetrics)):
         text = metrics.exposition(accept).body.decode()
@@ -32,9 +35,9 @@ def test_it_counts_as_theirs_does():
 
 def test_the_last_trace_of_a_bucket_is_its_exemplar():
     metrics = Metrics("tiny")
-    tally = metrics.tally("ours", "text", (0.1, 1.0))
+    histogram = metrics.histogram("ours", "text", (0.1, 1.0))()
     for value, trace_id in ((0.05, 1), (0.07, 2), (0.5, 3), (0.6, 0)):
-        tally.observe(value, trace_id)
+        histogram.observe(value, trace_id)
     page = metrics.exposition("application/openmetrics-text; version=1.0.0").body.decode()
     told = {
         sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
