@@ -7,6 +7,7 @@ from baton.engine.core.request import PrefillDone
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
+from baton.worker.legs.states import KeyEvent
 from baton.worker.legs.token_record import TokenRecord
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.session.opening import compute_rest, open_request
@@ -14,12 +15,15 @@ from baton.worker.wire import messages
 
 
 def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
-    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted."""
+    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted; read the prompt here where that
+    is asked for."""
     request = open_request(keys, leg, message.spec)
     leg.num_cached_tokens = keys.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
     granted = pb.Granted(key=key_to_proto(leg.key), num_cached_tokens=leg.num_cached_tokens)
     leg.outbox.reply(pb.Event(granted=granted))
+    if message.prefill:
+        keys.happen(leg, KeyEvent.PREFILL_HERE, pb.Prefill())
     keys.on_change()
 
 

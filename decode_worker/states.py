@@ -7,7 +7,7 @@ from baton.worker.session.lifecycle import KeyTransition, Table
 from decode_worker import adoption, credit, parking, token_stream
 
 TRANSITIONS: Table = {
-    (State.ABSENT, Event.ADMIT): KeyTransition(credit.admit, State.ADMITTED),
+    (State.ABSENT, Event.ADMIT): KeyTransition(credit.admit, State.ADMITTED, (State.RUNNING, State.ENDING)),
     (State.ABSENT, Event.PREFILL_HERE): KeyTransition(credit.prefill_here, State.RUNNING),
     (State.ADMITTED, Event.PREFILL_HERE): KeyTransition(credit.prefill_here, State.RUNNING, (State.ENDING,)),
     (State.FETCHED, Event.PREFILL_HERE): KeyTransition(credit.prefill_here, State.RUNNING, (State.ENDING,)),

@@ -291,12 +291,14 @@ class WorkerSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "spec")
+    __slots__ = ("key", "spec", "prefill")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     key: Key
     spec: RequestSpec
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ...) -> None: ...
+    prefill: bool
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., prefill: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("key", "spec", "taker", "sources")

@@ -9,7 +9,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import Ranks
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
-from baton.protocol import ADAPTERS, CONSTRAINTS, INSTANCE_BYTES, POOLING, PROMPT_LOGPROBS, PROTOCOL
+from baton.protocol import ADAPTERS, CONSTRAINTS, INSTANCE_BYTES, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS, PROTOCOL
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv_transfer import KVTransfer
 from kvtransfer.transfer.source import SourceIdentity
@@ -40,7 +40,13 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         checkpoint_tokens=engine.config.checkpoint_tokens if engine.layout.state is not None else 0,
         kv_gives=transfer.gives,
         kv_takes=transfer.takes,
-        features=[POOLING, PROMPT_LOGPROBS, ADAPTERS, *([CONSTRAINTS] if engine.grammars is not None else [])],
+        features=[
+            POOLING,
+            PROMPT_LOGPROBS,
+            ADAPTERS,
+            PREFILL_ON_ADMIT,
+            *([CONSTRAINTS] if engine.grammars is not None else []),
+        ],
     )
     if engine.ranks is not None:
         _add_group(hello.group, engine.ranks, engine.config.pipeline_parallel)

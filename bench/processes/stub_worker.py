@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvloop
 
+from baton.protocol import PREFILL_ON_ADMIT
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
@@ -54,6 +55,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             model_identity=hashlib.sha256(b"stub").digest(), tokenizer_digest=digest, numerics_class="stub", host_id="stub",
         )  # fmt: skip
         self.hello.limits.max_model_len = self.hello.model.context = config["max_position_embeddings"]
+        self.hello.features.append(PREFILL_ON_ADMIT)
         self.hello.limits.max_num_seqs = 1 << 16
         self.hello.model.vocab_size = config["vocab_size"]
         self.step_times: list[float] = []
@@ -97,6 +99,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             return
         session.admitted[_named(message.key)] = Sequence(message.key, message.spec.max_tokens)
         session.outbox.put_nowait(pb.Event(granted=pb.Granted(key=message.key)))
+        if message.prefill:
+            self._prefill(session, message.key)
 
     def _prefill(self, session: Session, key: pb.Key) -> None:
         sequence = session.admitted.pop(_named(key), None)

@@ -4,6 +4,7 @@ import itertools
 import secrets
 from collections.abc import Sequence
 
+from baton.protocol import PREFILL_ON_ADMIT
 from baton.service.clock import now
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
@@ -44,6 +45,7 @@ class Attempt:
         self.has_stepped = False
         self.doubt_until: float | None = None  # when a fetch is given up whose source may be gone
         self._lease_id = b""
+        self._reads_prompt = False  # the decode worker was asked to with Admit
         self._prefix_source: PrefixSource | None = None
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
 
@@ -62,11 +64,12 @@ class Attempt:
         """Return whether the source of an unfinished fetch may be gone."""
         return self.doubt_until is not None and not self.is_fetched
 
-    def admit(self, link: WorkerLink) -> None:
-        """Ask a decode worker for credit."""
+    def admit(self, link: WorkerLink, reads_prompt: bool) -> None:
+        """Ask a decode worker for credit; if `reads_prompt` to read the prompt as soon as it has granted that."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
         self.decode.promise(self._record.routing_request.slo.tpot_s)
-        self.decode.send(admit=pb.Admit(spec=self.spec))
+        self._reads_prompt = reads_prompt and PREFILL_ON_ADMIT in link.limits.features
+        self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self._reads_prompt))
 
     def drop_decode(self) -> None:
         """Close the decode leg, whose worker has refused."""
@@ -77,6 +80,8 @@ class Attempt:
         """Have the decode worker read the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
         self.prefix_holder = holder
         self.decode.num_prefill_tokens = self._record.num_prompt_tokens - self.num_granted_tokens
+        if self._reads_prompt:
+            return
         self._prefix_source = PrefixSource(self._send_local_prefill)
         self._prefix_source.ask(holder, self.decode.link, hashes, new_key(self._key_id), self._deadline)
 

@@ -30,7 +30,8 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     record.num_attempts += request.attempt.spec is None
     request.make_spec()
     request.attempt.prefill_link = prefill_link
-    request.attempt.admit(decode_link)
+    # A later attempt may pull what others hold.
+    request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
     return RequestState.ADMITTING
 
 

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 import gateway.orchestration.pipeline
+from baton.protocol import PREFILL_ON_ADMIT
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.orchestration.machine import RequestMachine
@@ -90,11 +91,18 @@ async def test_timing_adds_up(cluster):
         assert timing.transfer_s == pytest.approx(0.004) and timing.transfer_hidden_s == pytest.approx(0.003)
 
 
-async def test_local(cluster):
+@pytest.mark.parametrize("commands", (["admit"], ["admit", "prefill"]))
+async def test_local(cluster, commands):
+    """A worker that can reads the prompt as soon as it has granted credit; another one is asked to."""
     async with cluster(num_prefill=0) as c:
+        if len(commands) > 1:
+            c.decode[0].hello.features.remove(PREFILL_ON_ADMIT)
+            link = c.gateway.registry.decode[0]
+            link.hang_up()
+            await c.until(lambda: link.serving and PREFILL_ON_ADMIT not in link.limits.features)
         messages = await generate(c, max_tokens=6)
         assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
-        assert c.decode[0].kinds() == ["admit", "prefill"]
+        assert c.decode[0].kinds() == commands
         assert messages[-1].timing.transfer_s == 0
         await c.idle()
 
@@ -105,7 +113,7 @@ async def test_a_hot_decode_cache_prefills_there(cluster):
         await c.spread()
         again = await generate(c, max_tokens=3)
         assert first[-1].usage.cached_tokens == 0 and again[-1].usage.cached_tokens == 256
-        assert c.decode[0].kinds()[-2:] == ["admit", "prefill"]
+        assert c.decode[0].commands[-1][1].prefill
         assert ids_of(again) == ids_of(first)
 
 

@@ -325,7 +325,7 @@ async def test_a_prefill_worker_that_is_gone_leaves_the_decode_worker(cluster):
         await c.prefill[0].stop()
         await c.until(lambda: not c.gateway.registry.prefill[0].serving)
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
-        assert c.decode[0].kinds() == ["admit", "prefill"]
+        assert c.decode[0].kinds() == ["admit"]
 
 
 async def test_a_client_that_does_not_read(cluster, monkeypatch):

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.protocol import POOLING, PROMPT_LOGPROBS
+from baton.protocol import POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
@@ -89,7 +89,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_gives=["fake fp32"],
             kv_takes=["fake fp32"],
             host_id="here",
-            features=[POOLING, PROMPT_LOGPROBS],
+            features=[POOLING, PROMPT_LOGPROBS, PREFILL_ON_ADMIT],
         )
         self.hello.limits.max_model_len = self.hello.model.context = context
         self.hello.limits.max_num_seqs = 8
@@ -297,6 +297,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._specs[key] = message.spec
         cached = self.num_cached_tokens(message.spec)
         session.send(granted=pb.Granted(key=message.key, num_cached_tokens=cached))
+        if message.prefill:
+            await self._prefill_here(session, key)
 
     async def _prefill_for_taker(self, session, key, message) -> None:
         await self._pass("accept")

@@ -146,13 +146,16 @@ def _let_with(bench: Bench, event: KeyEvent, is_gone: bool) -> None:
     if is_gone:
         bench.engine.answer |= dict.fromkeys(("start", "resume", "compute_rest"), LookupError("it has ended"))
         bench.engine.answer["offer"] = Acceptance((), 0)
-    if is_gone and event is KeyEvent.ENGINE_ENDED:
+    key = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
+    if event is KeyEvent.ADMIT:
+        bench.obey(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
+    elif is_gone and event is KeyEvent.ENGINE_ENDED:
         bench.engine_ends(KEY, "failed")
     elif is_gone and event is KeyEvent.TOKENS:
         let(bench, KeyEvent.UNREAD)
     elif is_gone and event is KeyEvent.PREFILL:
         bench.intake.begin_prefix = lambda *args: False
-        message = pb.Prefill(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), spec=make_spec())
+        message = pb.Prefill(key=key, spec=make_spec())
         message.taker.instance = b"taker"
         message.sources.add(handle=b"handle", ticket=b"ticket")
         bench.obey(prefill=message)
