@@ -241,7 +241,7 @@ class Gateway:
                 admission=self._admission,
                 queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
                 max_queue_wait_s=settings.max_queue_wait_s,
-                on_gap=self.meters.gap,
+                gaps=self.meters.gaps,
                 slo_classes=self._slo_classes,
                 running=self._running,
                 loop_watch=self.registry.loop_watch,

@@ -134,26 +134,29 @@ class Answer:
     @property
     def due_at(self) -> float:
         """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none."""
+        if not self._interval_s:
+            return math.inf
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
-        return min(held, default=math.inf) + self._interval_s if self._interval_s else math.inf
+        return min(held, default=math.inf) + self._interval_s
 
     async def flush(self) -> None:
         """Send what has come, and is not held back: one message a choice."""
-        latest = now() - self._interval_s
-        pending = [choice for choice in self.choices if choice.has_pending and choice.is_due(latest)]
+        pending = [choice for choice in self.choices if choice.has_pending]
+        if self._interval_s:
+            latest = now() - self._interval_s
+            pending = [choice for choice in pending if choice.is_due(latest)]
         if not pending:
             return
         self._num_flushes += 1
         if self.finished:
             pending.pop()
         for choice in pending:
-            self._stamp()
-            await self._send(choice)
+            await self._send(choice, self._stamp())
 
     async def finish(self, num_cached_tokens: int, measured: Measured) -> None:
         """Send the last message, once every choice is finished."""
         last = next(choice for choice in reversed(self.choices) if choice.has_pending)
-        self._stamp()
+        at = self._stamp()
         usage = pb.Usage(
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=num_cached_tokens,
@@ -163,7 +166,7 @@ class Answer:
         )
         durations = timing(self._stamps, measured, self.num_longest)
         durations.bound_s.update(bound_seconds(self._stamps, measured))
-        await self._send(last, usage, durations)
+        await self._send(last, at, usage, durations)
 
     def _add_prompt(self, message: pb.GenerateResponse) -> None:
         """Add what was asked of the prompt, and forget it."""
@@ -172,16 +175,20 @@ class Answer:
         message.prompt_logprobs.extend(self._prompt_logprobs)
         self.prompt, self._prompt_logprobs = None, ()
 
-    def _stamp(self) -> None:
+    def _stamp(self) -> float:
         stamps, at = self._stamps, now()
         if stamps.first_sent is None:
             stamps.first_sent = at
         elif stamps.second_sent is None and self._num_flushes > 1:
             stamps.second_sent = at
         stamps.last_sent = at
+        return at
 
-    async def _send(self, choice: Choice, usage: pb.Usage | None = None, durations: pb.Timing | None = None) -> None:
-        num_tokens, message, at = choice.num_pending, choice.take(), self._stamps.last_sent
+    async def _send(
+        self, choice: Choice, at: float, usage: pb.Usage | None = None, durations: pb.Timing | None = None
+    ) -> None:
+        """Send what has come of a choice, at `at` (time.monotonic())."""
+        num_tokens, message = choice.num_pending, choice.take()
         if self._num_sent == 0:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
@@ -192,10 +199,9 @@ class Answer:
             message.usage.CopyFrom(usage)
         if durations is not None:
             message.timing.CopyFrom(durations)
-        if choice.sent_at is not None and at is not None and num_tokens:
+        if choice.sent_at is not None and num_tokens:
             self._on_gap((at - choice.sent_at) / num_tokens)
         choice.sent_at = at
-        begun_at = now()
         await self._emit(message)
-        if (took_s := now() - begun_at) > SLOW_WRITE_S:
+        if (took_s := now() - at) > SLOW_WRITE_S:
             self.slow_writes_s.append(took_s)

@@ -4,7 +4,7 @@ is not an answer is a BatonError."""
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import grpc
 
@@ -30,8 +30,6 @@ from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
 from gateway.request.validation import check, check_model, check_size
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +38,28 @@ class CallContext(NamedTuple):
 
     time_left_s: float | None = None  # None: the client named no deadline
     parent: TraceContext | None = None  # the client's span
+
+
+class _Settling:
+    """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal, and a
+    write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an open
+    stream, and run through at every message."""
+
+    def __init__(self, hold: Callable[[BatonError], Awaitable[None]], trace_id: str = ""):
+        self._hold, self._trace_id = hold, trace_id
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, BatonError):
+            await self._hold(error)
+        elif isinstance(error, grpc.aio.InternalError):  # the client has just gone: gRPC's cancellation is on its way
+            raise asyncio.CancelledError from None
+        elif isinstance(error, Exception):
+            told = fields(trace_id=self._trace_id, error=type(error).__name__)
+            log.error("request failed %s", told, exc_info=error)
+            raise Internal(f"the gateway failed: {type(error).__name__}") from error
 
 
 class RequestHandler:
@@ -60,7 +80,7 @@ class RequestHandler:
         self.is_draining = False
         self.num_running = 0
         self._catalog, self._registry, self._admission, self._settings = catalog, registry, admission, settings
-        self._on_begin, self._on_end, self._hold = on_begin, on_end, hold
+        self._on_begin, self._on_end, self.hold = on_begin, on_end, hold
 
     def model(self, asked: str) -> ServedModel:
         """Return the model that a request names, as the tenant of the call sees it; any, where the request will end with
@@ -81,33 +101,38 @@ class RequestHandler:
         """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
         operation = "chat" if box[0].WhichOneof("input") == "messages" else "text_completion"
         record = self._record(operation, call)
-        await self._recorded(self._generate(box, call, record, emit), record)
+        async with _Recording(self, record):
+            deadline = self._opened(call, record)
+            request = box.pop()
+            with self._using(request.model, record) as version:
+                model = version.seen_by(record.tenant)
+                record.checked = checked = check(request, model, record.tenant, self._max_priority(record.tenant))
+                del request  # a prompt is not kept for the length of its answer
+                await version.pipeline.serve(checked, model, deadline, record, emit)
 
     async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:
         """Return a vector for each input. Raises BatonError."""
         record = self._record("embeddings", call)
-        return await self._recorded(self._embed(request, call, record), record)
+        async with _Recording(self, record):
+            return await self._embed(request, call, record)
 
     async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
         """Return how well each document answers the query. Raises BatonError."""
         record = self._record("rerank", call)
-        return await self._recorded(self._score(request, call, record), record)
+        async with _Recording(self, record):
+            return await self._score(request, call, record)
 
-    async def _recorded(self, work: Awaitable[T], record: RequestRecord) -> T:
-        """Return what the work of a request does, and record its end. Raises BatonError."""
-        error: BaseException | None = None
+    def begin(self, record: RequestRecord) -> None:
+        """Record that a request has begun."""
         self.num_running += 1
         self._on_begin(record)
-        try:
-            return await self._settled(work, record)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self.num_running -= 1
-            record.stamps.ended = (error is None and record.stamps.last_sent) or now()
-            request_trace.draw(record, error)
-            self._on_end(record, error)
+
+    def end(self, record: RequestRecord, error: BaseException | None) -> None:
+        """Record the end of a request."""
+        self.num_running -= 1
+        record.stamps.ended = (error is None and record.stamps.last_sent) or now()
+        request_trace.draw(record, error)
+        self._on_end(record, error)
 
     async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
         """Return an answer in one message. Raises BatonError."""
@@ -123,30 +148,23 @@ class RequestHandler:
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""
-        return await self._settled(self._tokenize(request, call))
+        async with _Settling(self.hold):
+            return await self._tokenize(request, call)
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         """Return the text of token ids. Raises BatonError."""
-        return await self._settled(self._detokenize(request, call))
+        async with _Settling(self.hold):
+            return await self._detokenize(request, call)
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return what is known of one model. Raises BatonError."""
-        return await self._settled(self._model_info(request))
+        async with _Settling(self.hold):
+            return await self._model_info(request)
 
     async def models(self) -> pb.ListModelsResponse:
         """Return what is known of all models. Raises BatonError: no worker serves any."""
-        return await self._settled(self._models())
-
-    async def _generate(
-        self, box: list[pb.GenerateRequest], call: CallContext, record: RequestRecord, emit: Emit
-    ) -> None:
-        deadline = self._opened(call, record)
-        request = box.pop()
-        with self._using(request.model, record) as version:
-            model = version.seen_by(record.tenant)
-            record.checked = checked = check(request, model, record.tenant, self._max_priority(record.tenant))
-            del request  # a prompt is not kept for the length of its answer
-            await version.pipeline.serve(checked, model, deadline, record, emit)
+        async with _Settling(self.hold):
+            return await self._models()
 
     async def _embed(self, request: pb.EmbedRequest, call: CallContext, record: RequestRecord) -> pb.EmbedResponse:
         deadline = self._opened(call, record)
@@ -225,21 +243,6 @@ class RequestHandler:
             raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
         return pb.ListModelsResponse(models=map(_described, versions))
 
-    async def _settled(self, work: Awaitable[T], record: RequestRecord | None = None) -> T:
-        """Return what `work` does. Raises BatonError, once it may be sent: what was not expected becomes Internal.
-        Cancellation is passed on, also that of a write to a client that has gone."""
-        try:
-            return await work
-        except BatonError as error:
-            await self._hold(error)
-            raise
-        except grpc.aio.InternalError:  # the client has just gone: gRPC's cancellation is on its way
-            raise asyncio.CancelledError from None
-        except Exception as error:
-            trace_id = f"{record.context.trace_id:032x}" if record else ""
-            log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
-            raise Internal(f"the gateway failed: {type(error).__name__}") from error
-
     def _record(self, operation: str, call: CallContext) -> RequestRecord:
         received = now()
         root = new_context(call.parent, self._settings.trace_sample)
@@ -261,6 +264,26 @@ class RequestHandler:
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self._settings.max_timeout_s)
+
+
+class _Recording(_Settling):
+    """A request from its beginning to its end, which is recorded however it comes."""
+
+    def __init__(self, handler: RequestHandler, record: RequestRecord):
+        super().__init__(handler.hold, f"{record.context.trace_id:032x}")
+        self._handler, self._record = handler, record
+
+    async def __aenter__(self) -> None:
+        self._handler.begin(self._record)
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            await super().__aexit__(kind, error, traceback)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._handler.end(self._record, error)
 
 
 def _described(version: ModelVersion) -> pb.GetModelInfoResponse:

@@ -1,8 +1,5 @@
 """baton.v1.Inference. Every end that is not an answer is a gRPC status with google.rpc details."""
 
-from collections.abc import Awaitable
-from typing import TypeVar
-
 import grpc
 
 from baton.service.errors import BatonError, abort
@@ -12,8 +9,6 @@ from baton.v1 import inference_pb2_grpc
 from gateway.api.request_handler import CallContext, RequestHandler
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-
-T = TypeVar("T")
 
 
 def _boxed(raw: bytes) -> list[pb.GenerateRequest]:
@@ -44,43 +39,60 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, box: list[pb.GenerateRequest], context) -> None:
         """Stream an answer."""
         # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
-        await _answered(self._handler.generate(box, _call(context), context.write), context)
+        async with _ErrorStatus(context):
+            await self._handler.generate(box, _call(context), context.write)
 
     async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:
         """Return an answer in one message."""
-        return await _answered(self._handler.complete(box, _call(context)), context)
+        async with _ErrorStatus(context):
+            return await self._handler.complete(box, _call(context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""
-        return await _answered(self._handler.tokenize(request, _call(context)), context)
+        async with _ErrorStatus(context):
+            return await self._handler.tokenize(request, _call(context))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        return await _answered(self._handler.detokenize(request, _call(context)), context)
+        async with _ErrorStatus(context):
+            return await self._handler.detokenize(request, _call(context))
 
     async def Embed(self, request: pb.EmbedRequest, context) -> pb.EmbedResponse:
         """Return a vector for each input."""
-        return await _answered(self._handler.embed(request, _call(context)), context)
+        async with _ErrorStatus(context):
+            return await self._handler.embed(request, _call(context))
 
     async def Score(self, request: pb.ScoreRequest, context) -> pb.ScoreResponse:
         """Return how well each document answers the query."""
-        return await _answered(self._handler.score(request, _call(context)), context)
+        async with _ErrorStatus(context):
+            return await self._handler.score(request, _call(context))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:
         """Return what is known of the served model."""
-        return await _answered(self._handler.model_info(request), context)
+        async with _ErrorStatus(context):
+            return await self._handler.model_info(request)
 
     async def ListModels(self, request: pb.ListModelsRequest, context) -> pb.ListModelsResponse:
         """Return what is known of all models."""
-        return await _answered(self._handler.models(), context)
+        async with _ErrorStatus(context):
+            return await self._handler.models()
 
 
-async def _answered(work: Awaitable[T], context: grpc.aio.ServicerContext) -> T:
-    """Return what `work` does; a BatonError becomes the call's status."""
-    try:
-        return await work
-    except BatonError as error:
-        await abort(context, error)
+class _ErrorStatus:
+    """A BatonError becomes the call's status. A class and not a coroutine around another: each of those is a kilobyte of an
+    open stream, and run through at every message."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, BatonError):
+            await abort(self._context, error)
 
 
 def _call(context: grpc.aio.ServicerContext) -> CallContext:

@@ -55,7 +55,7 @@ class EventSink(Protocol):
 class Mailbox:
     """Events of one request, in order of arrival. It has one reader, which is woken by some and not by others."""
 
-    __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at")
+    __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at", "_loop")
 
     def __init__(self) -> None:
         self._entries: list = []  # few: a deque sets 64 places aside
@@ -63,6 +63,7 @@ class Mailbox:
         self._waiting: asyncio.Future | None = None
         self._timer: asyncio.TimerHandle | None = None  # stays from one wait to the next: most end at the same time
         self._timer_at = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept: asking for it is a system call, once a message
 
     def post(self, leg, event) -> None:
         """Add an event and wake the reader. `leg`: None for events of the gateway itself."""
@@ -96,7 +97,7 @@ class Mailbox:
     async def next(self, until: float) -> tuple | None:
         """Wait until the reader is woken and return (leg, event), or None at `until` (time.monotonic())."""
         while not self._called:
-            loop = asyncio.get_running_loop()
+            loop = self._loop = self._loop or asyncio.get_running_loop()
             self._set_timer(loop, until)
             self._waiting = loop.create_future()
             try:

@@ -1,6 +1,7 @@
 """Metrics of the gateway: every request is counted once, when it has ended, from the stamps of its timing and spans."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from baton.service import logs
 from baton.service.clock import now
@@ -58,9 +59,9 @@ class GatewayMeters:
         """Count a request that has ended, however it did."""
         self.of(record.model).ended(record, error)
 
-    def gap(self, record: RequestRecord, gap_s: float) -> None:
-        """Count the seconds between two messages of a choice, divided by the tokens of the later one."""
-        self.of(record.model).gap(record, gap_s)
+    def gaps(self, record: RequestRecord) -> Callable[[float], None]:
+        """Return what takes the seconds between two messages of a choice, divided by the tokens of the later one."""
+        return self.of(record.model).gaps(record)
 
 
 class _ModelMeters:
@@ -182,9 +183,9 @@ class _ModelMeters:
             if taken_s > 0:
                 self._prediction(part).observe(predicted_s / taken_s)
 
-    def gap(self, record: RequestRecord, gap_s: float) -> None:
-        """Count the seconds between two messages of a choice, divided by the tokens of the later one."""
-        self._itl.observe(gap_s, _exemplar(record))
+    def gaps(self, record: RequestRecord) -> Callable[[float], None]:
+        """See GatewayMeters.gaps: it is called for every message, so the rest is done before."""
+        return partial(self._itl.observe, trace_id=_exemplar(record))
 
 
 class _Words:

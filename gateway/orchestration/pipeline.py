@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
@@ -61,7 +60,9 @@ class Pipeline:
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
-    on_gap: Callable[[RequestRecord, float], None]  # between two messages of a choice, seconds a token
+    gaps: Callable[
+        [RequestRecord], Callable[[float], None]
+    ]  # takes those between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
     running: dict[str, RequestMachine]  # by key_id
     loop_watch: EventLoopWatch
@@ -119,7 +120,14 @@ class Pipeline:
         request = await self._prepare(checked, form, prompt_ids, max_tokens, deadline, record, emit)
         machine = self.running[checked.key_id] = RequestMachine(request)
         try:
-            await self._run(machine)
+            # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
+            # holds its writes.
+            async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
+                await machine.run()
+                _note_waits(request, self.loop_watch.delay)
+                await request.answer.finish(record.num_cached_tokens, record.measured)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the client did not read") from None
         finally:
             machine.close()
             self.running.pop(checked.key_id, None)
@@ -141,7 +149,7 @@ class Pipeline:
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
+        answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
         if checked.echo and not any(checked.resume_from):
             text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
             answer.prompt = pb.EchoedPrompt(text=text, token_ids=prompt_ids)
@@ -152,19 +160,6 @@ class Pipeline:
         return RequestContext(
             self.fleet.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
-
-    async def _run(self, machine: RequestMachine) -> None:
-        """Run the request and send its last message. Raises BatonError."""
-        request, record = machine.request, machine.request.record
-        try:
-            # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
-            # holds its writes.
-            async with asyncio.timeout(max(0.0, request.deadline - now()) + _UNREAD_S):
-                await machine.run()
-                _note_waits(request, self.loop_watch.delay)
-                await request.answer.finish(record.num_cached_tokens, record.measured)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the client did not read") from None
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""

@@ -88,8 +88,8 @@ class RequestContext:
 
     def note_output(self) -> None:
         """Record how many tokens there are, for those who watch the request while it runs, and for its report."""
-        record, answer = self.record, self.answer
-        record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
+        record, counts = self.record, [len(choice.token_ids) for choice in self.answer.choices]
+        record.num_output_tokens, record.num_longest_output = sum(counts), max(counts)
 
     def release(self) -> None:
         """Leave the line and close all legs. Idempotent."""

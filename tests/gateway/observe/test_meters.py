@@ -120,7 +120,7 @@ def test_each_model_has_its_own_counts():
             ended = record(**ANSWERED)
             ended.model = name
             meters.ended(ended, None)
-            meters.gap(ended, 0.1)
+            meters.gaps(ended)(0.1)
     text = meters.exposition().body.decode()
     found = {
         (sample.name, sample.labels["model_name"]): sample.value
@@ -155,7 +155,7 @@ def test_predictions_are_held_against_what_was(meters):
 
 def test_exemplars_lead_to_the_trace(meters):
     meters.ended(record(**ANSWERED), None)
-    meters.gap(record(), 0.02)
+    meters.gaps(record())(0.02)
     reply = meters.exposition("application/openmetrics-text; version=1.0.0")
     assert "openmetrics" in reply.headers["content-type"]
     exemplars = {

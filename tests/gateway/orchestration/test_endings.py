@@ -6,6 +6,7 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
+from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
@@ -366,5 +367,6 @@ async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog)
     async with cluster() as c:
         caplog.clear()
         with pytest.raises(asyncio.CancelledError):
-            await c.gateway.handler._settled(write())
+            async with _Settling(c.gateway.handler.hold):
+                await write()
         assert not caplog.records
