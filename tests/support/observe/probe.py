@@ -19,7 +19,7 @@ class Probe:
     def __init__(self, target: str):
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(target)
-        self._events = worker_pb2_grpc.WorkerStub(self._channel).Session(iter(self._commands.get, None), timeout=900)
+        self._events = worker_pb2_grpc.WorkerStub(self._channel).Session(iter(self._commands.get, None))
         hello = pb.Hello(protocol_min=1, protocol_max=1, instance=secrets.token_bytes(16))
         self._commands.put(pb.Command(hello=hello))
         self.hello = next(event.hello for event in self._events if event.HasField("hello"))
