@@ -41,7 +41,6 @@ TARGET = ROOT / "demo" / "target"
 FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}
 SEEDS = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, as published for such texts
 GOALS = {("edit", "ngram"): 2.5, ("code", "best"): 1.8}
-CORES = len(os.sched_getaffinity(0))
 BATCHES = (1, 4, 16, 64)
 WARM_ROUNDS = 8  # of a text
 FIXED_WIDTH = 4  # of the acceptance rows
@@ -301,21 +300,12 @@ def against_transformers(report: Report, arms: dict[str, Arm], texts: Texts, num
         report.add(f"held-out code: {name} over transformers assisted", speed, "tokens/s", against=assisted, goal=goal)
 
 
-def best_threads(arm: Arm, texts: Texts) -> int:
-    seconds = {}
-    for num_threads in sorted({1, CORES}):
-        torch.set_num_threads(num_threads)
-        seconds[num_threads] = statistics.median(arm.run(texts.prompts("code", 0), 32).decode_s for _ in range(5))
-    return min(seconds, key=seconds.get)
-
-
 def main() -> int:
     arguments, report = start("speculation", "Speed-up by speculation, on three texts and at four batch sizes.")
     quick = arguments.quick
     plain = Arm.load()
     texts = Texts(plain, 2 if quick else 12)
-    torch.set_num_threads(num_threads := best_threads(plain, texts))
-    print(f"{num_threads} threads; {len(texts.edits)} edit tasks")
+    print(f"{len(texts.edits)} edit tasks")
     found = proposers()
     for name in FOLDERS.keys() - found.keys():
         print(f"{name}: not measured, {FOLDERS[name].relative_to(ROOT)} is not there")

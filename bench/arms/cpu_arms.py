@@ -140,8 +140,9 @@ class Arm:
         while open_requests:
             begun = time.perf_counter()
             outputs = engine.step()
-            if len(outputs) == batch_size and all(isinstance(each, TokenRun) for each in outputs):
-                num_done = len(outputs[0].token_ids)  # several steps may be one call
+            runs = [each for each in outputs if isinstance(each, TokenRun)]
+            if len(runs) == batch_size:
+                num_done = len(runs[0].token_ids)  # several steps may be one call, at whose end the first may end
                 seconds += [(time.perf_counter() - begun) / num_done] * num_done
             open_requests -= sum(isinstance(each, RequestEnded) for each in outputs)
         return statistics.median(seconds[2:num_steps])
