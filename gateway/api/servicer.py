@@ -79,8 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 class _ErrorStatus:
-    """A BatonError becomes the call's status. A class and not a coroutine around another: each of those is a kilobyte of an
-    open stream, and run through at every message."""
+    """A BatonError becomes the call's status. A class for the reason that request_handler has for its own."""
 
     __slots__ = ("_context",)
 

@@ -45,7 +45,7 @@ class Attempt:
         self.has_stepped = False
         self.doubt_until: float | None = None  # when a fetch is given up whose source may be gone
         self._lease_id = b""
-        self._reads_prompt = False  # the decode worker was asked to with Admit
+        self.reads_prompt = False  # the decode worker was asked to with Admit
         self._prefix_source: PrefixSource | None = None
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
 
@@ -68,8 +68,8 @@ class Attempt:
         """Ask a decode worker for credit; if `reads_prompt` to read the prompt as soon as it has granted that."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
         self.decode.promise(self._record.routing_request.slo.tpot_s)
-        self._reads_prompt = reads_prompt and PREFILL_ON_ADMIT in link.limits.features
-        self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self._reads_prompt))
+        self.reads_prompt = reads_prompt and PREFILL_ON_ADMIT in link.limits.features
+        self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.reads_prompt))
 
     def drop_decode(self) -> None:
         """Close the decode leg, whose worker has refused."""
@@ -80,7 +80,7 @@ class Attempt:
         """Have the decode worker read the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
         self.prefix_holder = holder
         self.decode.num_prefill_tokens = self._record.num_prompt_tokens - self.num_granted_tokens
-        if self._reads_prompt:
+        if self.reads_prompt:
             return
         self._prefix_source = PrefixSource(self._send_local_prefill)
         self._prefix_source.ask(holder, self.decode.link, hashes, new_key(self._key_id), self._deadline)

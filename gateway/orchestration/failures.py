@@ -133,5 +133,8 @@ def _share_of_death(occurred: Occurrence, attempt: Attempt) -> float:
         share = DEADLY.get(message.reason, 0.0) if isinstance(message, pb.Ended) else 0.0
     if occurred.event in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
         return share * (before in (RequestState.PREFILLING, RequestState.FETCHING))
-    is_local_prefill = before is RequestState.PREFILLING and attempt.prefill_link is None
+    # A prompt that Admit has read may kill the worker before its Granted is out.
+    is_local_prefill = attempt.prefill_link is None and (
+        before is RequestState.PREFILLING or (before is RequestState.ADMITTING and attempt.reads_prompt)
+    )
     return share * (not attempt.has_stepped and (attempt.is_decoding or is_local_prefill))

@@ -60,9 +60,8 @@ class Pipeline:
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
-    gaps: Callable[
-        [RequestRecord], Callable[[float], None]
-    ]  # takes those between two messages of a choice, seconds a token
+    # What takes, of a request, the times between two messages of a choice, seconds a token.
+    gaps: Callable[[RequestRecord], Callable[[float], None]]
     slo_classes: Mapping[str, Slo]
     running: dict[str, RequestMachine]  # by key_id
     loop_watch: EventLoopWatch

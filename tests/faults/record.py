@@ -1,6 +1,6 @@
 """Lines that runs leave in bench/results/, and their totals: python -m tests.faults.record (make fault-report).
 
-A line whose faults were found and mended, and did not come again, says so: `"is_mended": true`."""
+A line whose faults were mended since says so: `"is_mended": true`. Its violations are told apart."""
 
 import datetime
 import json

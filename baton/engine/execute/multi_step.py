@@ -159,7 +159,7 @@ def compute(
     on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
     """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and how
-    many steps. What `runner` keeps of the step's rows, it keeps."""
+    many steps. Sets `runner.hidden` as Runner.run does."""
     runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
     drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
     runner.threads.passed(num_steps)

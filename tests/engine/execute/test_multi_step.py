@@ -65,12 +65,9 @@ def check_alike(several: Engine, single: Engine, requests) -> None:
     assert several.ledger.num_available == several.num_blocks
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_any_sampling_as_single_steps(engines, data):
-    """Alone and together, with stops that come and ends that are banned until some tokens are there."""
-    dtype, seed = data.draw(st.sampled_from(("fp32", "bf16"))), data.draw(st.integers(0, 2**31))
-    requests = []
+def draw_requests(data, **fixed) -> list:
+    """Return one to three, of any sampling but what is `fixed`."""
+    seed, requests = data.draw(st.integers(0, 2**31)), []
     for index in range(data.draw(st.integers(1, 3))):
         stops = frozenset(random.Random(seed + index).sample(range(VOCAB), data.draw(st.sampled_from((0, 3, 30)))))
         requests.append(
@@ -81,10 +78,17 @@ def test_any_sampling_as_single_steps(engines, data):
                 named=False,
                 stop_token_ids=stops,
                 min_tokens=data.draw(st.sampled_from((0, 0, 5, 11))),
-                **data.draw(any_params),
+                **(data.draw(any_params) | fixed),
             )
         )
-    check_alike(*engines[dtype], requests)
+    return requests
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_sampling_as_single_steps(engines, data):
+    """Alone and together, with stops that come and ends that are banned until some tokens are there."""
+    check_alike(*engines[data.draw(st.sampled_from(("fp32", "bf16")))], draw_requests(data))
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +105,9 @@ def speculating(folder):
 @given(st.data())
 def test_any_sampling_verified_as_in_a_single_step(speculating, data):
     """Answers of few tokens, which repeat; what is accepted in a step is the same, and so are the steps."""
-    dtype, seed = data.draw(st.sampled_from(("fp32", "bf16"))), data.draw(st.integers(0, 2**31))
-    requests = []
-    for index in range(data.draw(st.integers(1, 3))):
-        params = data.draw(any_params) | dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
-        requests.append(
-            make_request(
-                f"{seed}-{index}",
-                prompt(data.draw(st.integers(1, 40)), seed + index),
-                data.draw(st.integers(1, 40)),
-                named=False,
-                stop_token_ids=frozenset(data.draw(st.sampled_from(((), (2,), (40, 41))))),
-                min_tokens=data.draw(st.sampled_from((0, 0, 5, 11))),
-                **params,
-            )
-        )
-    check_alike(*speculating[dtype], requests)
+    few = tuple((token_id, 25.0) for token_id in range(3))
+    engines = speculating[data.draw(st.sampled_from(("fp32", "bf16")))]
+    check_alike(*engines, draw_requests(data, logit_bias=few))
 
 
 def test_proposals_are_verified_in_the_call(folder, monkeypatch):

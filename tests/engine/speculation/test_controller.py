@@ -261,6 +261,16 @@ def test_behind_the_first_wrong_proposal_nothing_is_known():
     assert acceptance.rate(0.5) > 0.6
 
 
+def test_calls_of_a_cold_engine_do_not_say_what_plain_steps_take():
+    """Eight steps of a call are one measurement until there are enough of them."""
+    controller, known = Controller(), []
+    for step_s in (2.0, 2.0, 1.0, 1.0, 1.0):
+        controller.begin(1)
+        controller.passed(1, 0, step_s, 0.0, (), num_steps=8)
+        known.append(controller.costs.plain_s(1))
+    assert known == [None, None, None, None, 1.0]
+
+
 def test_limits():
     assert limit_of(num_left=1, budget=50) == 0
     assert limit_of(num_left=5, budget=50) == 4

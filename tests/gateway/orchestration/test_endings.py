@@ -158,6 +158,24 @@ async def test_poison(cluster):
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
 
 
+async def test_poison_that_kills_before_it_is_granted(cluster):
+    """A decode worker reads the prompt as soon as it has granted credit, and may die of it before that is out; the next one
+    is asked to read it."""
+    async with cluster(0, 3) as c:
+        hold(c, "admit")
+        running = start(c)
+        await c.until(lambda: any(worker.kinds() for worker in c.decode))
+        first = holder(c, "decode")
+        for worker in set(c.decode) - {first}:
+            worker.hold("prefill")
+            worker.release("admit")
+        await first.stop()
+        await c.until(lambda: any("prefill" in worker.kinds() for worker in c.decode))
+        await next(worker for worker in c.decode if "prefill" in worker.kinds()).stop()
+        said = await refused(running)
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+
+
 @pytest.mark.parametrize("reason, num_steps", [("ENGINE_FAILED", 2), ("STEP_FAILED", 4)])
 async def test_poison_that_fails_steps(cluster, reason, num_steps):
     """Alone in a step a prompt is to blame for it; among others it may have been any of them."""

@@ -207,7 +207,7 @@ class Controller:
         else:
             self.passed_plainly(num_steps)
         if num_proposed or (is_plain and self._num_plain - num_steps >= COLD):
-            # A call is one measurement until there are enough: the first one is of a cold engine, twice as slow as later ones.
+            # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
             for _ in range(1 if plain_s is None else num_steps):
                 self.costs.add_step(num_seqs, num_proposed, step_s)
         if plain_s is None:
