@@ -52,7 +52,7 @@ class World:
             self.made[index] += 1 + accepted
             if width:
                 controller.judged("draft", own, width, accepted)
-        controller.passed(made, proposed, step_s, draft_s, asked)
+        controller.passed(made, proposed, step_s, draft_s, asked, last="draft")
         self.tokens += made
 
     @property
@@ -140,12 +140,13 @@ def test_nobody_is_slowed_for_others_where_places_are_not_filled_again(refill):
     """One of eight gains much, the others nothing: throughput gains, but a batch that is worked off ends with them."""
     world = World([0.97] + [0.0] * 7, 8, slope=0.01, draft_slope=0.01, refill=refill)
     world.run(600)
-    gain = world.run(1500)
-    slowest = min(world.made) * world.plain_time / 1500 / world.time
-    if refill:
-        assert gain > 1.2 and slowest < 0.95
-    else:
-        assert slowest >= 0.98
+    for _ in range(4):  # the first width that pays is the third or fourth: nor is it lost to noise in what it costs
+        gain = world.run(1000)
+        slowest = min(world.made) * world.plain_time / 1000 / world.time
+        if refill:
+            assert gain > 1.5 and slowest < 0.95
+        else:
+            assert slowest >= 0.98
 
 
 def test_what_no_cost_tells_of_ends_in_the_trust():
@@ -179,7 +180,7 @@ def test_widths_grow_step_by_step():
             widest = max(widest, widths[0])
             controller.costs.add_draft("draft", 1, widths[0], 0.01)
             controller.judged("draft", own, widths[0], widths[0])
-        controller.passed(1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths))
+        controller.passed(1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths), last="draft")
     assert widest == 16
 
 
@@ -222,8 +223,39 @@ def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
         if widths[0]:
             controller.judged("ngram", own, widths[0], widths[0])
             on += step >= 2200
-        controller.passed(1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths))
+        controller.passed(1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths), last="ngram")
     assert on > 700
+
+
+def test_steps_of_a_dear_proposer_make_no_other_dear():
+    """Heads whose steps take four plain ones, tried first, beside guesses that cost a tenth and are right."""
+    controller, heads, guesses, on = Controller(), AcceptanceRate(), AcceptanceRate(), 0
+    for step in range(1200):
+        controller.begin(1)
+        widths, last, draft_s = [0], "", 0.0
+        if not controller.wants_plain(1):
+            if step >= 600 and not controller.is_resting("ngram", 1):
+                widths, last = controller.widths("ngram", 1, [guesses], [8], True), "ngram"
+            if not any(widths) and not controller.is_resting("heads", 1):
+                widths, last = controller.widths("heads", 1, [heads], [4]), "heads"
+                if any(widths):
+                    draft_s = 0.5
+                    controller.costs.add_draft("heads", 1, widths[0], draft_s)
+        if widths[0]:
+            controller.judged(last, guesses if last == "ngram" else heads, widths[0], widths[0])
+            on += step >= 700 and last == "ngram"
+        step_s = 1.0 + (3.0 if last == "heads" else 0.1) * any(widths)
+        controller.passed(1 + widths[0], widths[0], step_s, draft_s, [last] if any(widths) else [], last=last)
+    assert on > 450
+
+
+def test_a_small_size_that_was_dear_once_is_not_believed_against_larger_ones():
+    curve = Curve()
+    for _ in range(3):
+        curve.add(1, 3.0)
+    for _ in range(300):
+        curve.add(8, 0.3)
+    assert curve.at(1) <= curve.at(8) < 0.36
 
 
 def test_disturbed_steps_change_little():

@@ -30,7 +30,7 @@ from baton.protocol import MAX_DRAFT_TOKENS
 GAIN = 1.03  # below it a foreseen gain may be noise
 DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess
 PRIOR_ACCEPTANCE = 0.6
-PATIENCE = 3  # wider drafts looked at beyond the best one
+PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the fourth
 DRAFTED = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
 DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
@@ -59,7 +59,7 @@ class Account:
 
     @property
     def trust(self) -> float:
-        return min(1.0, 1 / self.excess)
+        return 1 / self.excess
 
 
 class Refill:
@@ -87,13 +87,14 @@ class Refill:
 class DraftPlan:
     """Predicted time and tokens of a step, proposer after proposer."""
 
-    __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "is_known")
+    __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "last", "is_known")
 
     def __init__(self, num_seqs: int):
         self.num_seqs = num_seqs
         self.tokens: list[float] = []  # of the sequences that something is proposed for
         self.num_proposals = 0
         self.draft_s = 0.0
+        self.last = ""  # of the proposers that something is proposed by
         self.is_known = True  # what it will take
 
     def rest(self, num: int) -> tuple[float, float]:
@@ -182,7 +183,7 @@ class Controller:
             standing.decided_at = self.step
         if standing.best:
             best = standing.on()
-            floor = self._floor(plain_s)
+            floor = self._floor(name, plain_s)
             widths = [_deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, limits, strict=True)]
             for acceptance, width in zip(own, widths, strict=True):
                 if width == 0:
@@ -195,10 +196,11 @@ class Controller:
 
     def passed(
         self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str], num_steps: int = 1,
-        is_plain: bool = True,
+        is_plain: bool = True, last: str = "",
     ) -> None:  # fmt: skip
         """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`: where
-        nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps are done."""
+        nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps are done;
+        `last`: the last of the proposers whose proposals it had."""
         num_seqs, plan = self.plan.num_seqs, self.plan
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
@@ -206,14 +208,16 @@ class Controller:
             self._since_plain, self._num_plain = self._since_plain + 1, 0
         else:
             self.passed_plainly(num_steps)
-        if num_proposed or (is_plain and self._num_plain - num_steps >= COLD):
+        if num_proposed:
+            self.costs.add_verified(last, num_seqs, num_proposed, step_s)
+        elif is_plain and self._num_plain - num_steps >= COLD:
             # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
             for _ in range(1 if plain_s is None else num_steps):
-                self.costs.add_step(num_seqs, num_proposed, step_s)
+                self.costs.add_plain(num_seqs, step_s)
         if plain_s is None:
             return
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
-        foreseen_spent = 1 + (self._extra_s(num_seqs, plan.num_proposals) + plan.draft_s) / plain_s
+        foreseen_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
         for name in asked:
             standing, account = self._standings[name], self._account(name, num_seqs)
             if num_proposed and plan.is_known:
@@ -239,8 +243,9 @@ class Controller:
     def _account(self, name: str, num_seqs: int) -> Account:
         return self._accounts.setdefault((name, num_seqs.bit_length()), Account())
 
-    def _extra_s(self, num_seqs: int, num_proposals: int) -> float:
-        return self.costs.extra_s(num_seqs, num_proposals) if num_proposals and self.costs.extra_is_known else 0.0
+    def _extra_s(self, plan: DraftPlan) -> float:
+        is_known = plan.num_proposals and self.costs.extra_is_known(plan.last)
+        return self.costs.extra_s(plan.last, plan.num_seqs, plan.num_proposals) if is_known else 0.0
 
     def _best_width(self, name, rates, limits, plain_s, is_drafted, num_reads) -> int:
         """The width that is worth most per second, all sequences at that width, at their limit or above the floor."""
@@ -248,7 +253,7 @@ class Controller:
             return 0
         plan, refill = self.plan, self.refill.rate
         num_seqs, num_proposals = plan.num_seqs, plan.num_proposals
-        extra, most, draft_s = self.costs.extra_curve(num_seqs), max(limits), 0.0
+        extra, most, draft_s = self.costs.extra_curve(name, num_seqs), max(limits), 0.0
         if not is_drafted:
             draft, more = self.costs.draft_curve(name, len(rates))
             most = min(most, 2 * draft.largest)
@@ -258,7 +263,7 @@ class Controller:
         total += len(rates)
         gain = GAIN if is_drafted else DRAFT_GAIN
         best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
-        chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(plain_s)
+        chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
@@ -275,7 +280,7 @@ class Controller:
             speed = worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
             if speed > best_speed:
                 best, best_speed = width, speed
-            elif width >= best + PATIENCE:
+            elif best and width >= best + PATIENCE:
                 break
         return best
 
@@ -283,6 +288,8 @@ class Controller:
         plan, asked = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
         plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in asked]
         plan.num_proposals += sum(width for _, width in asked)
+        if asked:
+            plan.last = name
         if asked and not self._is_known(name, is_drafted):
             plan.is_known = False
         elif asked and not is_drafted:
@@ -314,18 +321,18 @@ class Controller:
         if not self._is_known(name, is_drafted):
             return 0.5 + 0.1 * num * width
         draft_s = 0.0 if is_drafted else self.costs.draft_s(name, num, width)
-        return (self.costs.extra_s(self.plan.num_seqs, num * width) + draft_s) / plain_s
+        return (self.costs.extra_s(name, self.plan.num_seqs, num * width) + draft_s) / plain_s
 
     def _is_known(self, name: str, is_drafted: bool) -> bool:
-        return self.costs.extra_is_known if is_drafted else self.costs.is_known(name)
+        return self.costs.extra_is_known(name) and (is_drafted or self.costs.draft_is_known(name))
 
-    def _floor(self, plain_s: float) -> float:
+    def _floor(self, name: str, plain_s: float) -> float:
         """The chance below which one more proposal takes longer to verify than it saves; none where the batch waits for
         the sequence that gains least."""
-        if not self.refill.rate or not self.costs.extra_is_known:
+        if not self.refill.rate or not self.costs.extra_is_known(name):
             return 0.0
         num_seqs = self.plan.num_seqs
-        return self.refill.rate * self.costs.extra_curve(num_seqs).slope * num_seqs / plain_s
+        return self.refill.rate * self.costs.extra_curve(name, num_seqs).slope * num_seqs / plain_s
 
 
 def _deepest(rate: float, width: int, floor: float) -> int:

@@ -7,6 +7,10 @@ from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 LAST = 9  # plain steps
 OFTEN = 64  # measurements, from which on a curve is fitted again for every fourth
 LAST_OF_SIZE = 9  # drafts, or verifying steps
+FADE, FADES = (
+    0.99,
+    500,
+)  # of what was measured of a size, per later measurement of another: a cold one is forgotten; at most so often
 BATCHING = 1.2  # of a draft, per doubling of its sequences
 FIRST = 3  # measurements before any prediction: the first ones warm up
 FIRST_PLAIN = 4  # of plain steps: all is held against them
@@ -36,13 +40,14 @@ class Curve:
     the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Beyond twice
     the largest size so far it gives no value: a batch that grows, grows by as much and looks again."""
 
-    __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes")
+    __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes", "_seen_at")
 
     def __init__(self):
         self.count = self.largest = 0
         self.slope = self._base = 0.0
         self._small: list[float] = []  # of the sizes from 0 on
         self._sizes: dict[float, Typical] = {}  # above SMALL two in an octave
+        self._seen_at: dict[float, int] = {}  # count
 
     def add(self, size: int, seconds: float) -> None:
         self.count += 1
@@ -52,6 +57,7 @@ class Curve:
             half = 1 << (size.bit_length() - 2)  # of its octave
             middle = size - size % half + (half - 1) / 2
         self._sizes.setdefault(middle, Typical(LAST_OF_SIZE)).add(seconds)
+        self._seen_at[middle] = self.count
         if self.count < OFTEN or self.count % 4 == 0:
             self._fit()
 
@@ -60,21 +66,24 @@ class Curve:
         there is but one, half of what it takes is taken for base."""
         known = sorted((size, typical) for size, typical in self._sizes.items() if typical.count >= FIRST)
         known = known or sorted(self._sizes.items())
+        points = [(size, typical.value, self._weight(size)) for size, typical in known]
         n = x = y = xx = xy = 0.0
-        for size, typical in known:
-            weight = min(typical.count, LAST_OF_SIZE)
+        for size, seconds, weight in points:
             n += weight
             x += weight * size
-            y += weight * typical.value
+            y += weight * seconds
             xx += weight * size * size
-            xy += weight * size * typical.value
+            xy += weight * size * seconds
         self.slope = 0.5 * y / x if len(known) == 1 else max(0.0, (n * xy - x * y) / (n * xx - x * x))
         self._base = (y - self.slope * x) / n
-        self._small = self._steps([(int(size), typical.value) for size, typical in known if size <= SMALL])
+        self._small = self._steps(_rising([point for point in points if point[0] <= SMALL]))
+
+    def _weight(self, size: float) -> float:
+        seen_ago = min(self.count - self._seen_at[size], FADES)
+        return min(self._sizes[size].count, LAST_OF_SIZE) * FADE**seen_ago
 
     def _steps(self, known: list[tuple[int, float]]) -> list[float]:
-        """Return the cost of each size up to the last known: linear between two known sizes, and never less for a
-        larger one."""
+        """Return the cost of each size up to the last known: linear between two known sizes."""
         if not known:
             return []
         size, seconds = 0, max(0.0, min(self._base, known[0][1]))
@@ -98,25 +107,42 @@ class Curve:
         return max(0.0, self._base + self.slope * size)
 
 
+def _rising(points: list[tuple[float, float, float]]) -> list[tuple[int, float]]:
+    """The costs nearest to `points` (size, seconds, weight) that never fall with the size, by pooling adjacent violators (Ayer
+    et al., 1955): of a small size that was dear and a larger one that was not, neither is believed alone."""
+    pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, sizes
+    for size, seconds, weight in points:
+        sizes = [size]
+        while pools and pools[-1][0] > seconds:
+            before_s, before, before_sizes = pools.pop()
+            seconds = (before_s * before + seconds * weight) / (before + weight)
+            weight, sizes = before + weight, before_sizes + sizes
+        pools.append((seconds, weight, sizes))
+    return [(int(size), seconds) for seconds, _, sizes in pools for size in sizes]
+
+
 class Costs:
     """By the number of sequences that decode, in powers of two. What is not known for one number is taken from the
     nearest that is."""
 
     def __init__(self):
         self.plain: dict[int, Typical] = {}
-        self.extra: dict[int, Curve] = {}  # of a verifying step beyond a plain one, by its proposals
+        # Of a verifying step beyond a plain one by its proposals, for each proposer: behind a model that has drafted the caches
+        # are cold. Shared, tries of heads made prompt lookup look three times as dear as it is.
+        self.extra: dict[str, dict[int, Curve]] = {}
         self.drafts: dict[str, dict[int, Curve]] = {}  # of each proposer, by width
         self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
 
-    def add_step(self, num_seqs: int, num_proposals: int, seconds: float) -> None:
+    def add_plain(self, num_seqs: int, seconds: float) -> None:
+        self.plain.setdefault(num_seqs.bit_length(), Typical()).add(seconds)
+
+    def add_verified(self, name: str, num_seqs: int, num_proposals: int, seconds: float) -> None:
+        """Count a step with `num_proposals`, of `name` or of those asked before it too."""
         bucket = num_seqs.bit_length()
-        plain = self.plain.setdefault(bucket, Typical())
-        if num_proposals == 0:
-            plain.add(seconds)
-        elif plain.count:
+        if (plain := self.plain.get(bucket)) is not None:
             # To verify a token is never dearer than a plain step.
             extra_s = min(max(0.0, seconds - plain.value), (1 + num_proposals) * plain.value)
-            self.extra.setdefault(bucket, Curve()).add(num_proposals, extra_s)
+            self.extra.setdefault(name, {}).setdefault(bucket, Curve()).add(num_proposals, extra_s)
 
     def add_draft(self, name: str, num_seqs: int, width: int, seconds: float) -> None:
         bucket = num_seqs.bit_length()
@@ -136,19 +162,18 @@ class Costs:
         plain = self.plain.get(num_seqs.bit_length())
         return plain.value if plain is not None and plain.count >= FIRST_PLAIN else None
 
-    @property
-    def extra_is_known(self) -> bool:
-        return _nearest(self.extra, 1) is not None
+    def extra_is_known(self, name: str) -> bool:
+        return _nearest(self.extra.get(name, {}), 1) is not None
 
-    def is_known(self, name: str) -> bool:
-        """Return whether extra_s and draft_s are known."""
-        return self.extra_is_known and _nearest(self.drafts.get(name, {}), 1) is not None
+    def draft_is_known(self, name: str) -> bool:
+        return _nearest(self.drafts.get(name, {}), 1) is not None
 
-    def extra_s(self, num_seqs: int, num_proposals: int) -> float:
-        return self.extra_curve(num_seqs).at(num_proposals)
+    def extra_s(self, name: str, num_seqs: int, num_proposals: int) -> float:
+        return self.extra_curve(name, num_seqs).at(num_proposals)
 
-    def extra_curve(self, num_seqs: int) -> Curve:
-        return self.extra[_nearest(self.extra, num_seqs.bit_length())]
+    def extra_curve(self, name: str, num_seqs: int) -> Curve:
+        curves = self.extra[name]
+        return curves[_nearest(curves, num_seqs.bit_length())]
 
     def draft_s(self, name: str, num_seqs: int, width: int) -> float:
         curve, more = self.draft_curve(name, num_seqs)

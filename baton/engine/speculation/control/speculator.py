@@ -320,7 +320,7 @@ class Speculator:
         if self._proposers_of:
             num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
             num_made = sum(len(samples) for _, samples in drawn)
-            controller.passed(num_made, num_proposed, step_s, draft_s, asked)
+            controller.passed(num_made, num_proposed, step_s, draft_s, asked, last=self._last_of_step())
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
             controller.looked(self._looked, self._draft_s)
@@ -331,6 +331,11 @@ class Speculator:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s
             self._unpriced = []
+
+    def _last_of_step(self) -> str:
+        """Return the last proposer, of those whose proposals are verified."""
+        names = set(self._proposers_of.values())
+        return names.pop() if len(names) == 1 else next(name for name in reversed(self.proposers) if name in names)
 
     def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
         """For each request its tokens, which plain steps would have made one by one, and what they took."""
