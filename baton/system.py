@@ -94,6 +94,27 @@ def keeps_its_size(fd: int) -> bool:
         return False
 
 
+def lock_byte(fd: int, at: int) -> bool:
+    """Lock a byte of a file until this descriptor of it is closed; return whether nobody else has. Elsewhere than on Linux the lock is the
+    process's, and ends with any descriptor of the file."""
+    try:
+        if LINUX:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+        else:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, at)
+    except OSError:
+        return False
+    return True
+
+
+def unlock_byte(fd: int, at: int) -> None:
+    """Give back a byte that was locked by `lock_byte`."""
+    if LINUX:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, at, 1, 0))
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, at)
+
+
 def user_behind(sock: socket.socket) -> int:
     """The user id of the process at the other end of a unix socket. Raises OSError."""
     if LINUX:

@@ -49,7 +49,7 @@ from tests.support.stack import Stack, TogetherStack
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))
-WORKER_THREADS = max(1, CORES // 2)  # each: the two workers share the cores, as `baton up` divides them
+AS_UP: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # workers divide the cores by themselves
 PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough to be read by the prefill worker
 HIT_PROMPT = 2000
 
@@ -310,8 +310,8 @@ def _ready_seconds(argv: list[str], folder: Path, num_rounds: int) -> float:
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[Sequence[Stack], Engine]]:
     with (
-        Stack(MODEL, folder / "stack", options=("--threads", str(WORKER_THREADS))) as stack,
-        TogetherStack(MODEL, folder / "together", options=("--threads", str(CORES))) as together,
+        Stack(MODEL, folder / "stack", env=AS_UP) as stack,
+        TogetherStack(MODEL, folder / "together", env=AS_UP) as together,
     ):
         yield (stack, together), bare.load_engine(MODEL)
 

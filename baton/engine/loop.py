@@ -69,6 +69,7 @@ class EngineLoop:
                 self._on_outputs(outputs)
             elif not self.engine.launched:
                 # Nothing to compute, or all that waits lacks blocks: giving some back rings the bell.
+                self.engine.runner.threads.rest()
                 self.engine.inbox.wait(IDLE_BEAT_S)
 
     def _step(self) -> list[Output]:

@@ -4,18 +4,20 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import grpc
+import torch
 
 from baton import tasks
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import unfit
+from baton.engine.core.device import find_device, unfit
+from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.protocol import STAYS_AWAY
@@ -52,6 +54,7 @@ from baton.worker.session.sessions import Sessions
 from baton.worker.settings import WorkerSettings
 from baton.worker.wire.thread_bridge import ThreadBridge
 from kvtransfer.memory.cuda_runtime import gpu_refusal
+from kvtransfer.transports.socket_folder import default_parent
 
 STOP_GRACE_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -59,15 +62,39 @@ DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 
 
-def load_engine(config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None) -> Engine:
+def load_engine(
+    config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None, cores: SharedCores | None = None
+) -> Engine:
     """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model. `joining`:
-    where ranks of other hosts join."""
+    where ranks of other hosts join; `cores`: that it shares with other workers."""
+    if cores is not None:
+        torch.set_num_threads(cores.share)
     engine = Engine.load(
         config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=joining,
         rank_program=device.PROGRAM,
     )  # fmt: skip
+    if cores is not None and engine.ranks is None:
+        engine.runner.threads.share(cores)
     memory.mirror(engine.pool)
     return engine
+
+
+@asynccontextmanager
+async def sharing_cores(settings: WorkerSettings) -> AsyncIterator[SharedCores | None]:
+    """Within the block this worker has its place among those that compute on this host's cores; None on a GPU, and where its
+    number of threads was given."""
+    config = settings.engine
+    if config.threads is not None or "OMP_NUM_THREADS" in os.environ or find_device(config.device).type != "cpu":
+        yield None
+        return
+    try:
+        cores = SharedCores(settings.kv_socket_dir or default_parent())
+    except OSError as error:
+        log.warning("computes on all cores, whoever else does: %s", error)
+        yield None
+        return
+    with closing(cores):
+        yield cores
 
 
 class BoundServer(NamedTuple):
@@ -234,11 +261,11 @@ async def running(settings: WorkerSettings, role: str, table: Table) -> AsyncIte
     """A worker with its model, which serves within the block. Raises ListenError, ModelError, SettingsError or ValueError,
     one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
-    async with listening_for_ranks(settings) as joining:
+    async with listening_for_ranks(settings) as joining, sharing_cores(settings) as cores:
         memory = PoolMemory(settings.kv_mirror_gib)
         with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
             digest = tokenizer_digest(settings.engine.model)
-            engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining)
+            engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining, cores)
         _log_start(settings, engine)
         roofline = await asyncio.to_thread(of_engine, engine)
         async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:

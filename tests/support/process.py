@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,14 +21,25 @@ NODE_CLIENTS = ROOT / "tests" / "clients" / "node"
 _DIE_WITH_PARENT = ("env", "--default-signal=INT", "setpriv", "--pdeathsig", "KILL", "--")
 
 
+def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return that of this process with `changes`; None: without that variable."""
+    return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+
+
 class Process:
     """A child with `NAME.out` and `NAME.log` (stdout, stderr) in `folder`; it dies with the process that started it.
 
     `failpoints`: it looks for them while it runs, see `armed` and baton/failpoints.py."""
 
     def __init__(
-        self, name: str, argv: list[str], folder: Path, env: dict[str, str] | None = None, failpoints: bool = False
+        self,
+        name: str,
+        argv: list[str],
+        folder: Path,
+        env: Mapping[str, str | None] | None = None,
+        failpoints: bool = False,
     ):
+        """`env`: see `environment`."""
         self.name, self.argv = name, argv
         self.out, self.log = folder / f"{name}.out", folder / f"{name}.log"
         self._failpoints = folder / f"{name}.failpoints" if failpoints else None
@@ -39,8 +50,7 @@ class Process:
         self._terminated = False
         self.popen = self._start({"PYTHONUNBUFFERED": "1", **(env or {})})
 
-    def _start(self, env: dict[str, str]) -> subprocess.Popen:
-        """`env`: beside that of this process."""
+    def _start(self, env: Mapping[str, str | None]) -> subprocess.Popen:
         with self.out.open("wb") as out, self.log.open("wb") as log:
             return subprocess.Popen(
                 [*_DIE_WITH_PARENT, *self.argv],
@@ -48,7 +58,7 @@ class Process:
                 stdout=out,
                 stderr=log,
                 cwd=ROOT,
-                env={**os.environ, **env},
+                env=environment(env),
                 start_new_session=True,
             )
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ class Stack:
         decode_options: Sequence[str] = (),
         unlike_decode: Sequence[Sequence[str]] = (),
         gateway_options: Sequence[str] = (),
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         failpoints: bool = False,
         nursery: "Nursery | None" = None,
     ):

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.ports import PortError
-from baton.cli.launch.stack import SHIPPED_MODEL, Stack, StackPlan, divide_cores
+from baton.cli.launch.stack import SHIPPED_MODEL, Stack, StackPlan
 from baton.client import AsyncClient, CallError, GenerateOptions, make_request
 from baton.protocol import ROLES
-from baton.service.settings import make_parser, to_argv
+from baton.service.settings import make_parser
 from baton.v1 import inference_pb2 as pb
-from baton.worker.settings import WorkerSettings
 
 # Long enough that reading it apart pays.
 PROMPT = '''"""Small helpers for text files."""
@@ -83,8 +82,7 @@ class DemoError(Exception):
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
     # Split, whatever the prompt: the handoff is what there is to see.
-    threads = divide_cores(dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES))
-    workers = {role: [*quiet, *to_argv(WorkerSettings, {"threads": threads[role]})] for role in ROLES}
+    workers = {role: quiet for role in ROLES}
     stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)

@@ -307,6 +307,8 @@ def _worker_values(
         role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
         for role, each in engines.items()
     }
-    if up.launcher == "local":  # on a cluster a worker has the cores that are set aside for it
+    # Workers of one process whose number of threads nobody gave divide the cores by themselves.
+    is_divided = any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
+    if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it
         threads = divide_cores(num_ranks, threads)
     return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles, resources

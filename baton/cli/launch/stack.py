@@ -30,8 +30,8 @@ SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:
     """By role the threads of each of so many workers, or ranks of workers: where `threads` has None, an equal part of the cores that the others leave.
 
-    Two workers with all cores each wait for one another's threads within every product (seen on 2 cores: 32 rows take
-    100 times as long). What OMP_NUM_THREADS says, every worker reads itself."""
+    Two workers with all cores each wait for one another's threads within every product (engine/core/shared_cores). What
+    OMP_NUM_THREADS says, every worker reads itself."""
     if "OMP_NUM_THREADS" in os.environ:
         return dict(threads)
     taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())

@@ -70,7 +70,7 @@ class EngineConfig:
     attention: str = _knob("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
     linear: str = _knob("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|fbgemm|dense|fast")
     threads: int | None = _knob(
-        "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)",
+        "CPU threads; auto: a part of the cores, which the workers of one host divide, and for prompts those that others leave idle (default: auto)",
         None,
         metavar="auto|N",
     )

@@ -54,8 +54,7 @@ class Runner:
         self.pool = pool
         self.sampler = sampler
         self.launcher = launcher or Launcher(model, pool)
-        is_native = isinstance(model.fused, FusedLayers)
-        self.threads = ThreadCount(torch.get_num_threads() if is_native else 1)
+        self.threads = ThreadCount(torch.get_num_threads(), is_measured=isinstance(model.fused, FusedLayers))
         self.keeps_hidden = False  # `hidden` is read after the step
         self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
 

@@ -1,4 +1,4 @@
-"""Choose how many threads compute a short step: all that the engine has, or one fewer.
+"""Choose how many threads compute a step: those that the engine has, and of a short one perhaps one fewer.
 
 All are faster where a step is long. Where it takes a millisecond, who else wants a core (the event loop that sends its
 tokens, the client) holds up the thread that computes there, and with it all that wait for it: beside a gateway and a client on two
@@ -12,6 +12,8 @@ import time
 from collections import deque
 
 import torch
+
+from baton.engine.core.shared_cores import SharedCores
 
 MOST_ROWS = 32  # of a step; what is longer is computed by all
 LAST = 5  # times of each that count, the median of them
@@ -61,23 +63,46 @@ class _CallTimes:
 class ThreadCount:
     """Belongs to the loop's thread, whose number of threads it sets."""
 
-    def __init__(self, num_threads: int):
-        """`num_threads`: all; with one there is nothing to choose."""
-        self._num_threads = num_threads
-        self._choices: dict[int, _CallTimes] = {}
+    def __init__(self, num_threads: int, is_measured: bool = True):
+        """`num_threads`: those that the engine has; `is_measured`: a short step may be computed by one fewer."""
+        self._num_threads, self._is_measured = num_threads, is_measured
+        self._cores: SharedCores | None = None
+        self._choices: dict[
+            tuple[int, int], _CallTimes
+        ] = {}  # by the number of threads, and that of rows in powers of two
         self._choice: _CallTimes | None = None  # of the call that runs
         self._begun = 0.0
 
+    def share(self, cores: SharedCores) -> None:
+        """Have as many threads as the workers of this host leave, from now on."""
+        self._cores = cores
+
     def begin(self, num_rows: int) -> None:
         """Choose for a call whose steps have `num_rows` rows each."""
-        if self._num_threads == 1:
+        is_short = num_rows <= MOST_ROWS
+        if self._cores is not None:
+            self._num_threads = self._cores.take(is_long=not is_short)
+        elif self._num_threads == 1:
             return
-        self._choice = None if num_rows > MOST_ROWS else self._choices.setdefault(num_rows.bit_length(), _CallTimes())
-        torch.set_num_threads(self._num_threads - (self._choice is not None and self._choice.next()))
+        is_chosen = is_short and self._is_measured and self._num_threads > 1
+        self._choice = (
+            self._choices.setdefault((self._num_threads, num_rows.bit_length()), _CallTimes()) if is_chosen else None
+        )
+        _set(self._num_threads - (self._choice is not None and self._choice.next()))
         self._begun = time.perf_counter()
 
     def passed(self, num_steps: int) -> None:
         """Measure the call, of as many steps; what comes behind it is computed by all again."""
         if self._choice is not None:
-            torch.set_num_threads(self._num_threads)
+            _set(self._num_threads)
             self._choice.add((time.perf_counter() - self._begun) / num_steps)
+
+    def rest(self) -> None:
+        """Nothing is to be computed now."""
+        if self._cores is not None:
+            self._cores.rest()
+
+
+def _set(num_threads: int) -> None:
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)

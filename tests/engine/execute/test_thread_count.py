@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from baton import system
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step, thread_count
 from baton.engine.execute.thread_count import LAST_INTERVAL, MOST_ROWS, ThreadCount
@@ -77,7 +79,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
     machine.now += 100  # it raised, and passed nothing
     assert machine.call(MOST_ROWS + 1) == 2
     machine.call(1)
-    assert {each for times in machine.count._choices[1].times.values() for each in times} == {1.0}
+    assert {each for times in machine.count._choices[2, 1].times.values() for each in times} == {1.0}
 
 
 def test_behind_a_call_all_threads_compute(monkeypatch):
@@ -85,6 +87,24 @@ def test_behind_a_call_all_threads_compute(monkeypatch):
     machine = Machine(monkeypatch, 2, lambda threads, rows: threads)
     used = [(machine.call(1), torch.get_num_threads()) for _ in range(200)]
     assert {each for each, _ in used} == {1, 2} and {after for _, after in used} == {2}
+
+
+def test_a_prompt_takes_the_cores_of_those_that_are_idle(monkeypatch, tmp_path):
+    """Of four workers on eight cores; what is measured with one number of threads says nothing of another."""
+    monkeypatch.setattr(system, "cores", lambda: list(range(8)))
+    machine = Machine(monkeypatch, 1, lambda threads, rows: 1.0)
+    own, *others = (SharedCores(tmp_path) for _ in range(4))
+    machine.count.share(own)
+    assert machine.call(MOST_ROWS + 1) == 8 and machine.call(1) in (1, 2)
+    others[0].take(is_long=False)
+    assert machine.call(MOST_ROWS + 1) == 6
+    for each in others:
+        each.take(is_long=True)
+    assert machine.call(MOST_ROWS + 1) == 2
+    machine.count.rest()
+    assert others[0].take(is_long=True) == 4
+    for each in (own, *others):
+        each.close()
 
 
 @pytest.mark.skipif(bool(native.reason()), reason=native.reason())

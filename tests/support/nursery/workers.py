@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.faults.world import ProxiedStack
-from tests.support.process import Process
+from tests.support.process import Process, environment
 
 _START_S = 60.0
 
@@ -39,9 +40,9 @@ class Nursery:
         """Return a Process of these arguments."""
         return Born(self, *args)
 
-    def bear(self, argv: list[str], out: Path, log: Path, env: dict[str, str]) -> "Child":
+    def bear(self, argv: list[str], out: Path, log: Path, env: Mapping[str, str | None]) -> "Child":
         """`argv`: PYTHON -m MODULE ARGUMENTS; `env`: beside that of this process."""
-        wish = {"argv": argv[2:], "out": str(out), "log": str(log), "env": {**os.environ, **env}}
+        wish = {"argv": argv[2:], "out": str(out), "log": str(log), "env": environment(env)}
         return Child(self, int(self._ask(wish)))
 
     def status(self, pid: int) -> int | None:
@@ -111,7 +112,7 @@ class Born(Process):
         self._nursery = nursery
         super().__init__(*args)
 
-    def _start(self, env: dict[str, str]) -> Child:
+    def _start(self, env: Mapping[str, str | None]) -> Child:
         self.out.touch()
         self.log.touch()
         return self._nursery.bear(self.argv, self.out, self.log, env)
