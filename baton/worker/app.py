@@ -54,7 +54,6 @@ from baton.worker.session.sessions import Sessions
 from baton.worker.settings import WorkerSettings
 from baton.worker.wire.thread_bridge import ThreadBridge
 from kvtransfer.memory.cuda_runtime import gpu_refusal
-from kvtransfer.transports.socket_folder import default_parent
 
 STOP_GRACE_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -88,7 +87,7 @@ async def sharing_cores(settings: WorkerSettings) -> AsyncIterator[SharedCores |
         yield None
         return
     try:
-        cores = SharedCores(settings.kv_socket_dir or default_parent())
+        cores = SharedCores(settings.host_folder)
     except OSError as error:
         log.warning("computes on all cores, whoever else does: %s", error)
         yield None

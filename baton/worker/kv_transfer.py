@@ -21,7 +21,6 @@ from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
-from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import allowed, local_host_id
 
 log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ class KVTransfer:
         )  # fmt: skip
         self._fetches = [RankFetches(stream) for stream in group.local]
         self.intake = Intake(engine, GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher)
-        folder = settings.kv_socket_dir or default_parent()
-        self._address = Address(settings.listen_host, settings.advertise_host, folder, security)
+        self._address = Address(settings.listen_host, settings.advertise_host, settings.host_folder, security)
 
     async def start(self) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""

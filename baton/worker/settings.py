@@ -8,6 +8,7 @@ from baton.engine.core.config import EngineConfig
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
+from kvtransfer.transports.socket_folder import default_parent
 
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
@@ -87,6 +88,11 @@ class WorkerSettings(Exposure):
     @property
     def listen_host(self) -> str:
         return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def host_folder(self) -> Path:
+        """Return the folder in which the workers of this host find each other."""
+        return self.kv_socket_dir or default_parent()
 
     def address_at(self, port: int) -> str:
         """Return the address at which gateways reach this worker, which listens on `port`."""

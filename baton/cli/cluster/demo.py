@@ -82,7 +82,7 @@ class DemoError(Exception):
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
     # Split, whatever the prompt: the handoff is what there is to see.
-    workers = {role: quiet for role in ROLES}
+    workers = dict.fromkeys(ROLES, quiet)
     stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)

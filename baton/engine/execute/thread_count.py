@@ -77,6 +77,11 @@ class ThreadCount:
         """Have as many threads as the workers of this host leave, from now on."""
         self._cores = cores
 
+    @property
+    def most(self) -> int:
+        """Return how many threads a step is computed by at most."""
+        return self._num_threads if self._cores is None else self._cores.num_cores
+
     def begin(self, num_rows: int) -> None:
         """Choose for a call whose steps have `num_rows` rows each."""
         is_short = num_rows <= MOST_ROWS

@@ -1,5 +1,5 @@
-"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the engine's threads
-and kernel, and kept for later starts on this machine."""
+"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the most threads that the
+engine may have and its kernel, and kept for later starts on this machine."""
 
 import contextlib
 import hashlib
@@ -87,7 +87,8 @@ def of_engine(engine: Engine) -> Roofline | None:
     """Return the best rates that starts on this machine have measured; measure again while they still find better ones.
     None where a GPU has no memory left to measure in."""
     model, config = engine.runner.model, engine.config
-    threads = torch.get_num_threads()
+    threads = engine.runner.threads.most
+    torch.set_num_threads(threads)
     cache = Cache(
         cache_folder(), (_device_name(model.device), threads, torch.__version__, config.dtype, model.head.name)
     )
