@@ -125,7 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):
         is_generator = inspect.isasyncgenfunction(serve)
 
         async def guarded(messages, context):
-            with await self._enter(context, method, allowed, tenant) as place:
+            with _ABORTED, await self._enter(context, method, allowed, tenant) as place:
                 message = await self._read(place.first(messages), context, method)
                 if handler.request_streaming:
                     message = self._from(message, messages, context, method)
@@ -184,7 +184,8 @@ class Guard(grpc.aio.ServerInterceptor):
         """Ends the call whatever its kind, and reads nothing of it."""
 
         async def refuse(requests, context) -> None:
-            await self._deny(context, method, error)
+            with _ABORTED:
+                await self._deny(context, method, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -199,6 +200,23 @@ class Guard(grpc.aio.ServerInterceptor):
         num = self.num_denied[known, error.reason]
         if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
             log.warning("denied %s", fields(method=known, reason=error.reason, peer=peer, num=num))
+
+
+class _Aborted:
+    """End a handler whose call was aborted. gRPC keeps the AbortError with the call, and raises it again; the frames of
+    its traceback hold the call: a circle, in which all of a refused call would wait for the collector."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, grpc.aio.AbortError):
+            error.__traceback__ = error.__context__ = None
+            return True
+        return False
+
+
+_ABORTED = _Aborted()
 
 
 def _readable(deserialize: Callable | None) -> Callable | None:
