@@ -280,10 +280,9 @@ class _Recording(_Settling):
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:
-            error = raised
+            self._handler.end(self._record, raised)
             raise
-        finally:
-            self._handler.end(self._record, error)
+        self._handler.end(self._record, error)
 
 
 def _described(version: ModelVersion) -> pb.GetModelInfoResponse:

@@ -109,7 +109,11 @@ class Mailbox:
         return self.take()
 
     def close(self) -> None:
-        """Cancel the timer."""
+        """Cancel the timer, and drop what is unread: it names legs, and they lead back here."""
+        self._stop_timer()
+        self._entries.clear()
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -126,7 +130,7 @@ class Mailbox:
         """Make sure that it rings by `until`. One that rings too early is set again: setting one takes 5 us, once a
         message."""
         if self._timer is not None and self._timer_at > until:
-            self.close()
+            self._stop_timer()
         if self._timer is None:
             self._timer_at = until
             self._timer = loop.call_later(max(0.0, until - now()), self._ring)

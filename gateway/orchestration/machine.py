@@ -61,6 +61,7 @@ class RequestMachine:
         if self.state is not RequestState.ENDED:
             self.happen(RequestEvent.CANCEL)
         self.request.close()
+        self.error = None  # its traceback leads back here: in such a circle all of the request waits for the collector
 
     def give_up(self, event: RequestEvent) -> None:
         """Let CANCEL or GRACE_OVER happen, as soon as the request is not busy writing to its client."""

@@ -1,17 +1,13 @@
 """A request through the gateway between FakeWorkers: orders, tokens, text, endings."""
 
 import asyncio
-import gc
-import weakref
 
 import grpc
 import pytest
 
-import gateway.orchestration.pipeline
 from baton.protocol import PREFILL_ON_ADMIT
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
-from gateway.orchestration.machine import RequestMachine
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
 
@@ -58,26 +54,6 @@ async def test_what_operators_see_of_a_running_request(cluster):
         assert (seen.phase, seen.output_tokens) == ("decode", 1)
         c.decode[0].release("decode")
         assert len(ids_of(await answer)) == 12
-
-
-async def test_what_has_ended_waits_for_no_collector(cluster, monkeypatch):
-    """A call in gRPC takes 15 KiB or more, and is not given back before the request that writes to it."""
-    made = []
-
-    def remembered(request) -> RequestMachine:
-        machine = RequestMachine(request)
-        made.append(weakref.ref(machine))
-        return machine
-
-    monkeypatch.setattr(gateway.orchestration.pipeline, "RequestMachine", remembered)
-    gc.disable()
-    try:
-        async with cluster(num_prefill=2, num_decode=2) as c:
-            for split in (True, False):
-                await generate(c, prompt=PROMPT if split else PROMPT[:10], max_tokens=4)
-            await c.until(lambda: len(made) == 2 and not any(ref() for ref in made))
-    finally:
-        gc.enable()
 
 
 async def test_timing_adds_up(cluster):

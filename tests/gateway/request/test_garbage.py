@@ -1,0 +1,81 @@
+"""What a request leaves behind is given back when it has ended, however it has, and waits for no collector."""
+
+import asyncio
+import gc
+import weakref
+
+import grpc
+import pytest
+
+import gateway.orchestration.pipeline
+from gateway.link.mailbox import Mailbox
+from gateway.orchestration.machine import RequestMachine
+from tests.gateway.orchestration.test_answers import PROMPT, generate, read
+from tests.support.client import make_request
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Return what counts the machines, contexts and attempts of requests that are still there; the collector is off."""
+    made = []
+
+    def remembered(request) -> RequestMachine:
+        machine = RequestMachine(request)
+        made.extend(map(weakref.ref, (machine, request, request.attempt)))
+        return machine
+
+    monkeypatch.setattr(gateway.orchestration.pipeline, "RequestMachine", remembered)
+    gc.disable()
+    yield lambda: sum(ref() is not None for ref in made) if made else None  # None: no request has come so far
+    gc.enable()
+
+
+async def ended(call) -> grpc.StatusCode:
+    try:
+        await read(call)
+    except asyncio.CancelledError:
+        return grpc.StatusCode.CANCELLED
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_answered(cluster, left):
+    """A call in gRPC takes 15 KiB or more, and is not given back before the request that writes to it."""
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        for split in (True, False):
+            await generate(c, prompt=PROMPT if split else PROMPT[:10], max_tokens=4)
+        await c.until(lambda: left() == 0)
+
+
+async def test_the_client_has_gone(cluster, left):
+    """96 objects, and all that gRPC had of the call."""
+    async with cluster() as c:
+        c.decode[0].hold("decode")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        await c.until(lambda: "start" in c.decode[0].kinds())
+        call.cancel()
+        assert await ended(call) is grpc.StatusCode.CANCELLED
+        await c.until(lambda: left() == 0)
+
+
+async def test_the_deadline_has_passed(cluster, left):
+    async with cluster(default_timeout_s=0.3) as c:
+        c.prefill[0].hold("prefill")
+        assert await ended(c.stub.Generate(make_request(PROMPT))) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await c.until(lambda: left() == 0)
+
+
+async def test_refused(cluster, left):
+    async with cluster(max_queued_requests=0) as c:
+        c.decode[0].refusals = ["kv_full"] * 100
+        assert await ended(c.stub.Generate(make_request(PROMPT))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await c.until(lambda: left() == 0)
+
+
+def test_unread():
+    """An event in a mailbox names its leg, and the leg its mailbox."""
+    mailbox = Mailbox()
+    mailbox.post(None, "an event")
+    mailbox.close()
+    assert mailbox.take() is None
