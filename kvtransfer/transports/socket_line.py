@@ -36,6 +36,8 @@ class SocketLine:
         self._wakes_at = 1
         self._sending = asyncio.Lock()
         self._waiting: set[asyncio.Future] = set()
+        self._listening: asyncio.Future | None = None  # for more of a frame
+        self._watched = False  # the loop reads ahead as bytes come
         self._closed = False
 
     @property
@@ -61,14 +63,12 @@ class SocketLine:
     async def receive(self) -> kv_pb2.KVFrame:
         """Return the next frame. Raises PeerLost when the other side is silent too long or closes, ProtocolError for a
         bad frame."""
-        try:
-            async with asyncio.timeout(self._silence_s):  # in all: bytes that trickle are no frame
-                header = await self._take(HEADER_BYTES)
-                return decode_frame(await self._take(frame_length(header, self._max_frame_bytes)))
-        except TimeoutError as exc:
-            raise PeerLost(f"the other side was silent for {self._silence_s:g} s, or in the midst of a frame") from exc
+        until = asyncio.get_running_loop().time() + self._silence_s  # in all: bytes that trickle are no frame
+        header = await self._take(HEADER_BYTES, until)
+        return decode_frame(await self._take(frame_length(header, self._max_frame_bytes), until))
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
+        self._unwatch()
         try:
             for group in groups:
                 await self._receive_into(group)
@@ -81,6 +81,7 @@ class SocketLine:
 
     async def drain(self) -> None:
         # Closing a socket with unread bytes resets it, and the other side may lose the End that explains why.
+        self._unwatch()
         try:
             async with asyncio.timeout(_DRAIN_S):
                 self._sock.shutdown(socket.SHUT_WR)
@@ -97,6 +98,7 @@ class SocketLine:
         loop, descriptor = asyncio.get_running_loop(), self._sock.fileno()
         loop.remove_reader(descriptor)
         loop.remove_writer(descriptor)
+        self._watched = False
         for waiting in list(self._waiting):
             if not waiting.done():
                 waiting.set_exception(PeerLost("the line was closed"))
@@ -114,16 +116,63 @@ class SocketLine:
                 moved = 0
                 await asyncio.sleep(0)
 
-    async def _take(self, num_bytes: int) -> bytes:
-        """Return the next `num_bytes`, read together with as much as has arrived of what follows."""
+    async def _take(self, num_bytes: int, until: float) -> bytes:
+        """Return the next `num_bytes`, read together with as much as has arrived of what follows. Raises PeerLost where they
+        are not there at `until`, on the loop's clock."""
         while len(self._ahead) < num_bytes:
-            count = await self._retry(self._receive_once, False, [self._scratch])
-            if count == 0:
-                raise PeerLost("the other side closed the line")
-            self._ahead += self._scratch[:count]
+            if not self._read_ahead():
+                await self._more(until)
         taken = bytes(self._ahead[:num_bytes])
         del self._ahead[:num_bytes]
         return taken
+
+    def _read_ahead(self) -> bool:
+        """Read what has arrived; return False where nothing has. Raises PeerLost, ProtocolError."""
+        if self._closed:
+            raise PeerLost("the line was closed")
+        try:
+            count = self._receive_once([self._scratch])
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as exc:
+            raise PeerLost(f"the line broke: {exc}") from exc
+        if count == 0:
+            raise PeerLost("the other side closed the line")
+        self._ahead += self._scratch[:count]
+        return True
+
+    async def _more(self, until: float) -> None:
+        """Wait until more of a frame has been read. The descriptor stays watched between frames, and one timer covers all
+        of a frame (seen: a frame there and one back in 42 us of CPU in place of 79)."""
+        loop = asyncio.get_running_loop()
+        self._listening = listening = loop.create_future()
+        if not self._watched:
+            self._watched = True
+            loop.add_reader(self._sock.fileno(), self._arrived)
+        self._waiting.add(listening)
+        timer = loop.call_at(until, _lose, listening, self._silence_s)
+        try:
+            await listening
+        finally:
+            timer.cancel()
+            self._waiting.discard(listening)
+            self._listening = None
+
+    def _arrived(self) -> None:
+        """Read ahead for whoever waits; where nobody does, bytes stay with the system, which holds the sender back."""
+        listening = self._listening
+        if listening is None or listening.done():
+            return self._unwatch()
+        try:
+            if self._read_ahead():
+                listening.set_result(None)
+        except Exception as exc:
+            listening.set_exception(exc)
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
 
     async def _receive_into(self, buffers: list[memoryview]) -> None:
         buffers, moved = _rest(buffers, 0), 0
@@ -218,7 +267,7 @@ def _wake(waiting: asyncio.Future) -> None:
 
 def _lose(waiting: asyncio.Future, silence_s: float) -> None:
     if not waiting.done():
-        waiting.set_exception(PeerLost(f"the other side was silent for {silence_s:g} s"))
+        waiting.set_exception(PeerLost(f"the other side was silent for {silence_s:g} s, or in the midst of a frame"))
 
 
 class SocketListener:

@@ -11,10 +11,14 @@ import time
 
 import pytest
 
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost
 from kvtransfer.transports import socket_folder
 from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
+from kvtransfer.wire import encode_frame
 
+RENEW = kv_pb2.KVFrame(renew=kv_pb2.Renew())
 HOLD = """
 import sys, pathlib, time
 from kvtransfer.transports.socket_folder import SocketFolder
@@ -102,3 +106,60 @@ async def test_the_next_one_is_accepted(refusal):
     await listener.close()
     for taker in takers:
         taker.close()
+
+
+def lines() -> tuple[SocketLine, SocketLine]:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    return SocketLine(one), SocketLine(other)
+
+
+async def test_a_descriptor_is_watched_once_for_many_frames(monkeypatch):
+    loop, watched = asyncio.get_running_loop(), []
+    add_reader = loop.add_reader
+    monkeypatch.setattr(loop, "add_reader", lambda fd, *args: (watched.append(fd), add_reader(fd, *args)))
+    here, there = lines()
+    for _ in range(20):
+        receiving = asyncio.create_task(there.receive())
+        await asyncio.sleep(0)  # it waits
+        await here.send(RENEW)
+        assert await receiving == RENEW
+    assert len(watched) == 1
+    here.close(), there.close()
+
+
+async def test_what_nobody_asks_for_stays_with_the_system():
+    """The loop does not read ahead without end, nor wake for bytes that are left where they are."""
+    here, there = lines()
+    frame = kv_pb2.KVFrame(ready=kv_pb2.Ready(hashes=bytes(1 << 19)))
+    receiving = asyncio.create_task(there.receive())
+    await asyncio.sleep(0)
+    await here.send(RENEW)
+    assert await receiving == RENEW
+    sending = asyncio.create_task(here.send(frame))
+    done, _ = await asyncio.wait([sending], timeout=0.1)
+    assert not done and not there._watched and len(there._ahead) <= 1 << 15
+    assert await there.receive() == frame
+    await sending
+    here.close(), there.close()
+
+
+async def test_a_frame_that_trickles_is_as_good_as_none(monkeypatch):
+    here, there = lines()
+    monkeypatch.setattr(there, "_silence_s", 0.2)
+    receiving = asyncio.create_task(there.receive())
+    for byte in encode_frame(RENEW)[:6]:
+        here._sock.send(bytes([byte]))
+        await asyncio.sleep(0.05)
+    with pytest.raises(PeerLost, match="in the midst of a frame"):
+        await receiving
+    here.close(), there.close()
+
+
+async def test_a_line_that_is_closed_wakes_who_waits():
+    here, there = lines()
+    receiving = asyncio.create_task(there.receive())
+    await asyncio.sleep(0)
+    there.close()
+    with pytest.raises(PeerLost, match="the line was closed"):
+        await receiving
+    here.close()
