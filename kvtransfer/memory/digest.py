@@ -126,7 +126,8 @@ class Digests:
 
     def shape(self, moved: Range) -> tuple[int, int]:
         """Return the numbers of spans and of cells in a range."""
-        return num_spans(moved), len(cell_numbers(self._layout, self._box, moved))
+        layers = moved.layer_end - moved.layer_begin
+        return num_spans(moved), layers * self._layout.groups[self._box.group].num_kinds * len(self._box.heads)
 
     def _names_of(self, moved: Range) -> Sequence[bytes]:
         first = moved.token_begin // SPAN_TOKENS

@@ -165,6 +165,7 @@ class Pull:
         mirrored = cells.memory is self._pools.host or self._digests.reads_bytes
         self._stay = Stay(self._room if mirrored else None, Side.TAKEN)
         self._line, self._sends = line, CAPABILITIES[transport].source_sends
+        self._origin: Cells | None = None  # in the source's memory, when it is shared
         self._reads_runs = CAPABILITIES[transport].reads_runs
         asked = kv_pb2.Want(
             token_begin=self.verified_token, transport=transport, digest=self._digest, part=box_to_proto(share.box),
@@ -184,6 +185,7 @@ class Pull:
             await self._tell(exc)
             raise
         finally:
+            self._origin = None
             self._stay.leave_all()
 
     async def _tell(self, exc: KVError) -> None:
@@ -259,11 +261,14 @@ class Pull:
         return merged_runs(self._source.place(box), self._sharding.place(box), self._source_ids, self._ids, counted)
 
     def _source_cells(self) -> Cells:
-        source = self._line.source_memory
-        if source is None:
-            raise ProtocolError("Ready before the source has shared its memory")
-        source.check_ids(self._source_ids, self._extent.is_state)
-        return self._source.cells(source, self._share.box)
+        """Return what the share is in the source's memory, found once for each line. Raises ProtocolError."""
+        if self._origin is None:
+            source = self._line.source_memory
+            if source is None:
+                raise ProtocolError("Ready before the source has shared its memory")
+            source.check_ids(self._source_ids, self._extent.is_state)
+            self._origin = self._source.cells(source, self._share.box)
+        return self._origin
 
     def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
         """In a thread: copies where the taker reads, digests what has travelled. Raises DigestMismatch."""
