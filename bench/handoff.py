@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import grpc
 import numpy as np
 import torch
+import uvloop
 
 from baton.training.data.tokenizer import train_tokenizer
 from baton.training.model.export import export
@@ -232,7 +233,7 @@ def main() -> int:
     )
     quick = arguments.quick
     if "payload" in arguments.only:
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers have it
             payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
     if "hidden" in arguments.only:
         with tempfile.TemporaryDirectory() as name:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import uvloop
 
 from baton.worker.kv.native_digests import memory_kernels
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
@@ -192,5 +193,6 @@ class Pair:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers have it
+        runner.run(serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))
     os._exit(0)  # the bare sender may still wait for its peer
