@@ -18,7 +18,7 @@ class RoundRobin(Generic[Tenant]):
     """Turns by deficit round robin (Shreedhar and Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM
     1995): the tenant whose turn it is may use a quantum more, and its turn ends when that is used. A cost need not be
     known before: a tenant that used more than it had waits for more turns (Adiseshu, Parulkar and Varghese, SIGCOMM
-    1996). A tenant that is away saves the quanta of its turns, up to a bound, and the one with the most saved comes
+    1996). A tenant that is away saves its part of what others use, up to a bound, and the one with the most saved comes
     first: one with few requests is served at once and in one piece, however much others have waiting."""
 
     def __init__(self, quantum: float, most_saved: float):
@@ -32,10 +32,9 @@ class RoundRobin(Generic[Tenant]):
         return self._left.get(tenant, self._most_saved) > self._quantum
 
     def wait(self, waiting: Collection[Tenant]) -> None:
-        """Set the tenants that wait from now on; all others are away. Without any, credits restart."""
+        """Set the tenants that wait from now on; all others are away. Without any, credits stay as they are: the gaps
+        between the requests of one that sends all the time forgive it nothing."""
         self._waiting = set(waiting)
-        if not self._waiting:
-            self._left.clear()
         for tenant in waiting:
             self._left.setdefault(tenant, self._most_saved)
 
@@ -51,25 +50,20 @@ class RoundRobin(Generic[Tenant]):
         num_laps = max(0, math.floor(min(-self._left[tenant] for tenant in ring) / self._quantum))
         for tenant in ring:
             self._left[tenant] += num_laps * self._quantum
-        num_given = num_laps
         while self._left[ring[0]] <= 0:
             ring.append(ring.pop(0))
             self._left[ring[-1]] = self._left.pop(ring[-1])
             if self._left[ring[0]] <= 0:
                 self._left[ring[0]] += self._quantum
-                num_given += 1 / len(ring)
-        self._save(num_given * self._quantum)
         return ring[0]
 
     def charge(self, tenant: Tenant, cost: float) -> None:
-        """Charge `cost` to a tenant. Does nothing for one that does not wait."""
-        if tenant in self._waiting:
-            self._left[tenant] -= cost
-
-    def _save(self, given: float) -> None:
-        """Credit the tenants that are away with as much as each of the others was given."""
-        if given:
-            for tenant in self._left.keys() - self._waiting:
-                self._left[tenant] += given
-                if self._left[tenant] >= self._most_saved:
-                    del self._left[tenant]
+        """Charge `cost` to a tenant, and credit those that are away with the part of it that each who waits would have
+        had. Does nothing for one that does not wait."""
+        if tenant not in self._waiting:
+            return
+        self._left[tenant] -= cost
+        for away in self._left.keys() - self._waiting:
+            self._left[away] += cost / len(self._waiting)
+            if self._left[away] >= self._most_saved:
+                del self._left[away]

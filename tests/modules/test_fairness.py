@@ -79,6 +79,20 @@ def test_who_is_away_saves_what_others_were_given_and_no_more():
     assert len(turns._left) == 1, "a tenant that saved all it may is forgotten"
 
 
+def test_gaps_between_requests_forgive_nothing():
+    turns = RoundRobin[str](10, 300)
+    for _ in range(5):
+        turns.wait("f")
+        turns.charge("f", 100)
+        turns.wait("")
+    assert turns.has_saved("q") and not turns.has_saved("f")
+    turns.wait("fq")
+    assert served(turns, {"f": 100, "q": 100}, 4) == "qqqq"
+    turns.wait("q")
+    turns.charge("q", 800)
+    assert turns.has_saved("f"), "what another has used since does"
+
+
 @settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1e6), min_size=2),

@@ -111,6 +111,25 @@ def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
     check(records, [quiet])
 
 
+def test_gaps_between_a_floods_prompts_do_not_make_its_chunks_whole():
+    """One that sends without end, and one at a time: its next prompt is read in short steps, and no token of it in those of
+    one that seldom comes, whose rest would wait for them."""
+    engine, records = toy_engine(num_blocks=128, max_model_len=1024, max_num_batched_tokens=512), Collector()
+    sizes = engine.runner.model.batch_sizes
+    run(engine, [of(QUIET, "q0", 40)], records)
+    for i in range(4):
+        run(engine, [of(FLOOD, f"f{i}", 500, 3)], records)
+    engine.submit(of(FLOOD, "f4", 500, 1))
+    steps(engine, records, 1)
+    assert sizes[-1] == (1, 128)
+    quiet = of(QUIET, "q1", 560)
+    engine.submit(quiet)
+    steps(engine, records, 2)
+    assert records[quiet.key].first is not None and sizes[-2:] == [(1, 512), (1, 48)]
+    run(engine, collector=records)
+    check(records, [quiet])
+
+
 def test_turns_are_by_tokens():
     """Two tenants that always have prompts to read are read the same number of tokens, whatever these are like."""
     engine, records = toy_engine(max_num_seqs=16, num_blocks=512), Collector()
