@@ -251,6 +251,7 @@ def main() -> int:
                 spread(stack)
                 num, texts = (4, {"no quotas": ""}) if arguments.quick else (24, FAIR_QUOTAS)
                 fairness(report, stack.target, keys, folder / "quotas.toml", num, texts)
+            os.sched_setaffinity(0, CORES)  # the stack of the next part, and what the report says of this machine
         if "abuse" in arguments.only:
             abuse(report, folder / "abuse", arguments.quick)
     return finish(arguments, report)
