@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.cli.launch.placing.keeper import StartError
@@ -82,7 +82,7 @@ class DemoError(Exception):
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
     # Split, whatever the prompt: the handoff is what there is to see.
-    workers = dict.fromkeys(ROLES, quiet)
+    workers = dict[str, Sequence[str]].fromkeys(ROLES, quiet)
     stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)

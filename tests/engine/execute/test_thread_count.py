@@ -67,6 +67,13 @@ def test_a_call_of_several_steps_counts_by_the_step(monkeypatch):
     assert used[-50:].count(1) > 45
 
 
+def test_the_rows_of_a_long_step_count(monkeypatch):
+    """Chunks of 40 to 60 rows take as long by the row, and with one thread fewer less."""
+    machine = Machine(monkeypatch, 2, lambda threads, rows: rows * (1.0 if threads == 1 else 1.1))
+    used = [machine.call(40 + 20 * (index % 2)) for index in range(400)]
+    assert used[-50:].count(1) > 45
+
+
 def test_long_steps_are_computed_by_all(monkeypatch):
     machine = Machine(monkeypatch, 2, lambda threads, rows: threads)
     assert {machine.call(MOST_ROWS + 1) for _ in range(200)} == {2}
