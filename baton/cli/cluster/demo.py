@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.ports import PortError
 from baton.cli.launch.stack import SHIPPED_MODEL, Stack, StackPlan
 from baton.client import AsyncClient, CallError, GenerateOptions, make_request
-from baton.protocol import ROLES
 from baton.service.settings import make_parser
 from baton.v1 import inference_pb2 as pb
 
@@ -82,7 +81,7 @@ class DemoError(Exception):
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
     # Split, whatever the prompt: the handoff is what there is to see.
-    workers = dict[str, Sequence[str]].fromkeys(ROLES, quiet)
+    workers = {"prefill": quiet, "decode": quiet}
     stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)
