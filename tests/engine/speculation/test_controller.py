@@ -303,6 +303,21 @@ def test_calls_of_a_cold_engine_do_not_say_what_plain_steps_take():
     assert known == [None, None, None, None, 1.0]
 
 
+def test_plain_steps_that_were_slow_at_first_are_measured_again():
+    """Also where plain ones come that say nothing of those that are done in one call."""
+    controller = Controller()
+    for step in range(400):
+        controller.begin(1)
+        if controller.wants_plain(1):
+            controller.passed(1, 0, 3.0 if step < 20 else 1.0, 0.0, ())
+        elif step % 10 == 0:
+            controller.passed(1, 0, 9.0, 0.0, (), is_plain=False)
+        else:
+            controller.passed(3, 2, 1.5, 0.0, ["ngram"], last="ngram")
+    assert controller.costs.plain_s(1) == 1.0
+    assert controller.costs.extra_s("ngram", 1, 2) == pytest.approx(0.5), "nor is it told from the slow ones"
+
+
 def test_limits():
     assert limit_of(num_left=1, budget=50) == 0
     assert limit_of(num_left=5, budget=50) == 4

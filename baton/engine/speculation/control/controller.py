@@ -17,7 +17,7 @@ verified or not. So leaving it on costs little more than ALLOWANCE, whatever the
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from operator import mul
@@ -34,12 +34,14 @@ PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 seque
 DRAFTED = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
 DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
-PLAIN_INTERVAL = 256  # verifying steps after which plain ones are measured again
+FIRST_INTERVAL, PLAIN_INTERVAL = (
+    16,
+    256,
+)  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
 PLAIN_RUN = 6  # running
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
 PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
 MANY = 1 << 30  # steps: nobody is to be asked
-FIXED_INTERVAL = 16  # verifying steps before the first such run, where every request has a width of its own
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
 
@@ -116,7 +118,10 @@ class Controller:
         self._accounts: dict[tuple[str, int], Account] = {}
         self._standings: defaultdict[str, ProposerState] = defaultdict(ProposerState)
         self._timed_at = 0  # step
-        self._since_plain = 0  # verifying steps
+        self._since_plain = Counter[
+            int
+        ]()  # verifying steps since plain ones were measured, by the batch in powers of two
+        self._plain_intervals = defaultdict[int, int](lambda: FIRST_INTERVAL)
         self._num_plain = 0  # plain steps running
         self._plain_left = 0  # plain steps of the run that is measured
 
@@ -132,8 +137,8 @@ class Controller:
 
     def wants_plain(self, num_seqs: int, is_free: bool = True) -> bool:
         """Return whether this step should be plain, to be measured. `is_free`: a width is to be decided from it."""
-        is_known = self.costs.plain_s(num_seqs) is not None
-        if self._since_plain >= (PLAIN_INTERVAL if is_known else FIXED_INTERVAL) or (is_free and not is_known):
+        bucket, is_known = num_seqs.bit_length(), self.costs.plain_s(num_seqs) is not None
+        if self._since_plain[bucket] >= self._plain_intervals[bucket] or (is_free and not is_known):
             self._plain_left = PLAIN_RUN
         return self._plain_left > 0
 
@@ -157,7 +162,6 @@ class Controller:
     def passed_plainly(self, num_steps: int = 1) -> None:
         """The planned step has passed without proposals, or as many steps in its place."""
         self.step += num_steps - 1
-        self._since_plain = 0
         self._num_plain += num_steps
         self._plain_left = max(0, self._plain_left - num_steps)
 
@@ -205,7 +209,8 @@ class Controller:
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
         if num_proposed:
-            self._since_plain, self._num_plain = self._since_plain + 1, 0
+            self._since_plain[num_seqs.bit_length()] += 1
+            self._num_plain = 0
         else:
             self.passed_plainly(num_steps)
         if num_proposed:
@@ -214,6 +219,7 @@ class Controller:
             # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
             for _ in range(1 if plain_s is None else num_steps):
                 self.costs.add_plain(num_seqs, step_s)
+            self._measured_plain(num_seqs.bit_length())
         if plain_s is None:
             return
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
@@ -226,6 +232,10 @@ class Controller:
             if standing.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
                 standing.passed(spent - 1 - gained, num_proposed > 0)
+
+    def _measured_plain(self, bucket: int) -> None:
+        self._since_plain[bucket] = 0
+        self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
 
     def looked(self, names: Sequence[str], draft_s: float) -> None:
         """Note what it took to ask proposers, of which nothing came in the planned step."""

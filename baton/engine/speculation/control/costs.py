@@ -14,22 +14,25 @@ FADE, FADES = (
 BATCHING = 1.2  # of a draft, per doubling of its sequences
 FIRST = 3  # measurements before any prediction: the first ones warm up
 FIRST_PLAIN = 4  # of plain steps: all is held against them
+WRONG = 1.5  # times as much, or as little, as a plain step was taken for
 
 
 class Typical:
     """The median of the last durations: plain steps are rare while it pays to speculate, and some are disturbed."""
 
-    __slots__ = ("_last", "count", "value")
+    __slots__ = ("_last", "_every", "count", "value")
 
-    def __init__(self, last: int = LAST):
+    def __init__(self, last: int = LAST, every: int = 1):
+        """`last`: how many count; `every`: of this many one, once there are so many."""
         self._last: deque[float] = deque(maxlen=last)
+        self._every = every
         self.count, self.value = 0, 0.0
 
     def add(self, seconds: float) -> None:
         self.count += 1
         if self.count == 2:  # the first one warmed up
             self._last.clear()
-        if self.count > self._last.maxlen and self.count % 4:  # it says nothing new, and takes 2 us
+        if self.count > self._last.maxlen and self.count % self._every:  # it says nothing new, and takes 2 us
             return
         self._last.append(seconds)
         self.value = sorted(self._last)[(len(self._last) - 1) // 2]
@@ -56,7 +59,7 @@ class Curve:
         if size > SMALL:
             half = 1 << (size.bit_length() - 2)  # of its octave
             middle = size - size % half + (half - 1) / 2
-        self._sizes.setdefault(middle, Typical(LAST_OF_SIZE)).add(seconds)
+        self._sizes.setdefault(middle, Typical(LAST_OF_SIZE, every=4)).add(seconds)
         self._seen_at[middle] = self.count
         if self.count < OFTEN or self.count % 4 == 0:
             self._fit()
@@ -134,7 +137,12 @@ class Costs:
         self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
 
     def add_plain(self, num_seqs: int, seconds: float) -> None:
-        self.plain.setdefault(num_seqs.bit_length(), Typical()).add(seconds)
+        plain = self.plain.setdefault(bucket := num_seqs.bit_length(), Typical())
+        before = plain.value
+        plain.add(seconds)
+        if max(before, plain.value) > WRONG * min(before, plain.value):
+            for curves in self.extra.values():  # they were told from what it was taken for
+                curves.pop(bucket, None)
 
     def add_verified(self, name: str, num_seqs: int, num_proposals: int, seconds: float) -> None:
         """Count a step with `num_proposals`, of `name` or of those asked before it too."""
