@@ -2,8 +2,9 @@
 
     brings   a proposal at position j of a sequence is right with about a^j, where a is the sequence's own acceptance,
              forgetting; a sequence that is new begins with what its proposer had lately
-    costs    seconds of a plain step, of a verifying step beyond it by its proposals, of a draft by its width: each
-             measured by this engine from its own steps, by the number of sequences (powers of two), see costs.py
+    costs    seconds of a plain step, of a verifying step beyond it by its proposals and proposer, of a draft by its
+             width: each measured by this engine from its own steps, by the number of sequences (powers of two), see
+             costs.py; plain steps again and again, soon at first: an engine that begins cold takes three times as long
     trust    what steps with a proposer took against what was foreseen of them, by its name and the batch: what the
              costs leave out (prompts that a draft reads, hidden states that are kept) ends in this factor
     worth    tokens that all sequences gain save whole steps. What one gains beyond the one that gains least only
@@ -12,8 +13,7 @@
 Per step the width is chosen that is worth most per second, and none where that is not GAIN times plain (DRAFT_GAIN
 where it is to be drafted). What is off is looked at again every LOOK_INTERVAL steps, and tried out of an allowance that
 grows with the time of plain steps, see proposer_state.py. Of what costs next to nothing the guesses are judged by what
-came,
-verified or not. So leaving it on costs little more than ALLOWANCE, whatever the text and the load.
+came, verified or not. So leaving it on costs little more than ALLOWANCE, whatever the text and the load.
 """
 
 import math
