@@ -36,7 +36,7 @@ from bench.lib.report import Report, finish, interleave, medians, start
 from bench.processes.moving import BLOCK_TOKENS, Pair, scattered
 from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.memory.blocks import BlockMemory, Cells
-from kvtransfer.memory.byte_runs import merged_runs
+from kvtransfer.memory.byte_runs import BoxOfPool, merged_runs
 from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.digest import make_digests
 from kvtransfer.naming import SPAN_TOKENS
@@ -82,9 +82,11 @@ def _descriptors(report: Report, pair: Pair, block_bytes: int, count: int) -> No
     moved = Range(0, count * BLOCK_TOKENS, 0, pair.layout.groups[0].num_layers)
     ids = [np.array(scattered(pair.num_blocks, count, seed)) for seed in (1, 2)]
     fresh = np.arange(count)
+    (box,) = pair.layout.whole
+    whole = BoxOfPool(pair.layout, box)
     name = f"{_size(block_bytes)} x {count}: descriptors"
-    report.add(f"{name}, scattered", len(merged_runs(pair.layout, *ids, moved)), "runs")
-    report.add(f"{name}, side by side", len(merged_runs(pair.layout, fresh, fresh, moved)), "runs")
+    report.add(f"{name}, scattered", len(merged_runs(whole, whole, *ids, moved)), "runs")
+    report.add(f"{name}, side by side", len(merged_runs(whole, whole, fresh, fresh, moved)), "runs")
 
 
 def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: int, num_rounds: int) -> None:
