@@ -90,14 +90,3 @@ def test_some_layers_of_a_model():
     assert cursor.upcoming(Watermark(128, 200, 9), 1, 10**7) == Range(128, 200, 4, 8), (
         "complete here before it is elsewhere"
     )
-
-
-def test_a_prompt_that_is_there_is_few_ranges():
-    """64 MiB, of which a token has 4 KiB, in MiB."""
-    num_tokens, token_bytes = 16384, 4096
-    cursor, mark, sizes = Cursor(0, num_tokens, LAYERS), Watermark(num_tokens, num_tokens, NUM_LAYERS), []
-    while not cursor.done:
-        moved = cursor.upcoming(mark, token_bytes, dialogue.MAX_RANGE_BYTES)
-        sizes.append(moved.num_tokens * token_bytes >> 20)
-        cursor.take(moved)
-    assert sizes == [1, 3, 12, 32, 16]
