@@ -33,6 +33,7 @@ from baton.service.settings import (
 )
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
+from kvtransfer.memory.cuda_runtime import find_runtime
 
 # What `baton up` sets itself.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
@@ -307,8 +308,9 @@ def _worker_values(
         role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
         for role, each in engines.items()
     }
-    # Workers of one process whose number of threads nobody gave divide the cores by themselves.
-    is_divided = any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
+    # Workers of one process that compute on the CPU, and whose number of threads nobody gave, divide the cores by themselves.
+    on_gpus = len(cpu_roles) < len(ROLES) and find_runtime() is not None
+    is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
     if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it
         threads = divide_cores(num_ranks, threads)
     return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles, resources

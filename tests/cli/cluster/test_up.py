@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cli.cluster import up
+from baton.cli.cluster import up, up_settings
 from baton.cli.launch.placing.keeper import StartError
 from baton.service.settings import SettingsError, make_parser
 from tests.support.launch.stand_ins import make_stand_ins
@@ -277,6 +277,10 @@ def test_workers_share_the_cores(folder, monkeypatch):
     assert threads("--prefill", "20", "--decode.threads", "1")[0] == ["--threads=1"], "a worker has one at least"
     assert threads("--tensor-parallel", "2") == (["--threads=4"], ["--threads=4"]), "of each rank"
     assert threads("--prefill.tensor-parallel", "4", "--decode.threads", "4") == (["--threads=3"], ["--threads=4"])
+    with monkeypatch.context() as gpus:
+        gpus.setattr(up_settings, "find_runtime", object)
+        assert threads() == (["--threads=8"], ["--threads=8"]), "on GPUs nobody else divides what the host computes"
+        assert threads("--device", "cpu") == ([], [])
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == ([], []), "each reads it itself"
     monkeypatch.delenv("OMP_NUM_THREADS")
