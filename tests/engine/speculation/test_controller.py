@@ -318,6 +318,24 @@ def test_plain_steps_that_were_slow_at_first_are_measured_again():
     assert controller.costs.extra_s("ngram", 1, 2) == pytest.approx(0.5), "nor is it told from the slow ones"
 
 
+@pytest.mark.parametrize("steps_a_call", [1, 8])
+def test_a_run_of_plain_steps_is_one_measurement(steps_a_call):
+    """However many calls it takes: an engine that does one step in each measures as often as one that does several."""
+    controller, runs = Controller(), []
+    num_verifying = 0
+    while len(runs) < 5:
+        controller.begin(1)
+        if controller.wants_plain(1, is_free=False):
+            runs += [num_verifying] if num_verifying else []
+            num_verifying = 0
+            num_steps = min(steps_a_call, controller.num_plain_steps(["draft"], 1, has_fixed=True))
+            controller.passed(1, 0, 1.0, 0.0, [], num_steps)
+        else:
+            num_verifying += 1
+            controller.passed(5, 4, 1.2, 0.0, [], last="draft")
+    assert runs == [16, 32, 64, 128, 256]
+
+
 def test_limits():
     assert limit_of(num_left=1, budget=50) == 0
     assert limit_of(num_left=5, budget=50) == 4

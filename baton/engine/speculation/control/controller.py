@@ -234,8 +234,9 @@ class Controller:
                 standing.passed(spent - 1 - gained, num_proposed > 0)
 
     def _measured_plain(self, bucket: int) -> None:
-        self._since_plain[bucket] = 0
-        self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
+        if self._since_plain[bucket]:  # the first of a run
+            self._since_plain[bucket] = 0
+            self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
 
     def looked(self, names: Sequence[str], draft_s: float) -> None:
         """Note what it took to ask proposers, of which nothing came in the planned step."""
