@@ -38,7 +38,7 @@ FIRST_INTERVAL, PLAIN_INTERVAL = (
     16,
     256,
 )  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
-PLAIN_RUN = 6  # running
+PLAIN_RUN = 6  # running, behind COLD ones
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
 PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
 MANY = 1 << 30  # steps: nobody is to be asked
