@@ -83,6 +83,13 @@ def give_back_pages(address: int, num_bytes: int) -> None:
             madvise(*where, _MADV_DONTNEED)
 
 
+def trim_heap() -> None:
+    """Return to the system what malloc holds and nobody uses, where it is glibc's."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def keeps_its_size(fd: int) -> bool:
     """Whether a file that another process sent cannot shrink, so that a reader of its mapping never meets SIGBUS. Elsewhere
     it cannot be asked: macOS lets the size of shared memory be set once."""

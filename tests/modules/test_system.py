@@ -1,11 +1,13 @@
 """What stands in for Linux elsewhere, chosen here: memory that another process maps, cores, sizes."""
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from baton import system
@@ -70,3 +72,13 @@ def test_threads_by_name():
     found = system.thread_times(os.getpid())
     stop.set(), thread.join()
     assert found.get("worker-of-tes", found.get("reader-of-sum", 0)) > 0 if system.LINUX else found == {}
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
+def test_what_malloc_holds_in_vain_is_given_back():
+    """Of 64 MiB in pieces of 10,000 bytes the last stays, behind which malloc by itself gives nothing back."""
+    pieces = [bytes(10_000) for _ in range(6_700)]
+    del pieces[:-1]
+    held = psutil.Process().memory_info().rss
+    system.trim_heap()
+    assert held - psutil.Process().memory_info().rss > 40 << 20

@@ -1,6 +1,5 @@
 """From a Hugging Face folder or a .gguf file to a Model: weights are mapped, each tensor is read once."""
 
-import ctypes
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton import system
 from baton.engine import kernels
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
@@ -102,7 +102,7 @@ def load_model(
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
     def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool, num_outputs: int = 0) -> LinearKernel:
-        _trim()
+        system.trim_heap()  # weight by weight: reading and packing left 81 MiB of a 121 MiB file with malloc
         return make_linear(weight, bias, leaves, partial, num_outputs)
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
@@ -117,7 +117,7 @@ def load_model(
         leading = LeadingModel if collectives is None or collectives.shares_memory else LeadingDeviceModel
         model = (leading if leads else Model)(*arguments)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
-    _trim()
+    system.trim_heap()
     return model
 
 
@@ -147,14 +147,6 @@ def load_predictor(model: Model, config: EngineConfig, block_size: int) -> Predi
     stage = PipelineStage(1, range(index, index + 1))
     layer = Model(own, model.dtype, source, make, attention, model.ropes, make_router, stage=stage)
     return PredictorModules(project, embedding_norm, features_norm, norm, layer)
-
-
-def _trim() -> None:
-    """Return to the system what reading and packing left with the allocator, weight by weight (at the end of loading it
-    was 81 MiB of a 121 MiB file)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
 
 
 def model_identity(path: str | Path) -> ModelIdentity:
