@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from baton import system, tasks
-from baton.service import progress
+from baton import tasks
+from baton.service import heap, progress
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
@@ -60,7 +60,6 @@ _STOP_GRACE_S = 1.0
 # are in none. At Python's own 700 it took a tenth of the time of a busy gateway. gRPC leaves circles behind each call: at 50,000 a
 # gateway that had refused 28,000 calls took 217 MiB and went on growing, at 2,000 it stayed at 92.
 _COLLECT_AT = 2_000
-_TRIM_EVERY_S = 60.0  # what a burst took is given back
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class Gateway:
         )
         watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
         running = [watching, tasks.start("registry", self.registry.run)]
-        running.append(tasks.start("heap", _keep_heap_trimmed))
+        running.append(tasks.start("heap", heap.keep_trimmed))
         if settings.redis:
             running.append(tasks.start("redis", self._keep_index))
         if settings.redis and settings.quotas:
@@ -322,12 +321,6 @@ class Gateway:
             machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:
             link.hang_up()
-
-
-async def _keep_heap_trimmed() -> None:
-    while True:
-        await asyncio.sleep(_TRIM_EVERY_S)
-        await asyncio.to_thread(system.trim_heap)
 
 
 def _make_index(settings: GatewaySettings) -> PrefixIndex:
