@@ -9,6 +9,7 @@ from baton.engine.schedule.lifecycle import Ending
 from baton.engine.schedule.sequence import Sequence
 from tests.support.fuzz import fuzzers
 from tests.support.fuzz.fuzzer import run, words
+from tests.support.fuzz.plans import toy_plan
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,12 @@ def ends_by_itself(self, key):
 
 def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
     unreserve(self, max(0, num - 1))
+
+
+def test_a_prefix_is_never_the_whole_prompt():
+    """A plan in which another engine holds all spans of a prompt: one that is pulled leaves a token to compute, as gateways
+    ask for it and workers see to it."""
+    fuzzers.ALL["toy"].obey(toy_plan(22277344728348360728))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from baton.engine.core.request import (
     TokenRun,
 )
 from baton.engine.engine import Engine
-from kvtransfer.naming import chain_hashes
+from kvtransfer.naming import SPAN_TOKENS, chain_hashes
 from tests.support.engine.toys import ROOT, going_on
 from tests.support.fuzz.carrier import Lease
 
@@ -253,9 +253,11 @@ class Attempt:
             engine.cancel(self.key)
 
     def _pull_cached(self, taker: Engine, source: Engine) -> Course:
-        """Pull the source's cached prefix of the prompt, under a lease of its own."""
+        """Pull the source's cached prefix of the prompt, under a lease of its own; as a gateway asks for it, with a token left
+        to compute."""
         key = Key(f"{self.key.request_id}/offer", self.key.attempt)
-        offered = source.admission.offer(key, self.request.span_hashes)
+        spans = self.request.span_hashes[: (len(self.request.token_ids) - 1) // SPAN_TOKENS]
+        offered = source.admission.offer(key, spans)
         if not offered.blocks:
             taker.admission.fetch_settled(self.key)
             return
