@@ -14,8 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from bench.gateway import ROOT, Fleet, clients, fleet, percentile_ms, pinned, seen
-from bench.lib.report import Report, finish, interleave, medians, start
+from bench.gateway import ROOT, Fleet, clients, fleet, pinned, seen
+from bench.lib.report import Report, finish, interleave, medians, percentile_ms, start
 
 PARTS = ("cpu", "ttft", "streams")
 GRPC, HTTP, AGAIN = ARMS = ("gRPC", "HTTP", "gRPC again")

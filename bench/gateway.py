@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.lib.report import Report, finish, start
+from bench.lib.report import Report, finish, percentile_ms, start
 from bench.processes.stub_worker import FIRST_ID, NUM_IDS
 from tests.support.process import Process
 
@@ -122,10 +122,6 @@ def seen(process: subprocess.Popen) -> dict:
     if found["failed"]:
         sys.exit(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
     return found
-
-
-def percentile_ms(seconds: Sequence[float], percentile: int) -> float:
-    return 1e3 * statistics.quantiles(seconds, n=100)[percentile - 1]
 
 
 # ---- parts ----

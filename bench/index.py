@@ -14,7 +14,6 @@ if not __package__:  # started by its path
 import asyncio
 import contextlib
 import random
-import statistics
 import struct
 import tempfile
 import time
@@ -25,7 +24,7 @@ import psutil
 import uvloop
 
 from baton.v1 import worker_pb2 as pb
-from bench.lib.report import Report, finish, start
+from bench.lib.report import Report, finish, percentile_ms, start
 from gateway.prefix import redis_index
 from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS
@@ -123,10 +122,6 @@ def looked_up_bare(server: RedisServer, run: int) -> float:
     return time.perf_counter() - began
 
 
-def _ms(seconds: list[float], percentile: int) -> float:
-    return 1e3 * statistics.quantiles(seconds, n=100)[percentile - 1]
-
-
 async def at_size(report: Report, server: RedisServer, num_entries: int, num_lookups: int, bytes_before: int) -> None:
     """The arms take turns, so that the machine's noise falls on all alike."""
     name = f"{num_entries / 1e6:.0f} M entries"
@@ -142,10 +137,12 @@ async def at_size(report: Report, server: RedisServer, num_entries: int, num_loo
                 times.append(value)
     goal = "value < 1" if name == "10 M entries" else ""
     for percentile in (50, 99):
-        against, value = _ms(bare, percentile), _ms(seconds, percentile)
+        against, value = percentile_ms(bare, percentile), percentile_ms(seconds, percentile)
         title = f"{name}: lookup of {RUN} spans, p{percentile}"
         report.add(title, value, "ms", against=against, goal=goal if percentile == 99 else "")
-    report.add(f"{name}: A/A, the lookups again, p99", _ms(again, 99), "ms", against=_ms(seconds, 99))
+    report.add(
+        f"{name}: A/A, the lookups again, p99", percentile_ms(again, 99), "ms", against=percentile_ms(seconds, 99)
+    )
 
 
 async def writing(report: Report, server: RedisServer, num_spans: int) -> None:
@@ -163,7 +160,7 @@ async def writing(report: Report, server: RedisServer, num_spans: int) -> None:
             await asyncio.sleep(0.002)
         rate = num_spans / (time.perf_counter() - began)
     report.add("one gateway: spans written", rate, "spans/s")
-    report.add(f"lookup of {RUN} spans while it writes, p99", _ms(meanwhile, 99), "ms")
+    report.add(f"lookup of {RUN} spans while it writes, p99", percentile_ms(meanwhile, 99), "ms")
     report.add(
         f"spans that a gateway can keep written, again every {KV_TTL_S / 3:.0f} s", rate * KV_TTL_S / 3 / 1e6, "M spans"
     )

@@ -1,7 +1,7 @@
 """Measure the gain of speculation on this machine: python bench/speculation.py [--quick] [--json FILE].
 
-Bare engines of one model, plain and with each proposer, on three texts, in turn; every comparison has an A/A pair,
-plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
+Bare engines of one model, plain and with each proposer, on three texts and on questions that are asked again, in turn;
+every comparison has an A/A pair, plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
 Whether anything is ever a loss is seen in CPU time, which others on the machine disturb less.
 What the mechanism costs at a given acceptance, on a GPU too: bench/forced.py.
 """
@@ -46,7 +46,8 @@ WARM_ROUNDS = 8  # of a text
 FIXED_WIDTH = 4  # of the acceptance rows
 PROMPT, OUTPUT = 256, 128  # tokens
 EDIT_EVERY = 16  # tokens of the passage between two edits
-REPEATED = 0.7  # share of an edit task's answer that must be in its prompt
+REPEATED = 0.7  # share of an edit task's answer that must be in its prompt, or of an answer in the one before it
+AGAIN_CUT = 64  # tokens at its beginning that a question lacks when it is asked again
 
 
 # ---- engines ----
@@ -118,7 +119,7 @@ def proposers() -> dict[str, Path | None]:
 class Texts:
     """Prompts of three kinds from held-out modules of the standard library, each drawn once."""
 
-    def __init__(self, plain: Arm, num_edits: int):
+    def __init__(self, plain: Arm, num_tasks: int):
         self._plain, self._rng = plain, random.Random(0)
         tokenizer = load_tokenizer(TARGET)
         documents = gather().held_out
@@ -127,7 +128,8 @@ class Texts:
         self._contexts = [ids[-PROMPT:] for head in heads if len(ids := tokenizer.encode(head.text).ids) >= PROMPT]
         tokens = [token_id for document in documents for token_id in tokenizer.encode(document.text).ids]
         self._shuffled = self._rng.sample(tokens, len(tokens))
-        self.edits = self._edit_tasks(num_edits)
+        self.edits = self._edit_tasks(num_tasks)
+        self.questions = self._questions(num_tasks)
 
     def prompts(self, text: str, number: int) -> list[list[int]]:
         """The one prompt of round `number`."""
@@ -160,9 +162,22 @@ class Texts:
                 break
         return tasks
 
+    def _questions(self, count: int) -> list[list[int]]:
+        """Return those whose answer comes again where they are asked without their beginning."""
+        found = []
+        for context in self._contexts:
+            first, again = (
+                self._plain.run([ids], OUTPUT, width=0).answers[0] for ids in (context, context[AGAIN_CUT:])
+            )
+            if repeated(again, first) >= REPEATED:
+                found.append(context)
+            if len(found) == count:
+                break
+        return found
+
 
 def repeated(answer: Sequence[int], prompt: Sequence[int], length: int = 4) -> float:
-    """Return the share of the answer's runs of `length` tokens that occur in the prompt."""
+    """Return the share of the answer's runs of `length` tokens that occur in the prompt, or another answer."""
     known = {tuple(prompt[index : index + length]) for index in range(len(prompt) - length + 1)}
     runs = [tuple(answer[index : index + length]) for index in range(len(answer) - length + 1)]
     return sum(run in known for run in runs) / len(runs)
@@ -196,6 +211,30 @@ def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_r
         report.add(f"{name}: {proposer} over its ideal", speed, "tokens/s", against=ideal, goal="ratio >= 0.88")
     if text == "code" and (losers := [each for each, speed in found.items() if speed < found["ngram"]]):
         print(f"{name}: slower than ngram: {', '.join(losers)}")
+
+
+def asked_again(report: Report, arms: dict[str, Arm], texts: Texts, num_rounds: int) -> None:
+    """Speed-up of an answer that came before, to another prompt of the tenant, and is in no prompt."""
+
+    def once(arm: Arm) -> Callable[[], Decoded]:
+        numbers = itertools.count()
+
+        def measured() -> Decoded:
+            question = texts.questions[next(numbers) % len(texts.questions)]
+            arm.run([question], OUTPUT)
+            return arm.measure([question[AGAIN_CUT:]], OUTPUT).decoded
+
+        return measured
+
+    calls = {name: once(arm) for name, arm in arms.items()} | {"plain again": once(arms["plain"])}
+    interleave(calls, min(WARM_ROUNDS, num_rounds))
+    runs = interleave(calls, num_rounds)
+    found = medians({name: [run.tokens_per_s for run in each] for name, each in runs.items()})
+    plain, again = found.pop("plain"), found.pop("plain again")
+    for proposer, speed in found.items():
+        report.add(f"asked again: {proposer} over plain", speed, "tokens/s", against=plain)
+    report.add("asked again: A/A, plain over plain", again, "tokens/s", against=plain)
+    low_ends(report, runs, "asked again")
 
 
 def rounds(
@@ -305,7 +344,7 @@ def main() -> int:
     quick = arguments.quick
     plain = Arm.load()
     texts = Texts(plain, 2 if quick else 12)
-    print(f"{len(texts.edits)} edit tasks")
+    print(f"{len(texts.edits)} edit tasks, {len(texts.questions)} questions")
     found = proposers()
     for name in FOLDERS.keys() - found.keys():
         print(f"{name}: not measured, {FOLDERS[name].relative_to(ROOT)} is not there")
@@ -317,6 +356,8 @@ def main() -> int:
         acceptance(report, arms, texts, text, 1 if quick else 8)
     for text in SEEDS:
         compare(report, arms, texts, text, 3 if quick else 48)
+    looking = {"plain": plain, "ngram": arms["ngram"], "suffix": Arm.load(speculator="suffix")}
+    asked_again(report, looking, texts, 3 if quick else 48)
     left_on = {"plain": plain, "auto": arms["auto"]}
     for batch_size in BATCHES[:2] if quick else BATCHES:
         never_below(report, left_on, texts, batch_size, 4 if quick else 48 if batch_size < 64 else 24)

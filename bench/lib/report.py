@@ -152,6 +152,14 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in values.items()}
 
 
+def percentile_ms(seconds: Sequence[float], percentile: int) -> float:
+    """Return milliseconds; also of a single value: on a busy machine few come. Raises ValueError where there is none."""
+    values = list(seconds) * (2 if len(seconds) == 1 else 1)
+    if not values:
+        raise ValueError("nothing came while this was measured")
+    return 1e3 * statistics.quantiles(values, n=100)[percentile - 1]
+
+
 def machine() -> dict[str, str | int | float]:
     """Return the facts that figures depend on; no names, no paths."""
     from baton.engine.native.tier import available  # brings torch, which processes that only send load do without

@@ -98,3 +98,10 @@ def test_parts_of_a_bench_meet_in_one_file(tmp_path):
 def test_the_processor_is_recorded():
     found = report.machine()
     assert found["cpu"] == cpu.name() and found["tier"] in ("none", *(tier.name for tier in TIERS))
+
+
+def test_percentiles_of_few():
+    assert report.percentile_ms([0.002], 99) == report.percentile_ms([0.002], 50) == 2.0
+    assert report.percentile_ms([0.001, 0.003], 50) == 2.0
+    with pytest.raises(ValueError, match="nothing came"):
+        report.percentile_ms([], 50)

@@ -15,7 +15,7 @@ KV_DTYPES = ("auto", *KV_FORMS, "fp8")  # fp8 is fp8_e4m3
 # As weights/formats/registry.py has them, which needs torch.
 QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
 DEVICES = ("auto", "cpu", "cuda")
-SPECULATORS = ("off", "auto", "draft", "ngram", "medusa", "eagle", "mtp")
+SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mtp")
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")
 MAX_POOL_BYTES = 4 << 30
@@ -96,8 +96,8 @@ class EngineConfig:
     )
     batch_invariant: bool = _knob("make results independent of the other requests in a batch", True)
     speculator: str = _knob(
-        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster; mtp: by the layer that the checkpoint "
-        "ships",
+        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster; suffix: lookup in the "
+        "prompt and in the tenant's earlier answers; mtp: by the layer that the checkpoint ships",
         "off",
         choices=SPECULATORS,
     )
@@ -186,10 +186,10 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         if self.speculator not in SPECULATORS:
             raise ValueError(f"speculator {self.speculator!r}: one of {', '.join(SPECULATORS)}")
-        needs_model = self.speculator not in ("off", "auto", "ngram", "mtp")
+        needs_model = self.speculator not in ("off", "auto", "ngram", "suffix", "mtp")
         if needs_model and self.draft_model is None:
             raise ValueError(f"speculator {self.speculator}: give its folder with draft_model")
-        if self.draft_model is not None and self.speculator in ("off", "ngram", "mtp"):
+        if self.draft_model is not None and self.speculator in ("off", "ngram", "suffix", "mtp"):
             raise ValueError(f"draft_model has no effect with speculator {self.speculator}; leave it out")
         if self.num_draft_tokens is not None:
             if self.speculator == "off":

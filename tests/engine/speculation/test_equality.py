@@ -61,22 +61,23 @@ def num_accepted(engine) -> int:
 
 
 # A random model seldom repeats itself, unless few tokens are allowed.
+LOOKUPS = ("ngram", "suffix")  # which need no model
 REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["draft", "ngram", "auto"])
+@pytest.mark.parametrize("name", ["draft", "ngram", "suffix", "auto"])
 @pytest.mark.parametrize("width", [3, 8])
 def test_mixed_batches(folders, dtype, name, width):
     target, draft = folders
     requests = mixed(60, seed=width, **({} if name == "draft" else REPETITIVE))
     plain, _ = serve(load(target, dtype=dtype), requests)
-    options = dict(speculator=name) | ({} if name == "ngram" else {"draft_model": draft})
+    options = dict(speculator=name) | ({} if name in LOOKUPS else {"draft_model": draft})
     engine = load(target, dtype=dtype, num_draft_tokens=width, **options)
     some = [replace(r, speculation=Speculation("off")) if i % 7 == 0 else r for i, r in enumerate(requests)]
     records, _ = serve(engine, some)
     check_same(records, plain, plain)
-    assert num_accepted(engine) > (30 if name == "ngram" else 100)
+    assert num_accepted(engine) > (30 if name in LOOKUPS else 100)
     assert all(records[some[i].key].ended.report.num_drafts == 0 for i in range(0, 60, 7))
 
 

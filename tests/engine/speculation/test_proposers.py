@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_at_start(folders, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(speculator="oracle"), "speculator 'oracle': one of off, auto, draft, ngram, medusa, eagle"),
+        (dict(speculator="oracle"), "speculator 'oracle': one of off, auto, draft, ngram, suffix, medusa, eagle"),
         (dict(speculator="draft"), "speculator draft: give its folder with draft_model"),
         (dict(speculator="ngram", draft_model="x"), "draft_model has no effect with speculator ngram"),
         (dict(draft_model="x"), "draft_model has no effect with speculator off"),

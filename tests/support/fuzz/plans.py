@@ -53,7 +53,7 @@ def real_plan(seed: int) -> Plan:
         "dtype": draw.choice(("fp32", "bf16")),
         "kv_dtype": draw.choice(("fp32", "bf16", "fp16", "fp8", "int8", "int4")),
         "quantization": draw.choice(("none", "none", "int8", "int4-g64")),
-        "drafts": draw.choice(("", "ngram", "draft", "eagle", "medusa", "auto")),
+        "drafts": draw.choice(("", "ngram", "suffix", "draft", "eagle", "medusa", "auto")),
         "num_draft_tokens": draw.choice((0, 1, 4)),
         "carrier": draw.choice(("memory", "memory", "inproc", "shm", "tcp")),
         "engines": [_engine(draw, max_model_len, BLOCK_SIZES[4:]) for _ in range(2)],

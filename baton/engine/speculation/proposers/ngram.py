@@ -40,17 +40,20 @@ class Index:
             last[key] = position
         self.num_tokens = max(self.num_tokens, upto)
 
-    def find(self, token_ids: list[int]) -> tuple[int, int]:
-        """(position behind the best earlier match of the end of token_ids, its length); all of it is entered.
-        (-1, 0): there is none."""
-        num_tokens, best, best_length = len(token_ids), -1, 0
-        candidate = self.links[-1] if self.links else -1
+    def find(self, token_ids: list[int], end: list[int]) -> tuple[int, int]:
+        """(position in token_ids behind the best earlier match of the last tokens of `end`, its length); all of
+        token_ids is entered, and `end` is it or another text. (-1, 0): there is none."""
+        if end is token_ids:
+            candidate = self.links[-1] if self.links else -1
+        else:
+            candidate = self.last.get(tuple(end[-MIN_MATCH:]), -1)
+        num_tokens, best, best_length = len(end), -1, 0
         for _ in range(MAX_CANDIDATES):
             if candidate < 0:
                 break
             length = MIN_MATCH
-            longest = min(MAX_MATCH, candidate - self.begin)
-            while length < longest and token_ids[candidate - length - 1] == token_ids[num_tokens - length - 1]:
+            longest = min(MAX_MATCH, candidate - self.begin, num_tokens)
+            while length < longest and token_ids[candidate - length - 1] == end[num_tokens - length - 1]:
                 length += 1
             if length > best_length:
                 best, best_length = candidate, length
@@ -58,6 +61,24 @@ class Index:
                     break
             candidate = self.links[candidate - self.begin - 1]
         return best, best_length
+
+
+def read_on(index: Index, token_ids: list[int]) -> Index:
+    """Enter what has come, at most READ_TOKENS; return the index, or a new one of the last WINDOW_TOKENS."""
+    if len(token_ids) - index.begin > 2 * WINDOW_TOKENS:
+        index = Index(len(token_ids) - WINDOW_TOKENS)
+    index.read(token_ids, min(len(token_ids), index.num_tokens + READ_TOKENS))
+    return index
+
+
+def continuation(token_ids: list[int], begin: int, length: int, num_tokens: int) -> list[int]:
+    """Return at most `num_tokens` behind a match of `length` that ends before `begin`; none where `length` is 0."""
+    # A long match is likely to continue for long. What repeats itself within the proposal is unrolled.
+    num_tokens = min(num_tokens, 2 * length)
+    draft = token_ids[begin : begin + num_tokens]
+    while len(draft) < num_tokens:
+        draft += draft[: num_tokens - len(draft)]
+    return draft
 
 
 class NgramProposer(Proposer):
@@ -80,21 +101,11 @@ class NgramProposer(Proposer):
         return [self._propose(draftee, num_tokens) for draftee, num_tokens in asks]
 
     def _propose(self, draftee: Draftee, num_tokens: int) -> list[int]:
-        token_ids, index = draftee.token_ids, draftee.state
-        if len(token_ids) - index.begin > 2 * WINDOW_TOKENS:
-            index = draftee.state = Index(len(token_ids) - WINDOW_TOKENS)
-        index.read(token_ids, min(len(token_ids), index.num_tokens + READ_TOKENS))
+        token_ids = draftee.token_ids
+        draftee.state = index = read_on(draftee.state, token_ids)
         if index.num_tokens < len(token_ids):
             return []
-        begin, length = index.find(token_ids)
-        if begin < 0:
-            return []
-        # A long match is likely to continue for long. What repeats itself within the proposal is unrolled.
-        num_tokens = min(num_tokens, 2 * length)
-        draft = token_ids[begin : begin + num_tokens]
-        while len(draft) < num_tokens:
-            draft += draft[: num_tokens - len(draft)]
-        return draft
+        return continuation(token_ids, *index.find(token_ids, token_ids), num_tokens)
 
     def close(self, draftee: Draftee) -> None:
         draftee.state = None

@@ -4,7 +4,7 @@
     prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
     propose    for every sequence of the step that may speculate some tokens, all sequences in one call
     advance    the step has passed: what was accepted, and the target's hidden states of it
-    close      the sequence ended, was cancelled or parked: all that is kept of it goes
+    close      the sequence ended, was cancelled or parked: what is kept of it goes; its answer, where later ones may be like it, stays
 
 A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
 that token. So a proposer may be wrong, short or silent, never harmful: no answer depends on it, and none is refused
@@ -79,7 +79,7 @@ MakeLauncher = Callable[[Model, KVPool, EngineConfig], PassLauncher]
 class Proposer(ABC):
     """See the module. An exception of any method fails the step, and with it its requests."""
 
-    name: str  # draft | ngram | medusa | eagle | mtp
+    name: str  # draft | ngram | suffix | medusa | eagle | mtp
     wants_hidden: bool = False
     is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
 
@@ -114,4 +114,4 @@ class Proposer(ABC):
         prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what must be kept."""
 
     def close(self, draftee: Draftee) -> None:
-        """Forget the sequence. Its token_ids may be longer or shorter than at the last call."""
+        """Forget the sequence, but for what it may keep of its answer. Its token_ids may be longer or shorter than at the last call."""

@@ -8,6 +8,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.speculation.proposers import draft_model, eagle, medusa, mtp
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from baton.engine.speculation.proposers.proposer import Proposer
+from baton.engine.speculation.proposers.suffix import SuffixProposer
 
 MODULES = {"draft": draft_model, "medusa": medusa, "eagle": eagle}
 
@@ -17,6 +18,8 @@ def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
     proposers: list[Proposer] = []
     if config.speculator in ("auto", "ngram"):
         proposers.append(NgramProposer(config.max_num_seqs, config.max_model_len))
+    if config.speculator == SuffixProposer.name:
+        proposers.append(SuffixProposer(config.max_num_seqs, config.max_model_len))
     if config.speculator == mtp.MultiTokenPredictor.name:
         proposers.append(mtp.load(model, config))
     if config.draft_model is not None:

@@ -1,0 +1,125 @@
+"""Lookup in a sequence and in its tenant's earlier answers: what followed the longest suffix of it that was there before
+(as SuffixDecoding, Oliaro et al., arXiv 2411.04975; by the index of prompt lookup in place of a tree).
+
+Agents, templates and repeated questions have answers that come again, from prompts that do not hold them. Of a tenant
+the last answers are kept, as tokens, in this process alone; what one tenant was answered is never proposed to another,
+so nobody's speed tells of others. A match in the sequence wins over one elsewhere that is no longer.
+"""
+
+from collections.abc import Sequence
+
+from baton.engine.speculation.proposers.ngram import (
+    ENTRY_BYTES,
+    MAX_MATCH,
+    MIN_MATCH,
+    WINDOW_TOKENS,
+    Index,
+    continuation,
+    read_on,
+)
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
+
+KEPT_TOKENS = 262_144  # of all tenants together
+TENANT_TOKENS = 32_768  # in one Answers, of which a tenant has two
+_END = -1  # of an answer
+
+
+class Answers:
+    """Answers of one tenant, one behind the other."""
+
+    def __init__(self):
+        self.token_ids: list[int] = []
+        self._index = Index(0)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += token_ids
+        self.token_ids.append(_END)
+        self._index.read(self.token_ids, len(self.token_ids))
+
+    def find(self, end: list[int]) -> tuple[int, int]:
+        """(position behind the best match of the last tokens of `end`, its length); (-1, 0): there is none."""
+        return self._index.find(self.token_ids, end)
+
+    def behind(self, begin: int, length: int, num_tokens: int) -> list[int]:
+        """Return at most `num_tokens` behind a match, up to the answer's end."""
+        draft = self.token_ids[begin : begin + min(num_tokens, 2 * length)]
+        return draft[: draft.index(_END)] if _END in draft else draft
+
+
+class EarlierAnswers:
+    """The last answers of each tenant. Those of the tenant that was answered least recently go first."""
+
+    def __init__(self):
+        self._tenants: dict[bytes, list[Answers]] = {}  # newest Answers first, tenant answered last behind all others
+        self.num_tokens = 0
+
+    def of(self, tenant: bytes) -> Sequence[Answers]:
+        return self._tenants.get(tenant, ())
+
+    def add(self, tenant: bytes, token_ids: Sequence[int]) -> None:
+        """Keep an answer, or the part of one that is not kept yet; of a very long one the end."""
+        token_ids = token_ids[1 - TENANT_TOKENS :]
+        kept = self._tenants.pop(tenant, None) or [Answers()]
+        if kept[0].token_ids and len(kept[0].token_ids) + len(token_ids) >= TENANT_TOKENS:
+            self.num_tokens -= sum(len(each.token_ids) for each in kept[1:])
+            kept = [Answers(), kept[0]]
+        kept[0].add(token_ids)
+        self.num_tokens += len(token_ids) + 1
+        self._tenants[tenant] = kept
+        while self.num_tokens > KEPT_TOKENS and len(self._tenants) > 1:
+            least_recent = self._tenants.pop(next(iter(self._tenants)))
+            self.num_tokens -= sum(len(each.token_ids) for each in least_recent)
+
+
+class Looking:
+    """A sequence that is looked up."""
+
+    __slots__ = ("index", "num_kept")
+
+    def __init__(self, index: Index, num_kept: int):
+        self.index = index
+        self.num_kept = num_kept  # tokens that are none of its answer, or are kept already
+
+
+class SuffixProposer(Proposer):
+    """See the module."""
+
+    name = "suffix"
+    is_quick = True
+
+    def __init__(self, max_num_seqs: int, max_model_len: int):
+        self.earlier = EarlierAnswers()
+        num_tokens = max_num_seqs * min(max_model_len, 2 * WINDOW_TOKENS) + KEPT_TOKENS
+        self._num_bytes = num_tokens * ENTRY_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def open(self, draftee: Draftee) -> None:
+        num_tokens, num_prompt = len(draftee.token_ids), draftee.request.num_prompt_tokens
+        # One that is back after it parked is kept up to where it was; a match may reach across.
+        num_kept = max(num_prompt, num_tokens - 1 - MAX_MATCH)
+        draftee.state = Looking(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
+
+    def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._propose(draftee, num_tokens) for draftee, num_tokens in asks]
+
+    def _propose(self, draftee: Draftee, num_tokens: int) -> list[int]:
+        token_ids, looking = draftee.token_ids, draftee.state
+        looking.index = index = read_on(looking.index, token_ids)
+        begin, length = index.find(token_ids, token_ids) if index.num_tokens == len(token_ids) else (-1, 0)
+        best: Answers | None = None
+        for answers in self.earlier.of(draftee.request.tenant_mark):
+            found, found_length = answers.find(token_ids)
+            if found_length > length:
+                best, begin, length = answers, found, found_length
+        if best is not None:
+            return best.behind(begin, length, num_tokens)
+        return continuation(token_ids, begin, length, num_tokens)
+
+    def close(self, draftee: Draftee) -> None:
+        answer = draftee.token_ids[draftee.state.num_kept :]
+        if len(answer) > MIN_MATCH:
+            self.earlier.add(draftee.request.tenant_mark, answer)
+        draftee.state = None
