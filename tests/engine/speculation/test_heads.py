@@ -112,7 +112,7 @@ def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason())
-@pytest.mark.parametrize("kind", ["eagle", "draft"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "draft"])
 def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, heads, tmp_path):
     """Sequences of all ages in one batch, in fp32, where both add up to the same tokens."""
     if kind == "draft":
@@ -129,8 +129,10 @@ def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, head
     for is_native in (True, False):
         engine = bare.load_engine(model, **options)
         proposer, drafts = engine.speculator.proposers[kind], []
-        assert proposer._passes is not None
-        proposer._passes = proposer._passes if is_native else None
+        call = "_native" if kind == "medusa" else "_passes"
+        assert getattr(proposer, call) is not None
+        if not is_native:
+            setattr(proposer, call, None)
         propose = proposer.propose
 
         def watched(asks, propose=propose, drafts=drafts):

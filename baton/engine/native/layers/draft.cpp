@@ -1,6 +1,8 @@
 // The greedy guesses of a draft, several passes in one call: it reads what it lacks of each sequence, names the likeliest
-// next token, reads that, and so on. Guesses only: no answer depends on a bit of this.
+// next token, reads that, and so on. And those of heads, each of which guesses a token further on. Guesses only: no
+// answer depends on a bit of this.
 #include "embed.h"
+#include "recurrent.h"
 
 namespace baton {
 namespace {
@@ -22,6 +24,19 @@ struct Lack {
   int64_t position;    // of the first, as it is rotated
   int64_t num_wanted;  // guesses, at most `width`: those behind them have no position of their own
   const int64_t* block_ids;
+};
+
+// Medusa-style heads, see baton/engine/speculation/proposers/medusa.py: y = skip z + leave silu(inner z + bias), its norm
+// times `scale`, and the target's head.
+struct Head {
+  const Linear *enter, *leave;  // enter: skip's outputs, then inner's
+  const void* scale;            // [hidden_size]
+};
+struct Heads {
+  const Model* model;
+  const Linear* output;
+  const void *table, *target_norm, *ones;  // table as in Draft; ones [hidden_size]
+  const Head* heads;
 };
 
 int64_t likeliest(int64_t kind, const char* logits, int64_t count) {
@@ -106,4 +121,41 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* la
     for (int64_t s = 0; s < num_seqs; s++)
       guesses[s] = drafted[s * width + pass] = likeliest(model.kind, logits + s * logit_bytes, num_out);
   }
+}
+
+// hidden [num_seqs][hidden_size]: the target's rows that `token_ids` [num_seqs] were drawn from. drafted [num_seqs][width].
+extern "C" void baton_heads(const Heads* all, const void* hidden, const int64_t* token_ids, int64_t num_seqs,
+                            int64_t width, int64_t* drafted, int64_t num_threads) {
+  static thread_local std::vector<char> memory;
+  const Model& model = *all->model;
+  const int64_t kind = model.kind, size = model.hidden_size, num_out = all->output->num_out;
+  const int64_t element = kind == FP32 ? 4 : 2, bytes = size * element, rows_bytes = num_seqs * bytes;
+  char* normed = scratch(memory, (7 + width) * rows_bytes + width * num_seqs * num_out * element);
+  char *embedded = normed + rows_bytes, *joined = embedded + rows_bytes, *entered = joined + 2 * rows_bytes;
+  char *inner = entered + 2 * rows_bytes, *features = inner + rows_bytes, *logits = features + width * rows_bytes;
+  baton_norm(&model, hidden, all->target_norm, normed, num_seqs, num_threads);
+  baton_norm(&model, normed, all->ones, normed, num_seqs, num_threads);
+  embed(all->table, *all->output, size, bytes, num_seqs, token_ids, embedded);
+  baton_norm(&model, embedded, all->ones, embedded, num_seqs, num_threads);
+  for (int64_t s = 0; s < num_seqs; s++) {
+    std::memcpy(joined + 2 * s * bytes, normed + s * bytes, bytes);
+    std::memcpy(joined + (2 * s + 1) * bytes, embedded + s * bytes, bytes);
+  }
+  for (int64_t h = 0; h < width; h++) {
+    const Head& head = all->heads[h];
+    char* y = features + h * rows_bytes;
+    baton_linear(head.enter, joined, nullptr, entered, num_seqs, num_threads);
+    for (int64_t s = 0; s < num_seqs; s++)
+      for (int64_t i = 0; i < size; i += 16)
+        write16(kind, inner, s * size + i, silu16(read16(kind, entered, (2 * s + 1) * size + i)));
+    baton_linear(head.leave, inner, nullptr, y, num_seqs, num_threads);
+    for (int64_t s = 0; s < num_seqs; s++)
+      for (int64_t i = 0; i < size; i += 16)
+        write16(kind, y, s * size + i, read16(kind, y, s * size + i) + read16(kind, entered, 2 * s * size + i));
+    baton_norm(&model, y, head.scale, y, num_seqs, num_threads);
+  }
+  baton_linear(all->output, features, nullptr, logits, width * num_seqs, num_threads);
+  for (int64_t h = 0; h < width; h++)
+    for (int64_t s = 0; s < num_seqs; s++)
+      drafted[s * width + h] = likeliest(kind, logits + (h * num_seqs + s) * num_out * element, num_out);
 }

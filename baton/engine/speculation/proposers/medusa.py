@@ -21,10 +21,12 @@ from torch import Tensor
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.layers.linear import choose
+from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.models.decoder import Model
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.speculation.proposers.draft_sampling import draw
+from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.heads_folder import HeadsFolder
+from baton.engine.speculation.proposers.native_draft import NativeHeads, Passes
 from baton.engine.speculation.proposers.proposer import Advance, DraftRequest, Proposer
 from baton.engine.weights.forms import DenseWeight
 from baton.protocol import MAX_DRAFT_TOKENS
@@ -41,7 +43,7 @@ class Blocks(NamedTuple):
 
 
 class Medusa(Proposer):
-    """All heads of all sequences are rows of one product."""
+    """The sequences of a step are rows of one batch."""
 
     name = "medusa"
     wants_hidden = True
@@ -50,13 +52,21 @@ class Medusa(Proposer):
         self.model, self._sampler = model, Sampler()
         self.num_heads = len(blocks.scales)
         make, _ = choose(config.linear, config.batch_invariant, model.dtype, model.device)
-        blocks = Blocks(*(part.to(model.device) for part in blocks))
-        skip, enter, bias, _, self._scales = (part.to(model.dtype) for part in blocks)
-        # One product for all heads: the skips, then what enters the blocks.
-        self._enter = make(DenseWeight(torch.cat((skip, enter)).flatten(0, 1)), torch.cat((bias * 0, bias)).flatten())
-        # fp32: a batched product of one row each takes half the time that it takes in bf16 (24 us against 49).
-        self._leave = blocks.leave.float().transpose(1, 2).contiguous()
-        self._num_bytes = sum(part.nbytes for part in (skip, enter, bias, bias, self._leave, self._scales))
+        skips, enters, biases, leaves, self._scales = (part.to(model.device, model.dtype) for part in blocks)
+        self._enter = [
+            make(DenseWeight(torch.cat((skip, enter))), torch.cat((torch.zeros_like(bias), bias)))
+            for skip, enter, bias in zip(skips, enters, biases, strict=True)
+        ]
+        self._leave = [make(DenseWeight(leave.contiguous()), None) for leave in leaves]
+        self._num_bytes = sum(part.nbytes for part in (skips, enters, biases, biases, leaves, self._scales))
+        self._native = self._native_heads()
+
+    def _native_heads(self) -> NativeHeads | None:
+        """None where the heads or the target cannot be run by the native kernels."""
+        model, linears = self.model, (*self._enter, *self._leave)
+        if not (Passes.fit(model, model.fused) and all(isinstance(each, PackedLinear) for each in linears)):
+            return None
+        return NativeHeads(model, self._enter, self._leave, self._scales)
 
     @property
     def num_bytes(self) -> int:
@@ -69,11 +79,13 @@ class Medusa(Proposer):
             return drafts
         draftees = [asks[index].draftee for index in known]
         counts = [min(asks[index].num_tokens, self.num_heads) for index in known]
-        logits = self._logits(
-            torch.stack([draftee.state for draftee in draftees]),
-            torch.tensor([draftee.token_ids[-1] for draftee in draftees], device=self.model.device),
-            max(counts),
-        )
+        hidden = torch.stack([draftee.state for draftee in draftees])
+        drawn_ids = [draftee.token_ids[-1] for draftee in draftees]
+        if self._native is not None and all(is_argmax(draftee.request) for draftee in draftees):
+            for index, count, draft in zip(known, counts, self._native(hidden, drawn_ids, max(counts)), strict=True):
+                drafts[index] = draft[:count]
+            return drafts
+        logits = self._logits(hidden, torch.tensor(drawn_ids, device=self.model.device), max(counts))
         for place in range(max(counts)):
             rows = [row for row, count in enumerate(counts) if count > place]
             some = logits[:, place] if len(rows) == len(known) else logits[rows, place]
@@ -93,11 +105,11 @@ class Medusa(Proposer):
     def _logits(self, hidden: Tensor, drawn_ids: Tensor, num_heads: int) -> Tensor:
         """hidden [S, hidden_size], drawn_ids [S] -> fp32 [S, num_heads, vocab_size]."""
         x, drawn = self._norm(self.model.norm(hidden)), self._norm(self.model.embedded(drawn_ids))
-        skip, inner = self._enter(torch.cat((x, drawn), dim=1)).view(len(x), 2, self.num_heads, -1).unbind(1)
-        inner = F.silu(inner[:, :num_heads]).transpose(0, 1).float()
-        y = skip[:, :num_heads] + torch.bmm(inner, self._leave[:num_heads]).transpose(0, 1)
-        outputs = self._scales[:num_heads] * self._norm(y).to(self.model.dtype)
-        return self.model.scored(outputs.flatten(0, 1)).float().view(len(hidden), num_heads, -1)
+        joined, outputs = torch.cat((x, drawn), dim=1), []
+        for enter, leave, scale in zip(self._enter[:num_heads], self._leave, self._scales):
+            skip, inner = enter(joined).chunk(2, dim=1)
+            outputs.append(scale * self._norm(skip + leave(F.silu(inner))))
+        return self.model.scored(torch.stack(outputs, dim=1).flatten(0, 1)).float().view(len(hidden), num_heads, -1)
 
     def _norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=self.model.spec.norm.eps)

@@ -1,4 +1,4 @@
-"""The greedy guesses of a draft in one native call for all of its passes (native/layers/draft.cpp).
+"""The greedy guesses of a draft in one native call for all of its passes, and those of heads (native/layers/draft.cpp).
 
 A pass of a small model takes less time than the Python and torch calls around it: of the demo's EAGLE-style layer they
 were four fifths. Sampled guesses need the noise of each position and go pass by pass, see draft_sampling.py.
@@ -17,7 +17,7 @@ from baton.engine.kv.native import NativePool
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
-from baton.engine.models.native_ends import has_native_ends, table_address
+from baton.engine.models.native_ends import has_native_ends, head_address, norm_address, table_address
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -87,3 +87,47 @@ class Passes:
             torch.get_num_threads(),
         )  # fmt: skip
         return [list(drafted[i * width : i * width + lack.num_wanted]) for i, lack in enumerate(lacks)]
+
+
+class _Head(ctypes.Structure):
+    """`Head` of native/layers/draft.cpp."""
+
+    _fields_ = [(name, _POINTER) for name in ("enter", "leave", "scale")]
+
+
+class _Heads(ctypes.Structure):
+    """`Heads` of native/layers/draft.cpp."""
+
+    _fields_ = [(name, _POINTER) for name in ("model", "output", "table", "target_norm", "ones", "heads")]
+
+
+class NativeHeads:
+    """Medusa-style heads of a model, applied to the rows of all sequences."""
+
+    def __init__(self, model: Model, enter: Sequence[PackedLinear], leave: Sequence[PackedLinear], scales: Tensor):
+        """`enter` [2 * hidden_size, 2 * hidden_size] and `leave` [hidden_size, hidden_size] of each head, `scales` [heads,
+        hidden_size] in the model's dtype."""
+        ones = torch.ones_like(scales[0])
+        heads = (_Head * len(enter))(
+            *(
+                (first.address, last.address, scale.data_ptr())
+                for first, last, scale in zip(enter, leave, scales, strict=True)
+            )
+        )
+        self._held = (model, enter, leave, scales, ones, heads)  # what the struct points at
+        self._heads = _Heads(
+            model.fused.address, head_address(model), table_address(model), norm_address(model), ones.data_ptr(),
+            ctypes.addressof(heads),
+        )  # fmt: skip
+        arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT)
+        self._run = native.library().function("baton_heads", *arguments)
+
+    def __call__(self, hidden: Tensor, token_ids: list[int], num_heads: int) -> list[list[int]]:
+        """Guesses of the first heads for each sequence; `hidden` [S, hidden_size]: the target's rows that `token_ids` were
+        drawn from."""
+        ids, drafted = array("q", token_ids), array("q", bytes(8 * num_heads * len(token_ids)))
+        self._run(
+            ctypes.addressof(self._heads), hidden.data_ptr(), ids.buffer_info()[0], len(token_ids), num_heads,
+            drafted.buffer_info()[0], torch.get_num_threads(),
+        )  # fmt: skip
+        return [list(drafted[i : i + num_heads]) for i in range(0, len(drafted), num_heads)]
