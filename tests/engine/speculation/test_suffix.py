@@ -112,12 +112,13 @@ def test_a_sequence_that_comes_back_is_kept_once():
 def test_few_tokens_are_kept_those_of_the_last_answers(monkeypatch):
     monkeypatch.setattr(suffix, "KEPT_TOKENS", 300)
     monkeypatch.setattr(suffix, "TENANT_TOKENS", 60)
+    monkeypatch.setattr(suffix, "ANSWER_TOKENS", 50)
     chance, earlier = random.Random(3), EarlierAnswers()
     for _ in range(2_000):
         tenant, answer = bytes([chance.randrange(6)]), [chance.randrange(9) for _ in range(chance.randint(4, 70))]
         earlier.add(tenant, answer)
         held = {who: earlier.of(bytes([who])) for who in range(6)}
         assert earlier.num_tokens == sum(len(each.token_ids) for answers in held.values() for each in answers) <= 300
-        assert earlier.of(tenant)[0].token_ids[-60:][-1 - len(answer) :] == [*answer[-59:], -1]
+        assert earlier.of(tenant)[0].token_ids[-51:][-1 - len(answer) :] == [*answer[-50:], -1]
         assert all(len(each.token_ids) <= 60 for answers in held.values() for each in answers)
     assert sum(bool(answers) for answers in held.values()) > 2
