@@ -42,6 +42,11 @@ def pinned(core: int, argv: Sequence[str]) -> list[str]:
     return ["taskset", "-c", str(CORES[core % len(CORES)]), *argv] if len(CORES) > 1 else list(argv)
 
 
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 class Fleet:
     """A stub worker and gateways before it."""
 
@@ -73,8 +78,7 @@ class Fleet:
 
     @property
     def cpu_s(self) -> float:
-        times = [psutil.Process(gateway.pid).cpu_times() for gateway in self.gateways]
-        return sum(each.user + each.system for each in times)
+        return sum(cpu_s(psutil.Process(gateway.pid)) for gateway in self.gateways)
 
 
 @contextmanager
@@ -131,15 +135,22 @@ def ttft(report: Report, is_quick: bool) -> None:
     """Against the same client and a server that answers by itself, in turn."""
     seconds, rounds = (2, 1) if is_quick else (10, 3)
     ttft_s: dict[str, list[float]] = {"alone": [], "through": []}
-    with fleet() as made, bare(8) as (address, _):
+    spent_s = dict.fromkeys(ttft_s, 0.0)
+    with fleet() as made, bare(8) as (address, process):
         targets = {"alone": [address], "through": made.targets}
+        servers = {"alone": process, "through": psutil.Process(made.gateways[0].pid)}
         for number in range(rounds):
             for name in sorted(targets, reverse=number % 2 == 1):
+                before = cpu_s(servers[name])
                 ttft_s[name] += seen(clients(targets[name], "rate", RATE, seconds, 8))["ttft_s"]
+                spent_s[name] += cpu_s(servers[name]) - before
     for percentile, goal in ((50, "value <= 1.5"), (99, "value <= 5")):
         through, alone = (percentile_ms(ttft_s[name], percentile) for name in ("through", "alone"))
         report.add(f"{RATE} requests/s: TTFT, p{percentile}", through, "ms", against=alone)
         report.add(f"{RATE} requests/s: added to TTFT, p{percentile}", through - alone, "ms", goal=goal)
+
+    ours, alone = (1e6 * spent_s[name] / len(ttft_s[name]) for name in ("through", "alone"))
+    report.add(f"{RATE} requests/s: CPU of a request of 8 tokens", ours, "us", against=alone)
 
 
 def steady(found: dict) -> list[tuple[int, float]]:
@@ -166,7 +177,7 @@ def tokens(report: Report, is_quick: bool) -> None:
         with fleet() as made:
             before = made.cpu_s
             found = seen(clients(made.targets, "closed", num_streams, seconds, output))
-            cpu_s = made.cpu_s - before
+            spent_s = made.cpu_s - before
         merged = found["num_tokens"] / found["num_messages"]
         bare_us = bare_message_us(num_streams, max(1, round(merged)), seconds, output)
         begin, end = found["steady"]
@@ -179,17 +190,17 @@ def tokens(report: Report, is_quick: bool) -> None:
         report.add(f"{name}: way of a token, p50", percentile_ms(late, 50), "ms")
         report.add(f"{name}: way of a token, p99", percentile_ms(late, 99), "ms", goal="value <= 20")
         report.add(f"{name}: tokens a message", merged, "tokens", goal="value <= 1.05" if offered < 8000 else "")
-        report.add(f"{name}: CPU of a message", 1e6 * cpu_s / found["num_messages"], "us", against=bare_us)
-        report.add(f"{name}: CPU", 1e3 * cpu_s / (found["num_tokens"] / 1e3), "ms/1,000 tokens")
+        report.add(f"{name}: CPU of a message", 1e6 * spent_s / found["num_messages"], "us", against=bare_us)
+        report.add(f"{name}: CPU", 1e3 * spent_s / (found["num_tokens"] / 1e3), "ms/1,000 tokens")
 
 
 def bare_message_us(num_streams: int, num_tokens: int, seconds: float, output: int) -> float:
     """CPU that a message takes where nothing but gRPC is at work, requests included."""
     with bare(output // num_tokens, 10.0 * num_tokens, num_tokens) as (address, process):
-        before = process.cpu_times()
+        before = cpu_s(process)
         found = seen(clients([address], "closed", num_streams, seconds, output))
-        after = process.cpu_times()
-    return 1e6 * (after.user + after.system - before.user - before.system) / found["num_messages"]
+        spent_s = cpu_s(process) - before
+    return 1e6 * spent_s / found["num_messages"]
 
 
 def processes(report: Report, is_quick: bool) -> None:
@@ -216,11 +227,14 @@ def processes(report: Report, is_quick: bool) -> None:
 def refusals(report: Report, is_quick: bool) -> None:
     """Measure refusals: a worker that is full, and no request may wait."""
     with fleet(worker=("--full",), gateway=("--max-queued-requests", "0")) as made:
+        before = made.cpu_s
         found = seen(clients(made.targets, "rate", 200, 2 if is_quick else 15, 8))
+        spent_s = made.cpu_s - before
     if not found["refused_s"] or found["ttft_s"]:
         sys.exit("a full worker's requests were not refused")
     report.add("200 refusals/s: p50", percentile_ms(found["refused_s"], 50), "ms")
     report.add("200 refusals/s: p99", percentile_ms(found["refused_s"], 99), "ms", goal="value <= 20")
+    report.add("200 refusals/s: CPU of a refusal", 1e6 * spent_s / len(found["refused_s"]), "us")
 
 
 def streams(report: Report, is_quick: bool) -> None:

@@ -101,8 +101,12 @@ def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: i
         "bare": lambda: bare(num_bytes),
         "bare again": lambda: bare(num_bytes),
     }
-    found = medians(interleave(arms, num_rounds))
+    cpu_s = dict.fromkeys(arms, 0.0)
+    found = medians(interleave({arm: _counting(pair, cpu_s, arm, call) for arm, call in arms.items()}, num_rounds))
     name = f"{transport}, {_size(block_bytes)} x {count}"
+    for arm in ("off", "sum"):
+        mine, theirs = (1e3 * cpu_s[each] / num_rounds for each in (arm, "bare"))
+        report.add(f"{name}: CPU of both processes, digests {arm}", mine, "ms", against=theirs)
     if num_bytes < RATED_BYTES:
         for arm in ("off", "sum"):
             report.add(f"{name}: digests {arm}", found[arm] * 1e3, "ms", against=found["bare"] * 1e3)
@@ -114,6 +118,18 @@ def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: i
         void = f": VOID, two bare copies differ by more than {NOISE:.0%}" if is_void else ""
         report.add(f"{name}: digests {arm}{void}", rate[arm], "GB/s", against=rate["bare"], goal=goal)
     report.add(f"{name}: A/A, bare over bare", rate["bare again"], "GB/s", against=rate["bare"])
+
+
+def _counting(pair: Pair, cpu_s: dict[str, float], arm: str, call: Callable[[], float]) -> Callable[[], float]:
+    """Return `call` with the CPU time of its process and the source's added to cpu_s[arm]."""
+
+    def counted() -> float:
+        before = pair.cpu_s
+        took_s = call()
+        cpu_s[arm] += pair.cpu_s - before
+        return took_s
+
+    return counted
 
 
 def _size(num_bytes: int) -> str:

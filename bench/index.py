@@ -14,11 +14,13 @@ if not __package__:  # started by its path
 import asyncio
 import contextlib
 import random
+import statistics
 import struct
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import uvloop
@@ -99,27 +101,32 @@ def fill(server: RedisServer, begin: int, end: int) -> None:
         script(args=[at, min(end, at + CHUNK), RUN, NUM_WORKERS, 10 * KV_TTL_S])
 
 
-async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> float:
-    """Seconds, of a prompt that differs behind that many spans. It must find its worker, and how many; where the
+class Took(NamedTuple):
+    wall_s: float
+    cpu_s: float  # of this process; Redis has its own
+
+
+async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> Took:
+    """What it took, of a prompt that differs behind that many spans. It must find its worker, and how many; where the
     index does without Redis for a moment (on a busy machine its heartbeat comes late), it is asked again."""
     hashes = spans(run)[:num_held] + UNKNOWN[num_held:]
     async with asyncio.timeout(120):
         while True:
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             if found := await index.lookup(hashes):
                 break
             await asyncio.sleep(0.05)
-    took_s = time.perf_counter() - began
+    took = Took(time.perf_counter() - began, time.process_time() - cpu_began)
     assert found == {worker(run % NUM_WORKERS): num_held}, f"run {run}: {found}"
-    return took_s
+    return took
 
 
-def looked_up_bare(server: RedisServer, run: int) -> float:
+def looked_up_bare(server: RedisServer, run: int) -> Took:
     """All of a run by one MGET and a client that blocks, without a gateway around it."""
     names = [b"kv:" + value[:16] for value in spans(run)]
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     server.client.mget(names)
-    return time.perf_counter() - began
+    return Took(time.perf_counter() - began, time.process_time() - cpu_began)
 
 
 async def at_size(report: Report, server: RedisServer, num_entries: int, num_lookups: int, bytes_before: int) -> None:
@@ -127,22 +134,25 @@ async def at_size(report: Report, server: RedisServer, num_entries: int, num_loo
     name = f"{num_entries / 1e6:.0f} M entries"
     num_bytes = server.client.info("memory")["used_memory"] - bytes_before
     report.add(f"{name}: memory of an entry", num_bytes / num_entries, "bytes")
-    rng, bare, seconds, again = random.Random(1), [], [], []
+    rng = random.Random(1)
+    bare, seconds, again = arms = tuple[list[Took], ...]([] for _ in range(3))
     async with gateway(server, NUM_WORKERS) as index:
         for i in range(-50, num_lookups):  # connections are made first
             runs, nums = ([rng.randrange(most) for _ in range(3)] for most in (num_entries // RUN, RUN))
             took = [looked_up_bare(server, runs[0])]
             took += [await looked_up(index, run, num + 1) for run, num in zip(runs[1:], nums, strict=False)]
-            for times, value in zip((bare, seconds, again), took, strict=True) if i >= 0 else ():
+            for times, value in zip(arms, took, strict=True) if i >= 0 else ():
                 times.append(value)
     goal = "value < 1" if name == "10 M entries" else ""
     for percentile in (50, 99):
-        against, value = percentile_ms(bare, percentile), percentile_ms(seconds, percentile)
+        against, value = (percentile_ms([each.wall_s for each in arm], percentile) for arm in (bare, seconds))
         title = f"{name}: lookup of {RUN} spans, p{percentile}"
         report.add(title, value, "ms", against=against, goal=goal if percentile == 99 else "")
-    report.add(
-        f"{name}: A/A, the lookups again, p99", percentile_ms(again, 99), "ms", against=percentile_ms(seconds, 99)
-    )
+    ours, twice = (percentile_ms([each.wall_s for each in arm], 99) for arm in (seconds, again))
+    report.add(f"{name}: A/A, the lookups again, p99", twice, "ms", against=ours)
+    means = [1e6 * statistics.fmean(each.cpu_s for each in arm) for arm in arms]
+    report.add(f"{name}: lookup of {RUN} spans, CPU beside Redis", means[1], "us", against=means[0])
+    report.add(f"{name}: A/A, the lookups again, CPU beside Redis", means[2], "us", against=means[1])
 
 
 async def writing(report: Report, server: RedisServer, num_spans: int) -> None:

@@ -32,6 +32,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import psutil
+
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.run import run_jobs
@@ -39,6 +41,7 @@ from baton.loadgen.workload import Job, Shape, arrivals, drawn
 from baton.service.security.access import Access
 from baton.service.security.credentials import new_key
 from bench.arms.overload_abuse import abuse
+from bench.gateway import cpu_s
 from bench.lib.report import Report, finish, start
 from bench.processes.flood import KINDS, flooding
 from gateway.config.slo_classes import BUILT_IN
@@ -92,9 +95,12 @@ def overload(report: Report, stack: Stack, seconds: float) -> None:
     best = max(ladder, key=lambda share: goodput(ladder[share]))
     peak = goodput(ladder[best])
     report.add(f"{PROMPT} + {OUTPUT} tokens: peak goodput", peak, "requests/s", limit=capacity)
+    gateway = psutil.Process(stack.gateways[0].pid)
     for times in (2, 5):
-        begin = len(stack.gateways[0].text())
-        outcomes = counted(send(target, times * best * capacity, seconds, 10 + times))
+        begin, before = len(stack.gateways[0].text()), cpu_s(gateway)
+        sent = send(target, times * best * capacity, seconds, 10 + times)
+        each_ms = 1e3 * (cpu_s(gateway) - before) / len(sent)
+        outcomes = counted(sent)
         name = f"{times} x the rate of the peak"
         report.add(
             f"{name}: goodput over the peak", goodput(outcomes), "requests/s", against=peak, goal="ratio >= 0.90"
@@ -116,6 +122,7 @@ def overload(report: Report, stack: Stack, seconds: float) -> None:
             report.add(f"{name}: refused after, p99", percentile(took, 0.99), "ms", limit=lag, goal="value <= 20")
             within = [float(ms) for ms in REFUSED.findall(stack.gateways[0].text()[begin:])]
             report.add(f"{name}: ... of this in the gateway, p99", percentile(within, 0.99), "ms")
+        report.add(f"{name}: CPU of the gateway", each_ms, "ms/request")
         broken = sum(each.status != "RESOURCE_EXHAUSTED" for each in refused)
         report.add(f"{name}: ended otherwise than by an answer or a refusal", broken, "requests", goal="value <= 0")
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import uvloop
 
 from baton.worker.kv.native_digests import memory_kernels
@@ -131,6 +132,7 @@ class Pair:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,), text=True, cwd=ROOT
         )
+        self._source = psutil.Process(self._process.pid)
         self._bare = socket.create_connection(("127.0.0.1", json.loads(self._process.stdout.readline())["bare"]))
         self._bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._fetchers = {
@@ -141,6 +143,12 @@ class Pair:
             for name in transports for kind in ("sum", "off")
         }  # fmt: skip
         self._keys = 0
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that both processes have taken, the source's in hundredths of a second."""
+        times = self._source.cpu_times()
+        return time.process_time() + times.user + times.system
 
     def fetch(self, transport: str, kind: str, count: int) -> tuple[float, FetchReport]:
         """Seconds from the handle in hand to the last block verified."""
