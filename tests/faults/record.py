@@ -1,6 +1,7 @@
 """Lines that runs leave in bench/results/, and their totals: python -m tests.faults.record (make fault-report).
 
-A line whose faults were mended since says so: `"is_mended": true`. Its violations are told apart."""
+A line whose faults were mended since, be they Baton's or a tool's, says so: `"is_mended": true`. Its violations and
+differences are told apart."""
 
 import datetime
 import json
@@ -31,7 +32,7 @@ COUNTS = {
     "stack_requests": "requests of stacks with random faults",
     "stack_faults": "faults that these stacks had",
     "differences": "plans of either that did not end in the undisturbed answer, or left something",
-    "mended": "invariants broken by faults that are mended",
+    "mended": "invariants and answers broken by faults that are mended",
     "violations": "invariants broken else",
 }
 
@@ -56,7 +57,7 @@ def totals(folder: Path = FOLDER) -> Counter:
     found = Counter({"runs": len(lines)})
     for line in lines:
         if line.get("is_mended"):
-            line["mended"] = line.pop("violations")
+            line["mended"] = line.pop("violations", 0) + line.pop("differences", 0)
         found.update({name: line[name] for name in COUNTS if name in line})
     return found
 
