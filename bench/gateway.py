@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.lib.cpu_time import cpu_s
 from bench.lib.report import Report, finish, percentile_ms, start
 from bench.processes.stub_worker import FIRST_ID, NUM_IDS
 from tests.support.process import Process
@@ -40,11 +41,6 @@ HELD_OUTPUT = 1700  # of one that is to stay open, one a second
 def pinned(core: int, argv: Sequence[str]) -> list[str]:
     """A whole process with all its threads on one core, where there are several."""
     return ["taskset", "-c", str(CORES[core % len(CORES)]), *argv] if len(CORES) > 1 else list(argv)
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 class Fleet:

@@ -41,7 +41,7 @@ from baton.loadgen.workload import Job, Shape, arrivals, drawn
 from baton.service.security.access import Access
 from baton.service.security.credentials import new_key
 from bench.arms.overload_abuse import abuse
-from bench.gateway import cpu_s
+from bench.lib.cpu_time import cpu_s
 from bench.lib.report import Report, finish, start
 from bench.processes.flood import KINDS, flooding
 from gateway.config.slo_classes import BUILT_IN

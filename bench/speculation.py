@@ -1,7 +1,8 @@
 """Measure the gain of speculation on this machine: python bench/speculation.py [--quick] [--json FILE].
 
 Bare engines of one model, plain and with each proposer, on three texts and on questions that are asked again, in turn;
-every comparison has an A/A pair, plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
+every comparison has an A/A pair, plain against plain, beside it. Speed is that of decoding: output tokens over the
+time after the last prompt was read.
 Whether anything is ever a loss is seen in CPU time, which others on the machine disturb less.
 What the mechanism costs at a given acceptance, on a GPU too: bench/forced.py.
 """

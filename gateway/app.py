@@ -146,8 +146,7 @@ class Gateway:
             f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
         )
         watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
-        running = [watching, tasks.start("registry", self.registry.run)]
-        running.append(tasks.start("heap", heap.keep_trimmed))
+        running = [watching, tasks.start("registry", self.registry.run), tasks.start("heap", heap.keep_trimmed)]
         if settings.redis:
             running.append(tasks.start("redis", self._keep_index))
         if settings.redis and settings.quotas:

@@ -17,6 +17,7 @@ import psutil
 import uvloop
 
 from baton.worker.kv.native_digests import memory_kernels
+from bench.lib.cpu_time import cpu_s
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.memory import digest
 from kvtransfer.memory.region import Region
@@ -147,8 +148,7 @@ class Pair:
     @property
     def cpu_s(self) -> float:
         """CPU time that both processes have taken, the source's in hundredths of a second."""
-        times = self._source.cpu_times()
-        return time.process_time() + times.user + times.system
+        return time.process_time() + cpu_s(self._source)
 
     def fetch(self, transport: str, kind: str, count: int) -> tuple[float, FetchReport]:
         """Seconds from the handle in hand to the last block verified."""

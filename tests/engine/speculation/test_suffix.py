@@ -8,7 +8,7 @@ import pytest
 from baton.engine.speculation.proposers import ngram, suffix
 from baton.engine.speculation.proposers.ngram import MAX_MATCH, MIN_MATCH
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
-from baton.engine.speculation.proposers.suffix import EarlierAnswers, SuffixProposer
+from baton.engine.speculation.proposers.suffix import REOPENED_TOKENS, EarlierAnswers, SuffixProposer
 from tests.support.engine.toys import make_request
 
 
@@ -97,16 +97,22 @@ def test_its_own_text_wins_where_another_is_no_longer():
 
 
 def test_a_sequence_that_comes_back_is_kept_once():
-    """It parks again and again; what it has beyond a match's length is not entered anew."""
+    """It parks again and again, and little of what it has is entered anew; opened late, all that it has is."""
     proposer, tokens = SuffixProposer(4, 4096), [0, 1]
     draftee = opened(proposer, tokens)
-    for token_id in range(2, 402):
+    for token_id in range(2, 2_002):
         tokens.append(token_id)
-        if token_id % 100 == 0:
+        if token_id == 100 or token_id % 400 == 0:
             proposer.close(draftee)
             proposer.open(draftee)
     proposer.close(draftee)
-    assert 400 < proposer.earlier.num_tokens <= 400 + 5 * (MAX_MATCH + 3)
+    assert 2_000 < proposer.earlier.num_tokens <= 2_000 + 7 * (REOPENED_TOKENS + 2)
+    late = opened(proposer, [7, 8])
+    late.token_ids += range(5_000, 5_100)
+    proposer.open(late)  # for the first time, 100 tokens in
+    late.request = replace(late.request, num_prompt_tokens=2)
+    proposer.close(late)
+    assert proposed(proposer, opened(proposer, [5_000, 5_001, 5_002]), 1) == [5_003]
 
 
 def test_few_tokens_are_kept_those_of_the_last_answers(monkeypatch):

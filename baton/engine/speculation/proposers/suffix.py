@@ -4,13 +4,13 @@
 Agents, templates and repeated questions have answers that come again, from prompts that do not hold them. Of a tenant
 the last answers are kept, as tokens, in this process alone; what one tenant was answered is never proposed to another,
 so nobody's speed tells of others. A match in the sequence wins over one elsewhere that is no longer.
+An answer that ends before the proposer is asked for it is not kept.
 """
 
 from collections.abc import Sequence
 
 from baton.engine.speculation.proposers.ngram import (
     ENTRY_BYTES,
-    MAX_MATCH,
     MIN_MATCH,
     WINDOW_TOKENS,
     Index,
@@ -22,6 +22,9 @@ from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, P
 KEPT_TOKENS = 262_144  # of all tenants together
 TENANT_TOKENS = 32_768  # in one Answers, of which a tenant has two
 ANSWER_TOKENS = 4_096  # of one answer, the last: all sequences wait while they are entered (about 0.4 us each)
+REOPENED_TOKENS = (
+    128  # kept of what a sequence has when it is opened: a proposer that rests is asked again so late at most
+)
 _END = -1  # of an answer
 
 
@@ -41,7 +44,7 @@ class Answers:
         """(position behind the best match of the last tokens of `end`, its length); (-1, 0): there is none."""
         return self._index.find(self.token_ids, end)
 
-    def behind(self, begin: int, length: int, num_tokens: int) -> list[int]:
+    def continuation(self, begin: int, length: int, num_tokens: int) -> list[int]:
         """Return at most `num_tokens` behind a match, up to the answer's end."""
         draft = self.token_ids[begin : begin + min(num_tokens, 2 * length)]
         return draft[: draft.index(_END)] if _END in draft else draft
@@ -72,8 +75,8 @@ class EarlierAnswers:
             self.num_tokens -= sum(len(each.token_ids) for each in least_recent)
 
 
-class Looking:
-    """A sequence that is looked up."""
+class LookupState:
+    """What is kept of a sequence that is looked up."""
 
     __slots__ = ("index", "num_kept")
 
@@ -99,16 +102,16 @@ class SuffixProposer(Proposer):
 
     def open(self, draftee: Draftee) -> None:
         num_tokens, num_prompt = len(draftee.token_ids), draftee.request.num_prompt_tokens
-        # One that is back after it parked is kept up to where it was; a match may reach across.
-        num_kept = max(num_prompt, num_tokens - 1 - MAX_MATCH)
-        draftee.state = Looking(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
+        # One that is back after it parked is kept up to where it was, but for a part that is entered twice.
+        num_kept = max(num_prompt, num_tokens - 1 - REOPENED_TOKENS)
+        draftee.state = LookupState(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
 
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._propose(draftee, num_tokens) for draftee, num_tokens in asks]
 
     def _propose(self, draftee: Draftee, num_tokens: int) -> list[int]:
-        token_ids, looking = draftee.token_ids, draftee.state
-        looking.index = index = read_on(looking.index, token_ids)
+        token_ids, state = draftee.token_ids, draftee.state
+        state.index = index = read_on(state.index, token_ids)
         begin, length = index.find(token_ids, token_ids) if index.num_tokens == len(token_ids) else (-1, 0)
         best: Answers | None = None
         for answers in self.earlier.of(draftee.request.tenant_mark):
@@ -116,7 +119,7 @@ class SuffixProposer(Proposer):
             if found_length > length:
                 best, begin, length = answers, found, found_length
         if best is not None:
-            return best.behind(begin, length, num_tokens)
+            return best.continuation(begin, length, num_tokens)
         return continuation(token_ids, begin, length, num_tokens)
 
     def close(self, draftee: Draftee) -> None:
