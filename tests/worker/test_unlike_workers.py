@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from baton import failpoints
 from baton.v1 import worker_pb2 as pb
 from tests.support.models import make_model
+from tests.support.stack import SLOW_STEPS
 from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
 from tests.worker.test_two_workers import bare_answer, prompt
 
@@ -192,7 +194,9 @@ async def generate_with_sources(pair, spec, sources):
 
 
 @pytest.mark.parametrize("block_size", [32, 128])
-def test_a_prefill_worker_pulls_its_prefix(model, block_size):
+def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
+    """And passes it on while it reads the rest, which takes a while."""
+    monkeypatch.setattr(failpoints, "hit", failpoints._make(SLOW_STEPS))
     turn1, turn2 = prompt(200), prompt(200) + prompt(90, 3)
 
     async def main():

@@ -15,6 +15,7 @@ from baton.engine.core.request import PrefillDone, Refusal, TokenRun
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step
 from baton.engine.schedule.inbox import Stop
+from baton.engine.speculation.control import controller
 from tests.engine.sampling.sample_rows import any_params
 from tests.support.engine.folders import make_adapter, make_folder, save_tiny
 from tests.support.engine.toys import Collector, make_request, run
@@ -93,12 +94,15 @@ def test_any_sampling_as_single_steps(engines, data):
 
 @pytest.fixture(scope="module")
 def speculating(folder):
-    """As `engines`, each of which looks every prompt up and verifies four proposals a step."""
+    """As `engines`, each of which looks every prompt up and verifies four proposals a step, and none only to measure a plain
+    one: single steps and calls of several have other ones to measure."""
     options = dict(speculator="ngram", num_draft_tokens=4)
-    return {
-        dtype: (load(folder, dtype=dtype, **options), load(folder, True, dtype=dtype, **options))
-        for dtype in ("fp32", "bf16")
-    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(controller, "FIRST_INTERVAL", controller.MANY)
+        yield {
+            dtype: (load(folder, dtype=dtype, **options), load(folder, True, dtype=dtype, **options))
+            for dtype in ("fp32", "bf16")
+        }
 
 
 @settings(max_examples=30, deadline=None)
