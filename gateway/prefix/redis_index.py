@@ -1,6 +1,6 @@
 """The prefix index in Redis, shared by gateways. Serving never depends on it: every failure is a miss.
 
-    kv:<16 bytes of a span hash>   bit string, one bit per worker slot; expires
+    kv:<16 bytes of a span hash>   bit string, one bit per worker slot; goes with its last bit, and expires
     baton:slot:<n>                 whose slot n is (slot_leases.py)
     baton:writer:<worker>          the gateway that writes this worker's events
     baton:secret                   fingerprint of the cluster secret in use
@@ -26,7 +26,16 @@ from baton.v1 import worker_pb2 as pb
 from gateway.prefix.prefix_index import Feed, SecretDiffers
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
-from gateway.prefix.worker_bitmap import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, sampled_ends, slots_in, spread
+from gateway.prefix.worker_bitmap import (
+    NUM_BYTES,
+    NUM_SLOTS,
+    bit_sets,
+    last_held,
+    mask_of,
+    sampled_ends,
+    slots_in,
+    spread,
+)
 from gateway.store.breaker import Breaker
 from gateway.store.redis_client import FAILURES, make_client, values_of, words_of
 
@@ -315,24 +324,24 @@ class RedisIndex:
     async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
         """Write one batch. Raises one of FAILURES, after which none or all of it is written."""
         names = {span: b"kv:" + span[:NAME_BYTES] for span in spans}
-        stale = await self._retired_bits(list(names.values())) if self._slots.retired else ()
+        retired, own = self._slots.retired, mask_of([slot])
+        looked = [names[span] for span, sealed in spans.items() if retired or not sealed]
+        bits = dict(zip(looked, bit_sets(await values_of(self._control, looked, NUM_BYTES)))) if looked else {}
         async with self._control.pipeline(transaction=True) as batch:
-            for name, other in stale:
-                batch.setbit(name, other, 0)
             for span, sealed in spans.items():
-                batch.setbit(names[span], slot, int(sealed))
-                batch.expire(names[span], KV_TTL_S)
+                name = names[span]
+                if not sealed and not bits[name] & ~retired & ~own:
+                    batch.expire(name, 0)  # what another gateway has written since the look it writes again in time
+                    continue
+                for other in slots_in(bits.get(name, 0) & retired):
+                    batch.setbit(name, other, 0)  # before the time to live is renewed
+                batch.setbit(name, slot, int(sealed))
+                batch.expire(name, KV_TTL_S)
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # of all answers: each has as long
                 answers = await batch.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not _is_of_the_key(answer):
                 raise answer
-
-    async def _retired_bits(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Return bits to clear before a span's time to live is renewed: (its name, a retired slot)."""
-        values = bit_sets(await values_of(self._control, names, NUM_BYTES))
-        retired = self._slots.retired
-        return [(name, slot) for name, bits in zip(names, values, strict=True) for slot in slots_in(bits & retired)]
 
 
 def _writer_name(worker: bytes) -> bytes:

@@ -386,6 +386,25 @@ async def test_a_new_worker_inherits_nothing(clock):
     await world.check()
 
 
+async def test_what_nobody_holds_takes_no_memory(clock):
+    """Neither a span that was evicted, nor one that has expired before it is."""
+    world = World(1, clock)
+    for _ in range(2):
+        world.a_worker_comes()
+    first, second = world.workers
+    first.change(sealed=SPANS)
+    second.change(sealed=SPANS[:4])
+    await world.settle()
+    first.change(evicted=SPANS)
+    await world.settle()
+    await world.check()
+    assert {name for name in world.memory.names() if name.startswith(b"kv:")} == {b"kv:" + s[:16] for s in SPANS[:4]}
+    world.memory.clear()
+    second.change(evicted=SPANS[:4])
+    await world.settle()
+    assert not any(name.startswith(b"kv:") for name in world.memory.names())
+
+
 async def test_an_eviction_is_written_though_the_first_time_fails(clock):
     world = World(1, clock)
     world.a_worker_comes()
