@@ -56,12 +56,10 @@ class ServedModel:
     proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
     limits: RequestLimits = PRESETS["normal"]
     is_bound_by_workers: bool = False
-    adapters: Mapping[str, bytes] = field(
-        default_factory=dict[str, bytes]
-    )  # that decode workers hold: identity by name
-    adapter_tenants: Mapping[str, frozenset[str]] = field(
-        default_factory=dict[str, frozenset[str]]
-    )  # who may name it; not in there: all
+    # That decode workers hold: identity by name.
+    adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    # Who may name one; not in there: all.
+    adapter_tenants: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def seen_by(self, tenant: str) -> "ServedModel":
         """Return the model with the adapters that a tenant may name."""

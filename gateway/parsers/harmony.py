@@ -70,10 +70,8 @@ class HarmonyParser(AnswerParser):
         try:
             rest, _ = yield from source.until(*self._ends, self._start)
         except Cut:
-            rest, source.at = (
-                source.text[behind:],
-                len(source.text),
-            )  # a stop token that ends the answer is no part of it
+            # A stop token that ends the answer is no part of it.
+            rest, source.at = source.text[behind:], len(source.text)
         if not self._has_tools or rest.strip():
             return
         if not begun:

@@ -101,9 +101,8 @@ def _runs_of(there: _Plane, here: _Plane) -> list[tuple[int, ...]]:
     strides = [(each.layer_stride, each.head_stride) for each in (there, here)]
     if all(by_head == width for _, by_head in strides):  # whole rows of blocks: those of all heads are side by side
         width, heads = width * heads, 1
-    elif all(
-        by_layer == heads * by_head for by_layer, by_head in strides
-    ):  # the heads of all layers are one row of places
+    elif all(by_layer == heads * by_head for by_layer, by_head in strides):
+        # The heads of all layers are one row of places.
         layers, heads = layers * heads, 1
         strides = [(by_head, by_head) for _, by_head in strides]
     if heads == 1 and all(by_layer == width for by_layer, _ in strides):

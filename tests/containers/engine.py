@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 PACKAGES = ("docker.io", "docker-compose", "debootstrap", "iptables", "redis-server", "prometheus")
-SCRATCH = Path(
-    os.environ.get("BATON_CONTAINERS", "/var/tmp/baton-containers")
-)  # GiB: images and what they are built from
+# GiB: images and what they are built from.
+SCRATCH = Path(os.environ.get("BATON_CONTAINERS", "/var/tmp/baton-containers"))
 
 
 def refusal() -> str:

@@ -179,9 +179,8 @@ def test_a_command_that_fails_ends_its_key_alone():
     engine.admission.verified(bad.key, 40)
     engine.admission.fetch_settled(bad.key)
     engine.admission.start(bad.key, going_on(firsts[0]) * 3)
-    engine.scheduler.copies = engine.scheduler.copies._replace(
-        block=None
-    )  # crashes where a second choice gets its tail
+    # Crashes where a second choice gets its tail.
+    engine.scheduler.copies = engine.scheduler.copies._replace(block=None)
     engine.submit(good)
     for _ in range(3):
         engine.step()

@@ -28,9 +28,8 @@ class FlashCall:
 
     rows: Tensor | None
     table: SeqTable
-    key_starts: (
-        Tensor | None
-    )  # int32 [S + 1]: where each one's tokens would begin if they lay in a row; None: not asked for
+    # int32 [S + 1]: where each one's tokens would begin if they lay in a row; None: not asked for
+    key_starts: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,9 +120,8 @@ class EngineConfig:
     # None: device.UTILIZATION
     gpu_memory_utilization: float | None = _knob("fraction of GPU memory for weights and KV; needs a GPU", None)
     workers_per_gpu: int = _knob("workers that share the GPU: each takes so small a part of its memory by default", 1)
-    cuda_graphs: bool = _knob(
-        "run decode steps and short chunks as CUDA graphs on a GPU", True
-    )  # where the kernels allow it
+    # where the kernels allow it
+    cuda_graphs: bool = _knob("run decode steps and short chunks as CUDA graphs on a GPU", True)
     sm_share: float | None = _knob(  # sm_partition.py
         "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
     )

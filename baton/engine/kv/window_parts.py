@@ -33,9 +33,8 @@ class WindowParts:
         self._pages = pages
         self._num_seeing = [0] * num_ids
         self._is_there = bytearray(num_ids)
-        self._left: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # of held blocks, seen least recently first, and when that was
+        # Of held blocks, seen least recently first, and when that was.
+        self._left = OrderedDict[int, int]()
         self.num_seen = 0
         self.num_there = 0
         self.num_warm = 0  # free blocks that have pages, the last of the free ones

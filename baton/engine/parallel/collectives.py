@@ -9,9 +9,7 @@ from baton.engine import native
 from baton.engine.parallel.shard import Shard
 
 LINE = 64  # bytes
-CAPACITY = (
-    1 << 20
-)  # bytes that a rank says in one turn: with those of a second rank they stay in the second-level cache
+CAPACITY = 1 << 20  # bytes of a rank in one turn: with those of a second rank they stay in the second-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of native/vector.h
 LOST, BEAT, WAITED = 0, 8, 16  # bytes into the first line, and into a rank's
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64

@@ -38,12 +38,8 @@ EVIDENCE = {
     "transfer": "decoding waits for KV that is still on its way",
     "decode bandwidth": "writing tokens takes the most",
 }
-_MORE_WORKERS = (
-    "prefill queue",
-    "decode queue",
-    "prefill compute",
-    "decode bandwidth",
-)  # whose lever is another worker
+# Whose lever is another worker.
+_MORE_WORKERS = ("prefill queue", "decode queue", "prefill compute", "decode bandwidth")
 
 
 class Bound(NamedTuple):

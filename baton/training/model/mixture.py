@@ -30,9 +30,8 @@ class ExpertLayers(nn.Module):
         self.num_chosen = config.num_chosen
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(config) for _ in range(config.num_experts))
-        self.balance = torch.zeros(
-            ()
-        )  # of the last pass: 1 where all experts have as much to do, their number at worst
+        # Of the last pass: 1 where all experts have as much to do, their number at worst.
+        self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts, x and result [batch, length, hidden_size]."""

@@ -24,10 +24,8 @@ from baton.engine.schedule.step_work import WorkRates
 from baton.engine.weights.forms import DenseWeight
 
 _READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is read takes 0.03 to 0.1 s
-_NUM_STARTS, _BETTER = (
-    3,
-    1.1,
-)  # measured until 3 starts in a row find nothing 1.1 times better: other processes start beside them
+# Measured until 3 starts in a row find nothing 1.1 times better: other processes start beside them.
+_NUM_STARTS, _BETTER = 3, 1.1
 _MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
 _MAX_SIZE = {"cpu": 1024, "cuda": 8192}
 _CUDA_BYTES = 256 << 20  # beyond any cache: 126 MB in a B200

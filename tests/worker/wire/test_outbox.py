@@ -116,9 +116,8 @@ def test_a_sequence_that_nobody_reads_is_named():
 
 def test_only_what_was_taken_counts_as_read(monkeypatch):
     """Rounds of replies alone take no rows: a key that is parked over its rows stays so until those are written."""
-    monkeypatch.setattr(
-        "baton.worker.wire.outbox.MIN_GAP_S", 3600.0
-    )  # between two rounds of rows that no ending hurries
+    # Between two rounds of rows that no ending hurries.
+    monkeypatch.setattr("baton.worker.wire.outbox.MIN_GAP_S", 3600.0)
 
     async def script(outbox, transport):
         outbox.add_run(token(B, 1))

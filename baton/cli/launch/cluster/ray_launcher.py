@@ -37,11 +37,8 @@ _DRAIN_CALL_S = DRAIN_S + 5
 _BEAT_S, _ANSWER_S, _MISSES = 0.5, 1.0, 2
 _CONNECT_S = 5.0
 _SHUN_S = 60.0  # a node that was lost: until Ray has noticed too
-_TRY_S, _TELL_S, _PLACE_S = (
-    2.0,
-    5.0,
-    300.0,
-)  # without room: elsewhere, told, given up; a cluster that grows takes minutes
+# Without room: tried elsewhere, told, given up; a cluster that grows takes minutes.
+_TRY_S, _TELL_S, _PLACE_S = 2.0, 5.0, 300.0
 _PAUSE_S, _MAX_PAUSE_S, _SETTLED_S = 0.5, 30.0, 60.0
 
 

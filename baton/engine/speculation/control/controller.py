@@ -34,10 +34,8 @@ PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 seque
 DRAFTED = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
 DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
-FIRST_INTERVAL, PLAIN_INTERVAL = (
-    16,
-    256,
-)  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
+FIRST_INTERVAL = 16  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
+PLAIN_INTERVAL = 256  # the most of them
 PLAIN_RUN = 6  # running, behind COLD ones
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
 PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
@@ -118,9 +116,8 @@ class Controller:
         self._accounts: dict[tuple[str, int], Account] = {}
         self._standings: defaultdict[str, ProposerState] = defaultdict(ProposerState)
         self._timed_at = 0  # step
-        self._since_plain = Counter[
-            int
-        ]()  # verifying steps since plain ones were measured, by the batch in powers of two
+        # Verifying steps since plain ones were measured, by the batch in powers of two.
+        self._since_plain = Counter[int]()
         self._plain_intervals = defaultdict[int, int](lambda: FIRST_INTERVAL)
         self._num_plain = 0  # plain steps running
         self._plain_left = 0  # plain steps of the run that is measured

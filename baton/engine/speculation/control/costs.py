@@ -7,10 +7,8 @@ from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 LAST = 9  # plain steps
 OFTEN = 64  # measurements, from which on a curve is fitted again for every fourth
 LAST_OF_SIZE = 9  # drafts, or verifying steps
-FADE, FADES = (
-    0.99,
-    500,
-)  # of what was measured of a size, per later measurement of another: a cold one is forgotten; at most so often
+FADE = 0.99  # of what was measured of a size, per later measurement of another: a cold one is forgotten
+FADES = 500  # the most of them
 BATCHING = 1.2  # of a draft, per doubling of its sequences
 FIRST = 3  # measurements before any prediction: the first ones warm up
 FIRST_PLAIN = 4  # of plain steps: all is held against them

@@ -9,9 +9,8 @@ TRIAL_WIDTHS = (2, 1, 4)  # in turn: one width alone gives no slope
 LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and go
 LOOK_SHARE = 0.01  # of the time of plain steps, for looks: between two of them are more steps where these are short
 MOST_LOOK_INTERVAL = 128
-VAIN_INTERVAL = (
-    8  # of what costs next to nothing, in a small batch; two looks are ever further apart: 1, 2, 2, 4, 4, 8 steps
-)
+# Of what costs next to nothing, in a small batch; two looks are ever further apart: 1, 2, 2, 4, 4, 8 steps.
+VAIN_INTERVAL = 8
 SMALL_BATCH = 4  # sequences; up to here a width is chosen for every step, too
 PROBE_INTERVAL = 32  # steps in which a proposer is on; the first PROBES have another width than the best one
 PROBES = 3

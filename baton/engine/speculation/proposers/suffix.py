@@ -22,9 +22,7 @@ from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, P
 KEPT_TOKENS = 262_144  # of all tenants together
 TENANT_TOKENS = 32_768  # in one Answers, of which a tenant has two
 ANSWER_TOKENS = 4_096  # of one answer, the last: all sequences wait while they are entered (about 0.4 us each)
-REOPENED_TOKENS = (
-    128  # kept of what a sequence has when it is opened: a proposer that rests is asked again so late at most
-)
+REOPENED_TOKENS = 128  # of what a sequence has when it is opened: one that rests is asked again so late at most
 _END = -1  # of an answer
 
 
