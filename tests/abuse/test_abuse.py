@@ -96,7 +96,7 @@ async def test_attacks_arrive(grounds, attackers):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("cell", filter(is_chosen, cells()), ids=str)
+@pytest.mark.parametrize("cell", list(filter(is_chosen, cells())), ids=str)
 async def test_50_of_each_method(grounds, attackers, cell, record_property):
     count = 50 if cell.abuse.calls == 1 else 50 * len(cell.methods)
     await nobody_else_notices(grounds, attackers, cell, count, record_property)
@@ -104,7 +104,7 @@ async def test_50_of_each_method(grounds, attackers, cell, record_property):
 
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("cell", cells(), ids=str)
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
 async def test_10_000(grounds, attackers, cell, record_property):
     """Or as many connections as a port takes: it has a third of the descriptors, and there are no bounds by address."""
     port_takes = resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 3 - 500
