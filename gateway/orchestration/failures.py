@@ -37,6 +37,7 @@ class AttemptFailures:
         self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
         self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
         self._waits_since: float | None = None  # for any worker
+        self._awaited: BatonError | None = None  # what is reported where none comes
 
     def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
         """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there must be no
@@ -62,7 +63,7 @@ class AttemptFailures:
 
     def note_replaced(self) -> None:
         """A worker was found for the next attempt."""
-        self._unreplaced = self._waits_since = None
+        self._unreplaced = self._waits_since = self._awaited = None
 
     def check_wait(self, error: Unavailable) -> None:
         """Return if a worker may still come: one that failed may be reconnecting, another may be starting. Raises the last
@@ -71,10 +72,21 @@ class AttemptFailures:
         failure, until = self._unreplaced or (error, 0.0)
         if self._router.expects_worker():
             until = max(until, self._waits_since + self._router.max_start_wait_s)
+        self._awaited = failure
         if now() >= until:
+            self.end_wait()
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Return whether it waits for a worker to come, not for one to have room."""
+        return self._awaited is not None
+
+    def end_wait(self) -> None:
+        """Raises what is to be reported where no worker came, if one was waited for."""
+        if self._awaited is not None:
             if self._unreplaced is not None:
                 self._record.phase = self._record.failures[-1].phase
-            raise failure
+            raise self._awaited
 
     def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
         """Return (the error for the client, the worker to blame, its id)."""

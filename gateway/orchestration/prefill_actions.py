@@ -96,10 +96,12 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
 
 
 def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Wait longer where no decode worker serves and one is starting. Raises Overloaded else, as `end_full`."""
-    router = request.router
-    is_starting = not router.has_any("decode") and router.expects_worker()
-    if not (is_starting and request.place.wait_longer(router.max_start_wait_s)):
+    """Wait longer where no worker serves and one is starting. Raises Unavailable where none came, Overloaded where all are
+    full."""
+    router, failures = request.router, request.failures
+    lacks_worker = failures.awaits_worker or not router.has_any("decode")
+    if not (lacks_worker and router.expects_worker() and request.place.wait_longer(router.max_start_wait_s)):
+        failures.end_wait()
         end_full(request, occurred)
 
 
