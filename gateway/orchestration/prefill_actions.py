@@ -11,8 +11,6 @@ from gateway.orchestration.states import Occurrence, RequestState
 from gateway.queue.admission import WaitingQueue
 from gateway.routing.routing import NEVER_HERE, SHORT_TOKENS, needs
 
-_WORKER_POLL_MS = 50  # while no worker serves that could take over
-
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
     """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late."""
@@ -169,8 +167,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     """Wait in line for a worker to replace a lost one. Raises `error`, or the loss, where there is no use in it."""
     request.failures.check_wait(error)
-    request.place.join(request.queues.credit)
-    request.place.note_refusal(pb.Refused(retry_after_ms=_WORKER_POLL_MS))
+    request.place.join_for_worker(request.queues.credit)
     return RequestState.AWAITING_CREDIT
 
 

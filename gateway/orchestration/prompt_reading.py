@@ -56,7 +56,7 @@ class PromptReading:
         record, queue = self._parts.record, self._parts.queues.prefill
         try:
             if not queue.is_open_to(record.tenant):
-                await self._wait()
+                await self._wait_for_room()
             while True:
                 try:
                     link = self._parts.router.reader_for(self._routing, self._refused | self._failed, self._too_short)
@@ -65,7 +65,7 @@ class PromptReading:
                     continue
                 if link.worker_id in self._refused:  # all have
                     self._refused.clear()
-                    await self._wait()
+                    await self._wait_for_room()
                     continue
                 leg = link.open(new_key(self._parts.key_id), self._mailbox, record.tenant)
                 try:
@@ -142,27 +142,34 @@ class PromptReading:
     # ---- waiting ----
 
     async def _wait_for_worker(self, error: Unavailable) -> None:
-        """Wait in line for a worker that starts, or is back soon. Raises `error` where none may come."""
+        """Wait in line for a worker that starts, or is back soon. Raises `error` where none may come, or none came."""
         router = self._parts.router
         if not router.may_come("prefill", self._routing):
             raise error
         self._place.wait_longer(router.max_start_wait_s)
-        await self._wait()
+        self._place.join_for_worker(self._parts.queues.prefill)
+        if not await self._wait():
+            raise error
 
-    async def _wait(self) -> None:
-        """Wait in line until there may be room. Raises Overloaded, DeadlineExceeded."""
+    async def _wait_for_room(self) -> None:
+        """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
+        self._place.join(self._parts.queues.prefill)
+        if not await self._wait() and self._parts.router.has_any("prefill", self._routing):
+            waited_s = self._queued.max_wait_s
+            raise Overloaded(f"no worker had room for {waited_s:g} s", 1.0, reason="QUEUE_WAIT")
+
+    async def _wait(self) -> bool:
+        """Wait until it is to look again; return whether it may wait on. Raises DeadlineExceeded."""
         self._parts.record.phase = "awaiting prefill"
         self._has_room.clear()
-        self._place.join(self._parts.queues.prefill)
         until = min(self._parts.deadline, self._place.wake_at)
         try:
             async with asyncio.timeout(max(0.0, until - now())):
                 await self._has_room.wait()
         except TimeoutError:
             self._check_deadline("awaiting prefill")
-            if self._place.is_over:
-                waited_s = self._queued.max_wait_s
-                raise Overloaded(f"no worker had room for {waited_s:g} s", 1.0, reason="QUEUE_WAIT") from None
+            return not self._place.is_over
+        return True
 
     def _note_room(self) -> None:
         self._has_room.set()

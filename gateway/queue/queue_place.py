@@ -8,6 +8,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue
 
 _LEAST_HINT_S, _LONGEST_HINT_S = 0.02, 0.5
+_WORKER_POLL_S = 0.05  # while no worker serves that could take over
 
 
 class QueuePlace:
@@ -44,6 +45,12 @@ class QueuePlace:
             self._entry = queue, queue.join(self._queued, self._on_room)
         else:
             queue.refused(self._entry[1])
+
+    def join_for_worker(self, queue: WaitingQueue) -> None:
+        """Join a queue, or stay in it, though no worker serves: if it is first it looks again soon. Raises Overloaded: the
+        queue is full."""
+        self.join(queue)
+        self._retry_at = now() + _WORKER_POLL_S
 
     def wait_longer(self, max_wait_s: float) -> bool:
         """Let it wait for as long; return whether that is longer than before."""

@@ -7,6 +7,7 @@ import pytest
 
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
+from gateway.fleet.router import Router
 from tests.gateway.orchestration.test_endings import refused
 
 IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
@@ -162,6 +163,36 @@ async def test_without_a_prefill_worker_there_are_none(cluster):
     async with cluster(num_prefill=0) as c:
         error = await refused(embed(c, IDS[0]))
         assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and "no prefill worker" in error.message
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_no_worker_comes(cluster, monkeypatch, num_prompts):
+    """They wait for one that may be starting, and look for it seldom; then they are told that there is none."""
+    async with cluster(max_queue_wait_s=0.1, max_start_wait_s=0.6) as c:
+        (worker,) = c.prefill
+        await worker.stop()
+        c.workers.remove(worker)
+        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        looks, look = [], Router.reader_for
+        monkeypatch.setattr(Router, "reader_for", lambda *given: looks.append(1) or look(*given))
+        error = await refused(embed(c, *IDS[:num_prompts]))
+        assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and error.retry_after_s
+        assert 3 <= len(looks) < 50 * num_prompts
+        await c.idle()
+
+
+async def test_the_only_worker_comes_back(cluster):
+    async with cluster(max_queue_wait_s=0.1) as c:
+        (worker,) = c.prefill
+        await worker.stop()
+        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        calls = [asyncio.create_task(embed(c, ids)) for ids in IDS]
+        await asyncio.sleep(0.5)
+        assert not any(call.done() for call in calls)
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        assert [vectors(await call) for call in calls] == [[expected(ids)] for ids in IDS]
+        await c.idle()
 
 
 async def test_a_request_id_in_use(cluster):

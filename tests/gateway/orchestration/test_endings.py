@@ -296,6 +296,19 @@ async def test_no_worker(cluster, num_prefill, wait_s):
         await c.idle()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_no_worker_comes_for_longer_than_a_queue_s_wait(cluster, role):
+    """It is not told that none had room: none was there."""
+    async with cluster(max_queue_wait_s=0.2, max_start_wait_s=0.6) as c:
+        (worker,) = getattr(c, role)
+        await worker.stop()
+        await c.until(lambda: not any(link.serving for link in getattr(c.gateway.registry, role)))
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+        c.workers.remove(worker)
+        await c.idle()
+
+
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill):
     """One that runs goes on, those that come meanwhile are answered, for longer than a queue's wait."""

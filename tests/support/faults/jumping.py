@@ -1,13 +1,16 @@
 """Runs a module under a wall clock that jumps: python -m tests.support.faults.jumping MODULE ARGUMENTS.
 
 SIGUSR1 puts it an hour on, SIGUSR2 an hour back. Only time.time and time.time_ns know of it, as with a real jump:
-time.monotonic runs as before.
+time.monotonic runs as before. gRPC's own clock cannot be moved from here, so what it is compared with is not either.
 """
 
 import runpy
 import signal
 import sys
 import time
+from types import SimpleNamespace
+
+from grpc._cython import cygrpc
 
 JUMP_S = 3600
 _offset_s = 0
@@ -20,12 +23,11 @@ def _jump(seconds: int) -> None:
 
 
 def _wall() -> float:
-    """gRPC's own clock cannot be moved from here: what it compares with (context.time_remaining) must not be either."""
-    asks_grpc = sys._getframe(1).f_code.co_name == "_call"  # gateway/api/servicer.py
-    return _time() if asks_grpc else _time() + _offset_s
+    return _time() + _offset_s
 
 
 def main() -> None:
+    cygrpc.time = SimpleNamespace(**{**vars(cygrpc.time), "time": _time})
     time.time = _wall
     time.time_ns = lambda: _time_ns() + _offset_s * 1_000_000_000
     signal.signal(signal.SIGUSR1, lambda *_: _jump(JUMP_S))
