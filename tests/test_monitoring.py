@@ -121,7 +121,9 @@ def test_the_bands_of_the_first_token():
 
 @pytest.mark.parametrize("where, query", QUERIES, ids=[f"{index}" for index in range(len(QUERIES))])
 def test_a_query_names_what_the_code_has(where, query):
-    names = set(re.findall(r"\bbaton[_:][a-z0-9_:]+", re.sub(r'"[^"]*"', '""', query)))
+    without_words = re.sub(r'"[^"]*"', '""', query)
+    assert without_words.count("(") == without_words.count(")"), where
+    names = set(re.findall(r"\bbaton[_:][a-z0-9_:]+", without_words))
     assert names or "up{" in query, where
     assert names <= SERIES.keys() | RECORDED, where
     for name, selector in re.findall(r"\b(baton_[a-z0-9_]+)\{([^}]*)\}", query):

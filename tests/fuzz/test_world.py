@@ -36,6 +36,27 @@ def test_a_prefix_is_never_the_whole_prompt():
     assert fuzzers.ALL["toy"].obey(plan | dict(engines=engines, requests=[asked], ops=ops))["done"] == 1
 
 
+def test_nothing_lands_in_a_prefix_that_is_here():
+    """A pull brings what is behind the taker's own prefix: what lands late, after its request was cancelled and others have
+    the blocks of that prefix, would destroy their tokens. A plan that did, made small."""
+    engines = [
+        dict(block_size=size, num_blocks=num, max_num_seqs=1, max_num_batched_tokens=65, late=0)
+        for size, num in ((16, 14), (8, 8))
+    ]
+    first = dict(id="r0", shared=64, of=1, own=0, loops=0, max_tokens=0, n=0, sampling={}, course="split", at=1, named=1)
+    requests = [
+        first | dict(deadline_ms=1),
+        first | dict(id="r4", shared=60, of=0, own=63, max_tokens=6, course="pull", at=0),
+        first | dict(id="r6", own=1, course="pull", at=0),
+        first | dict(id="r22", shared=0, of=0, own=33, max_tokens=2, course="pull", at=0, named=0, deadline_ms=1),
+    ]
+    go, step = {each["id"]: ["go", each["id"]] for each in requests}, ["step", 0, []]
+    ops = [go["r0"]] * 2 + [step] + [go["r0"]] * 3 + [go["r4"]] * 2 + [go["r6"]] * 3
+    ops += [step, ["step", 0, [[0, ["cancel", "r6"]]]], step, step, go["r22"], ["step", 0, [[0, go["r22"]]]], step, step]
+    plan = dict(seed=2227734495924382072849, kind="toy", max_model_len=129, drafts="forced", num_draft_tokens=1)
+    assert fuzzers.ALL["toy"].obey(plan | dict(engines=engines, requests=requests, ops=ops))["done"] == 4
+
+
 def no_copy(self, src, dst):
     """A tail that is the same block for two choices is at least not copied."""
 

@@ -202,9 +202,9 @@ class Attempt:
         self._open(self.here)
 
     def _pull(self) -> Course:
-        yield from self._admit()
+        num_cached = yield from self._admit()
         yield
-        yield from self._pull_cached(self.here, self.there)
+        yield from self._pull_cached(self.here, self.there, num_cached)
         yield from self._compute_rest()
 
     def _split(self, pulls_prefix: bool = False) -> Course:
@@ -218,7 +218,7 @@ class Attempt:
             yield
             if pulls_prefix:
                 self.there.admission.fetching(self.key)
-                yield from self._pull_cached(self.there, self.here)
+                yield from self._pull_cached(self.there, self.here, accepted.num_cached_tokens)
                 self.there.admission.compute_rest(self.key)
                 yield
             is_whole = yield from self._fetch(self.here, self.there, self.key, accepted.blocks, num_cached)
@@ -252,9 +252,9 @@ class Attempt:
         if not self.is_current:  # it came in behind its own end
             engine.cancel(self.key)
 
-    def _pull_cached(self, taker: Engine, source: Engine) -> Course:
-        """Pull the source's cached prefix of the prompt, under a lease of its own; as a gateway asks for it, with a token left
-        to compute."""
+    def _pull_cached(self, taker: Engine, source: Engine, num_cached: int) -> Course:
+        """Pull the source's cached prefix of the prompt behind the taker's own, under a lease of its own; as a gateway asks for
+        it, with a token left to compute."""
         key = Key(f"{self.key.request_id}/offer", self.key.attempt)
         spans = self.request.span_hashes[: (len(self.request.token_ids) - 1) // SPAN_TOKENS]
         offered = source.admission.offer(key, spans)
@@ -265,7 +265,7 @@ class Attempt:
         self._leases.append((source, key))
         try:
             yield
-            yield from self._fetch(taker, source, key, offered.blocks, 0, offered.num_cached_tokens)
+            yield from self._fetch(taker, source, key, offered.blocks, num_cached, offered.num_cached_tokens)
         finally:
             source.admission.release_lease(key)
 
