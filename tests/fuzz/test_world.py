@@ -43,7 +43,8 @@ def test_nothing_lands_in_a_prefix_that_is_here():
         dict(block_size=size, num_blocks=num, max_num_seqs=1, max_num_batched_tokens=65, late=0)
         for size, num in ((16, 14), (8, 8))
     ]
-    first = dict(id="r0", shared=64, of=1, own=0, loops=0, max_tokens=0, n=0, sampling={}, course="split", at=1, named=1)
+    blank = dict(own=0, loops=0, max_tokens=0, n=0, sampling={}, named=1)
+    first = blank | dict(id="r0", shared=64, of=1, course="split", at=1)
     requests = [
         first | dict(deadline_ms=1),
         first | dict(id="r4", shared=60, of=0, own=63, max_tokens=6, course="pull", at=0),
@@ -52,7 +53,8 @@ def test_nothing_lands_in_a_prefix_that_is_here():
     ]
     go, step = {each["id"]: ["go", each["id"]] for each in requests}, ["step", 0, []]
     ops = [go["r0"]] * 2 + [step] + [go["r0"]] * 3 + [go["r4"]] * 2 + [go["r6"]] * 3
-    ops += [step, ["step", 0, [[0, ["cancel", "r6"]]]], step, step, go["r22"], ["step", 0, [[0, go["r22"]]]], step, step]
+    ops += [step, ["step", 0, [[0, ["cancel", "r6"]]]], step, step]
+    ops += [go["r22"], ["step", 0, [[0, go["r22"]]]], step, step]
     plan = dict(seed=2227734495924382072849, kind="toy", max_model_len=129, drafts="forced", num_draft_tokens=1)
     assert fuzzers.ALL["toy"].obey(plan | dict(engines=engines, requests=requests, ops=ops))["done"] == 4
 
