@@ -207,6 +207,9 @@ def main() -> int:
         "gap_p50_s": round(percentile(load.gaps, 50), 3), "gap_p99_s": round(percentile(load.gaps, 99), 3),
         "violations": len(faults),
         "slopes_per_hour": {name: round(value, 2) for name, value in samples.slopes().items()},
+        "slopes_per_hour_of_last_half": {
+            name: round(value, 2) for name, value in samples.slopes(last=0.5).items() if name.endswith("MiB")
+        },
     }  # fmt: skip
     for name, value in values.items():
         print(f"{name:16} {value}")

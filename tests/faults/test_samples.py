@@ -36,6 +36,15 @@ def test_what_moves_and_does_not_grow(name):
     assert samples.growing() == []
 
 
+def test_growth_to_a_bound_is_told_from_a_leak():
+    """By the last half of the time: a leak has the same slope there."""
+    name, minute = "gateway0 1 rss MiB", 60.0
+    bound = seen(name, lambda at: 200 + 3 * min(1.0, at / (60 * minute)))
+    leak = seen(name, lambda at: 200 + 3 * at / HOUR_S)
+    assert bound.slopes()[name] > 0.8 and bound.slopes(last=0.5)[name] == pytest.approx(0, abs=0.4)
+    assert leak.slopes()[name] == leak.slopes(last=0.5)[name] == pytest.approx(3)
+
+
 def test_a_short_life_is_not_judged():
     samples = seen("decode1 7 rss MiB", lambda at: at, hours=0.6)
     assert samples.slopes() == {} and samples.growing() == []

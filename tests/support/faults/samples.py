@@ -40,13 +40,16 @@ class Samples:
         """(seconds since the beginning, value)."""
         self._values[name] += points
 
-    def slopes(self, warm_s: float = WARM_S) -> dict[str, float]:
-        """Growth an hour of what was seen for at least as long again after `warm_s` of its life."""
-        return {
-            name: slope([(at, value) for at, value in points if at - points[0][0] >= warm_s])
-            for name, points in self._values.items()
-            if points[-1][0] - points[0][0] >= 2 * warm_s
-        }
+    def slopes(self, warm_s: float = WARM_S, last: float = 1.0) -> dict[str, float]:
+        """Growth an hour of what was seen for at least as long again after `warm_s` of its life; in the last part of that
+        time, where `last` is less than 1: what grows to a bound grows less there, a leak as much."""
+        found = {}
+        for name, points in self._values.items():
+            began, ended = points[0][0] + warm_s, points[-1][0]
+            if ended - began >= warm_s:
+                since = ended - last * (ended - began)
+                found[name] = slope([(at, value) for at, value in points if at >= since])
+        return found
 
     def growing(self, warm_s: float = WARM_S) -> list[str]:
         """Return the figures that fail a gate: memory by its slope, everything else by more than a tenth of its mean an
