@@ -16,9 +16,11 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSROOT = "/usr/aarch64-linux-gnu"
 KERNELS = (
     "baton_attention",
+    "baton_decode",
     "baton_delta_net",
     "baton_draft",
     "baton_draw",
+    "baton_heads",
     "baton_layers",
     "baton_linear",
     "baton_mamba2",

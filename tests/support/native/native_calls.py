@@ -1,7 +1,7 @@
 """Calls of the native kernels as they were made here, with all the memory that they reach, for a processor of another
 kind to repeat: `python -m tests.support.native.native_calls FILE` writes them, replay_calls.cpp repeats them.
 
-A file is a row of calls, little-endian: name [32], number of regions, 12 arguments (int64); then for each region its
+A file is a row of calls, little-endian: name [32], number of regions, 14 arguments (int64); then for each region its
 address and size (int64) and its bytes before and after the call. Addresses are new ones that are free in any process.
 """
 
@@ -20,7 +20,7 @@ import torch
 from baton.engine.native import build
 
 FIRST_ADDRESS = 1 << 36
-NUM_ARGUMENTS = 12
+NUM_ARGUMENTS = 14
 ALIGNMENT = 64
 
 
@@ -46,8 +46,11 @@ class Recorder(build.NativeLibrary):
 
 
 def record(work) -> list[bytes]:
-    """The calls that `work()` makes, in a process that has not loaded the library before."""
-    build.NativeLibrary = Recorder
+    """The calls that `work()` makes, in a process that has not loaded the library before; those of several steps end by
+    their number, not by the time, which an emulator takes more of."""
+    from baton.engine.execute import multi_step
+
+    build.NativeLibrary, multi_step.BUDGET_NS = Recorder, 1 << 60
     work()
     return Recorder.calls
 
@@ -86,7 +89,7 @@ def _regions() -> Iterator[tuple[int, int, bool]]:
             case np.ndarray():
                 low, high = np.lib.array_utils.byte_bounds(thing)
                 yield low, high - low, thing.dtype == np.int64
-            case ctypes.Structure() | ctypes.Array():
+            case ctypes.Structure() | ctypes.Array() | ctypes.c_int32():
                 yield ctypes.addressof(thing), ctypes.sizeof(thing), True
             case array():
                 address, count = thing.buffer_info()
@@ -118,7 +121,11 @@ def _packed(name: str, values: list[int], argtypes, reached, before: list[bytes]
         )
 
     arguments = [moved(v) if kind is ctypes.c_void_p else v for v, kind in zip(values, argtypes, strict=True)]
-    parts = [struct.pack("<32sq12q", name.encode(), len(reached), *arguments, *[0] * (NUM_ARGUMENTS - len(arguments)))]
+    parts = [
+        struct.pack(
+            f"<32sq{NUM_ARGUMENTS}q", name.encode(), len(reached), *arguments, *[0] * (NUM_ARGUMENTS - len(arguments))
+        )
+    ]
     for (start, size, has_pointers), to, content in zip(reached, places, before, strict=True):
         after = ctypes.string_at(start, size)
         parts += [struct.pack("<2q", to, size), image(content, has_pointers), image(after, has_pointers)]
@@ -178,6 +185,25 @@ def _layers_and_drafts() -> None:
                 engine.step()
 
 
+def _heads() -> None:
+    import tempfile
+
+    from tests.support.bare import load_engine
+    from tests.support.engine.toys import make_request
+    from tests.support.heads import make_heads, make_learned_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_learned_model(Path(folder))
+        heads = make_heads(Path(folder) / "heads", "medusa", model)
+        for dtype in ("fp32", "bf16"):
+            engine = load_engine(
+                model, num_blocks=32, dtype=dtype, speculator="medusa", draft_model=heads, num_draft_tokens=2
+            )
+            engine.submit(make_request("greedy", [3, 7, 9], 8, named=False))
+            for _ in range(4):
+                engine.step()
+
+
 def _adapters() -> None:
     import tempfile
 
@@ -223,7 +249,7 @@ def _copies_and_digests() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    kinds = (_linears, _attention, _layers_and_drafts, _adapters, _states, _copies_and_digests)
+    kinds = (_linears, _attention, _layers_and_drafts, _heads, _adapters, _states, _copies_and_digests)
     calls = record(lambda: [work() for work in kinds])
     Path(sys.argv[1]).write_bytes(b"".join(calls))
     print(len(calls), "calls by", build.library().tier.name)

@@ -13,7 +13,7 @@
 
 struct Call {
   char name[32];
-  int64_t num_regions, arguments[12];
+  int64_t num_regions, arguments[14];
 };
 struct Region {
   int64_t address, size;
@@ -64,11 +64,12 @@ int main(int argc, char** argv) {
     const Call call = read<Call>(file);
     const std::vector<Region> regions = read_regions(file, call.num_regions);
     using Function = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              int64_t, int64_t);
+                              int64_t, int64_t, int64_t, int64_t);
     const Function function = reinterpret_cast<Function>(dlsym(library, call.name));
     if (!function) return std::printf("%s\n", dlerror()), 2;
     const int64_t* a = call.arguments;
-    function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+    function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
+             a[13]);
     for (const Region& region : regions)
       if (const int64_t at = first_difference(region); at >= 0) {
         std::printf("call %d, %s: byte %ld of %ld differs\n", number, call.name, long(at), long(region.size));
