@@ -167,6 +167,8 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     """Wait in line for a worker to replace a lost one. Raises `error`, or the loss, where there is no use in it."""
     request.failures.check_wait(error)
+    if request.router.expects_worker():  # what it takes to start is no time in which none had room
+        request.place.wait_longer(request.router.max_start_wait_s)
     request.place.join_for_worker(request.queues.credit)
     return RequestState.AWAITING_CREDIT
 

@@ -335,6 +335,23 @@ async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill)
         await c.idle()
 
 
+async def test_a_worker_that_comes_back_has_no_room_yet(cluster):
+    """Who has waited for its start is not late for a queue's wait, though it is full at first."""
+    async with cluster(max_queue_wait_s=0.4) as c:
+        worker, link = c.decode[0], c.gateway.registry.decode[0]
+        await generate(c, max_tokens=2)
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        coming = start(c)
+        await c.until(lambda: len(c.pipeline.queues.credit))
+        worker.hello.epoch = worker.epoch = 7
+        worker.refusals = ["queue_full"] * 30  # asked every 20 ms or so
+        await worker.start(worker.port)
+        assert ids_of(await coming) == tokens_of(PROMPT, 6, 400)
+        assert not worker.refusals
+        await c.idle()
+
+
 async def test_a_worker_comes_back_under_a_new_epoch(cluster):
     async with cluster() as c:
         await generate(c, max_tokens=2)
