@@ -38,9 +38,14 @@ def test_refused_from_a_pipe(gateway):
 def test_in_a_terminal(gateway):
     """Ctrl-C ends an answer, and drops a line that is being written; Ctrl-D ends the conversation."""
     ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        argv_of(gateway), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
+    # Where tests run in the background of a shell, Ctrl-C is ignored, and children would ignore it too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        child = subprocess.Popen(
+            argv_of(gateway), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     os.close(theirs)
     shown = b""
 
