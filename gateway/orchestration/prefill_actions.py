@@ -105,7 +105,7 @@ def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> N
 
 def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Raises Overloaded: it has waited in line for too long."""
-    waited_s = request.max_queue_wait_s
+    waited_s = request.place.max_wait_s
     raise Overloaded(f"no worker had room for {waited_s:g} s", max(1.0, waited_s / 10), reason="QUEUE_WAIT")
 
 

@@ -43,7 +43,7 @@ class PromptReading:
         """`digest`: of the prompt, by which one that workers die of is known. Raises BatonError for such a one."""
         self._parts, self._spec, self._routing, self._digest = parts, spec, routing, digest
         self._mailbox, self._has_room = Mailbox(), asyncio.Event()
-        self._queued, self._place = queued, QueuePlace(queued, self._note_room, queued.max_wait_s)
+        self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
         self._refused: set[bytes] = set()
         self._failed: set[bytes] = set()
         self._too_short: set[bytes] = set()
@@ -155,7 +155,7 @@ class PromptReading:
         """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
         self._place.join(self._parts.queues.prefill)
         if not await self._wait() and self._parts.router.has_any("prefill", self._routing):
-            waited_s = self._queued.max_wait_s
+            waited_s = self._place.max_wait_s
             raise Overloaded(f"no worker had room for {waited_s:g} s", 1.0, reason="QUEUE_WAIT")
 
     async def _wait(self) -> bool:

@@ -46,7 +46,6 @@ class RequestContext:
     ):
         self.queues, self.answer, self.record = queues, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
-        self.max_queue_wait_s = max_queue_wait_s
         self.mailbox = Mailbox()
         self.place = QueuePlace(record.queued, self.call_room, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)

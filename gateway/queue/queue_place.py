@@ -15,7 +15,7 @@ class QueuePlace:
     """A place in one queue at most. `on_room()` is called when it is first and there may be room."""
 
     def __init__(self, queued: QueuedRequest, on_room: Callable[[], None], max_wait_s: float):
-        self._queued, self._on_room, self._max_wait_s = queued, on_room, max_wait_s
+        self._queued, self._on_room, self.max_wait_s = queued, on_room, max_wait_s
         self._entry: tuple[WaitingQueue, QueueEntry] | None = None
         self._since: float | None = None
         self._retry_at = 0.0
@@ -54,8 +54,8 @@ class QueuePlace:
 
     def wait_longer(self, max_wait_s: float) -> bool:
         """Let it wait for as long; return whether that is longer than before."""
-        is_longer = max_wait_s > self._max_wait_s
-        self._max_wait_s = max(self._max_wait_s, max_wait_s)
+        is_longer = max_wait_s > self.max_wait_s
+        self.max_wait_s = max(self.max_wait_s, max_wait_s)
         return is_longer
 
     def leave(self, served: bool) -> None:
@@ -73,4 +73,4 @@ class QueuePlace:
 
     @property
     def _until(self) -> float:
-        return (self._since or now()) + self._max_wait_s
+        return (self._since or now()) + self.max_wait_s

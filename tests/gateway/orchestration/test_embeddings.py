@@ -177,7 +177,7 @@ async def test_no_worker_comes(cluster, monkeypatch, num_prompts):
         monkeypatch.setattr(Router, "reader_for", lambda *given: looks.append(1) or look(*given))
         error = await refused(embed(c, *IDS[:num_prompts]))
         assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and error.retry_after_s
-        assert 3 <= len(looks) < 50 * num_prompts
+        assert 1 <= len(looks) < 50 * num_prompts
         await c.idle()
 
 
