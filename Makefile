@@ -53,10 +53,17 @@ docs: setup
 test: setup $(STAMPS)/protoc $(STAMPS)/buf $(STAMPS)/helm system-packages node-packages
 	PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
+# A process that is lost to a signal says where it was, and one that stands still for ten minutes too. The first part is shared
+# by processes as `test` is; what needs the machine for itself follows, one by one. A part of which PYTEST_ARGS choose nothing
+# ends with 5.
 test-long: setup long-packages $(STAMPS)/load
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
-		-o faulthandler_timeout=600 $(PYTEST_ARGS)
+	status=0; \
+	$(LONG_TESTS) -m "long and not alone" -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? = 5 || status=1; \
+	$(LONG_TESTS) -m "long and alone" $(PYTEST_ARGS) || test $$? = 5 || status=1; \
+	exit $$status
+
+LONG_TESTS = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest --timeout 2700 \
+	-o faulthandler_timeout=600
 
 # The kernels for 64 bit Arm, cross-compiled and run by an emulator on the calls that this machine's kernels were given.
 test-aarch64: setup long-packages

@@ -18,6 +18,7 @@ BENCHES = (
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_quick_run_measures_something_and_does_not_end_early(name, tmp_path):
     out = tmp_path / "out.json"

@@ -26,6 +26,8 @@ from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)
 
+_MAX_LOGGED = 256  # sources come and go with their workers
+
 
 class KeyEnded(Exception):
     """The engine has ended the key in the middle of its fetch; the reason comes with its RequestEnded."""
@@ -82,8 +84,7 @@ class Intake:
         self._engine = engine
         self._fetcher = fetcher
         self._fetching: set[asyncio.Task] = set()
-        self._mixed: set[bytes] = set()  # sources whose other numerics class was logged
-        self._logged: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
+        self._logged: dict[tuple[bytes, str], None] = {}  # what was said of sources, the latest _MAX_LOGGED
 
     @property
     def num_fetches(self) -> int:
@@ -161,14 +162,18 @@ class Intake:
         on_end(leg, outcome)
 
     def _log_new(self, source: bytes, report: FetchReport) -> None:
-        """Log each source and transport once: every request would say the same."""
-        name = fields(source=source.hex()[:8])
-        if (source, report.transport) not in self._logged:
-            self._logged.add((source, report.transport))
-            log.info("KV is pulled by %s %s", report.reason, name)
-        if report.numerics == MIXED and source not in self._mixed:
-            self._mixed.add(source)
-            log.info("KV of another numerics class is taken: mixed %s", name)
+        """Log each source's transports and its numerics class once: every request would say the same."""
+        self._log_once(source, report.transport, "KV is pulled by " + report.reason)
+        if report.numerics == MIXED:
+            self._log_once(source, MIXED, "KV of another numerics class is taken: mixed")
+
+    def _log_once(self, source: bytes, about: str, words: str) -> None:
+        if (source, about) in self._logged:
+            return
+        log.info("%s %s", words, fields(source=source.hex()[:8]))
+        self._logged[source, about] = None
+        if len(self._logged) > _MAX_LOGGED:
+            del self._logged[next(iter(self._logged))]
 
     def _outcome(self, leg: Leg, task: asyncio.Task) -> FetchReport | Status | None:
         if task.cancelled():

@@ -35,6 +35,7 @@ LOSSY = "tbf rate 384kbit burst 1600 limit 3200"  # what comes faster than that 
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.alone,
     pytest.mark.skipif(
         not Path("/proc/self/schedstat").exists(), reason="this system does not tell who waits for a core"
     ),
