@@ -288,18 +288,21 @@ def _resident_bytes(pid: int) -> int:
 
 
 def test_a_source_takes_little_from_those_who_say_much():
-    """300 streams of 6 messages: what a taker never says is refused by its length, what it may say waits outside."""
+    """300 streams of 6 messages: what a taker never says is refused by its length, what it may say waits outside. On a busy
+    machine some have said nothing for so long that the dialogue is ended first, which is no error of the stream."""
 
-    async def speak(address: str, num_bytes: int) -> grpc.StatusCode:
+    async def speak(address: str, num_bytes: int) -> tuple[grpc.StatusCode, bytes]:
+        """How the stream ended, and what was said there."""
+        said = b""
         async with grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
             call = channel.stream_stream(f"/{grpc_stream.SERVICE}/{grpc_stream.METHOD}")()
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, TimeoutError):
                 async with asyncio.timeout(30):
                     for _ in range(6):
                         await call.write(bytes(num_bytes))
-                    while await call.read() is not grpc.aio.EOF:
-                        pass
-            return await call.code()
+                    while (message := await call.read()) is not grpc.aio.EOF:
+                        said += message
+            return await call.code(), said
 
     async def main():
         with source_process() as (process, address):
@@ -310,9 +313,11 @@ def test_a_source_takes_little_from_those_who_say_much():
                 while not all(task.done() for task in speaking):
                     peak = max(peak, _resident_bytes(process.pid))
                     await asyncio.sleep(0.05)
-                codes = {task.result() for task in speaking}
                 if num_bytes > wire.MAX_TAKER_FRAME_BYTES:
-                    assert grpc.StatusCode.OK not in codes
+                    ended_well = [
+                        said for code, said in map(asyncio.Task.result, speaking) if code is grpc.StatusCode.OK
+                    ]
+                    assert all(b"no Want came" in said for said in ended_well)
             assert peak - before < 100 << 20, f"{(peak - before) >> 20} MiB more"
 
     asyncio.run(main())
