@@ -4,12 +4,15 @@ import json
 import sys
 
 import pytest
+from hypothesis import settings
 
 from baton.engine.core.reproducible import fix_order_of_sums
 from tests.support import pace
 from tests.support.faults.table import lines
 
 fix_order_of_sums()  # before any test multiplies
+settings.register_profile("untimed", deadline=None)  # its own 200 ms an example fail on a busy machine
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser) -> None:

@@ -84,7 +84,6 @@ values_of_the_chart = st.fixed_dictionaries(
 # Not shrunk: every attempt is a run of helm, and the values are in the error as they are.
 @settings(
     max_examples=10,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=[Phase.generate],

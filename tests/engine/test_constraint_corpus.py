@@ -66,7 +66,7 @@ def corpus(count: int) -> list[dict]:
     found: dict[str, dict] = {}
 
     @settings(
-        max_examples=4 * count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=4 * count, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(SCHEMAS)

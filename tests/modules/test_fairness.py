@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.fairness import RoundRobin, has_room
@@ -14,7 +14,6 @@ def test_a_part_is_reserved_for_newcomers():
     assert not has_room(8, 9, 8, 1, 2), "a tenant with more than its part waits"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200), st.integers(1, 40))
 def test_nobody_with_less_than_its_part_is_refused_and_all_together_have_little_more(moves, most):
     held: dict[str, int] = {}
@@ -93,7 +92,6 @@ def test_gaps_between_requests_forgive_nothing():
     assert turns.has_saved("f"), "what another has used since does"
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1e6), min_size=2),
     st.floats(1, 1e4),

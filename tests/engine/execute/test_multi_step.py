@@ -85,7 +85,7 @@ def draw_requests(data, **fixed) -> list:
     return requests
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_sampling_as_single_steps(engines, data):
     """Alone and together, with stops that come and ends that are banned until some tokens are there."""
@@ -105,7 +105,7 @@ def speculating(folder):
         }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_sampling_verified_as_in_a_single_step(speculating, data):
     """Answers of few tokens, which repeat; what is accepted in a step is the same, and so are the steps."""

@@ -102,7 +102,7 @@ class Model:
             self.promised += num if fits else 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.sampled_from([16, 32, 64, 128]), st.integers(1, 24))
 def test_random_operations_keep_the_invariant(seed, block_size, num_blocks):
     model = Model(num_blocks, block_size, seed)

@@ -41,7 +41,7 @@ def test_as_the_other(vocab_size, shape):
     assert drawn(logits, rows) == wanted(logits, rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(any_row())
 def test_any_row_as_the_other(drawn_from):
     """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""

@@ -58,7 +58,7 @@ def _numbers(entry) -> list[float]:
     return [entry.chosen[1], *(value for _, value in entry.top)]
 
 
-@settings(max_examples=6, deadline=None)  # an engine for each way: about 2 s an example
+@settings(max_examples=6)  # an engine for each way: about 2 s an example
 @given(parameters=parameters(), min_tokens=edges(0, 6))
 def test_all_ways_lead_to_one_answer(parameters, min_tokens):
     answers = {way: answer(way, parameters, min_tokens) for way in WAYS}

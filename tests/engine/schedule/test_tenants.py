@@ -256,7 +256,7 @@ REQUESTS = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(REQUESTS, st.integers(20, 60), st.integers(3, 8))
 def test_no_answer_hangs_on_who_else_is_there(drawn, num_blocks, max_num_seqs):
     engine, records = toy_engine(max_num_seqs=max_num_seqs, num_blocks=num_blocks, max_model_len=256), Collector()

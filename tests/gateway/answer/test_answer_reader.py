@@ -67,7 +67,7 @@ def test_an_answer_has_its_parts():
     assert calls[0][0] != calls[1][0] and reason == pb.FINISH_REASON_TOOL_CALLS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), max_size=120))
 def test_equal_in_every_grouping(sizes):
     assert joined(messages_of(sizes)) == WHOLE
@@ -81,7 +81,7 @@ def test_arguments_come_as_they_are_written():
     assert num_whole == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, len(IDS) - 1))
 def test_a_client_that_resumes_gets_the_rest(num_received):
     """As many tokens one by one, then a stream that is resumed behind them: nothing twice, nothing lost."""
@@ -109,7 +109,7 @@ def test_a_call_that_is_cut_is_no_call():
     assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), max_size=120))
 def test_an_answer_of_one_call_ends_with_it(sizes):
     messages = messages_of(sizes, asked=streaming(is_parallel=False))

@@ -35,7 +35,7 @@ def test_the_one_that_is_complete_first():
     assert feed(["c", "bc"], ["abc"]) == (["a"], "bc")
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(st.text("aé🙂", max_size=30), st.lists(st.text("aé🙂", min_size=1, max_size=6), max_size=5), st.data())
 def test_as_the_naive_search_in_whatever_pieces(text, stops, data):
     """The output after each piece agrees, too: no character is held back that no stop string can claim."""

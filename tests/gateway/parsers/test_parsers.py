@@ -53,7 +53,7 @@ def is_object(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ALPHABET)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_equal_over_every_chunking(name, data):
     form = format_named(name)
@@ -84,7 +84,7 @@ def test_arguments_that_no_call_ends_behind_are_no_json(name, text):
 
 
 @pytest.mark.parametrize("name", [name for name in ALPHABET if name != "harmony"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(st.characters(blacklist_categories=("Cs",)), max_size=60))
 def test_plain_text_stays_as_it_is(name, text):
     assert parse(name, text) == Parsed(text)

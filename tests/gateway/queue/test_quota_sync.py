@@ -8,7 +8,6 @@ import time
 import grpc
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from baton.service.clock import now
@@ -137,7 +136,6 @@ async def test_what_others_write_there_is_not_trusted(server):
     await first._client.aclose()
 
 
-@hypothesis_settings(deadline=None)
 @given(st.binary(max_size=200) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5), max_leaves=20,

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.service.errors import InvalidRequest, Overloaded
@@ -118,7 +118,6 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(OPERATIONS, max_size=120))
 def test_all_that_is_reserved_is_settled_once(operations):
     """In any order of operations, some of them twice: the counts equal what open requests hold, and no tenant gets more
@@ -158,7 +157,6 @@ def test_all_that_is_reserved_is_settled_once(operations):
     assert used["a"] <= 500 + 100 * at + 400 and used["b"] <= 50 + 50 * at + 400
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 400), st.floats(0, 1)), max_size=60))
 def test_no_tenant_gets_more_than_its_rate_and_one_burst_and_one_request(requests):
     quotas, at, used = Quotas({"a": Quota(100.0, 500.0)}), 0.0, 0
@@ -218,7 +216,6 @@ def test_what_another_gateway_gives_back_is_at_most_what_it_took():
     assert quotas.counts(0.0)["a"].balance == -60
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 1), st.integers(0, 2000), st.integers(0, 2000), st.integers(-(10**6), 10**6)),

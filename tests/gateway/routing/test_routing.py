@@ -207,7 +207,7 @@ def _workers(role: str, drawn) -> list[Candidate]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_WORKERS, _WORKERS, st.integers(1, 200), st.integers(1, 60), st.integers(1, 4), st.sampled_from(SPLITS))
 def test_the_chosen_worker_can_hold_it_and_one_is_chosen_if_any_can(
     prefill, decode, num_tokens, max_tokens, num_choices, split
@@ -234,7 +234,7 @@ def test_the_chosen_worker_can_hold_it_and_one_is_chosen_if_any_can(
         assert source is None or (source.name, taker.name) in pairs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_LIMITS, st.integers(1, 200), st.integers(1, 60), st.integers(1, 4))
 def test_what_is_held_is_what_an_engine_takes(limits, num_tokens, max_tokens, num_choices):
     """The rules of gateway/routing/routing.py and of engine/schedule/admission.py are one."""
@@ -319,7 +319,7 @@ def pair_s(ask: RoutingRequest, source: Candidate, taker: Candidate, holders: li
     return reading.cost_s + at_taker_s + routing._HOP_S
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workers("p", 0), workers("d", 1), st.sampled_from([Slo(), Slo(0.3, 0.05)]), st.randoms(use_true_random=False))
 def test_any_choice_fits_and_is_the_best_of_all_pairs(prefill, decode, slo, rng):
     """The search that ends early finds what trying every pair finds; order of workers does not matter."""
@@ -342,7 +342,7 @@ def test_any_choice_fits_and_is_the_best_of_all_pairs(prefill, decode, slo, rng)
         assert choose(ask, prefill, decode, "always").cost_s == pytest.approx(best_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(0, 60), st.randoms(use_true_random=False))
 def test_a_request_looks_at_a_bounded_number(num_workers, num_holders, rng):
     everybody = list(range(num_workers))

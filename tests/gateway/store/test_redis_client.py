@@ -120,7 +120,7 @@ async def test_index_and_roster_go_on_without_it(said, monkeypatch):
 
 
 @given(st.lists(st.one_of(st.sampled_from(ANSWERS), st.binary(max_size=60)), max_size=6).map(b"".join))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_a_miss_at_worst(answer):
     async def ask() -> None:
         async with FakeRedis(answer) as fake:

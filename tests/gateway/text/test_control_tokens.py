@@ -18,13 +18,13 @@ TOKENS = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=6, unique=T
 NUM_UNUSED = 6242  # Gemma 3's
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(LETTERS, max_size=40), TOKENS)
 def test_found_as_the_naive_search_does(text, controls):
     assert ControlTokens(controls).find(text) == control_tokens(text, controls)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(LETTERS, max_size=40), TOKENS, st.data())
 def test_outside_of_contents(text, controls, data):
     edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8, unique=True)))
@@ -32,7 +32,7 @@ def test_outside_of_contents(text, controls, data):
     assert ControlTokens(controls).find_outside(text, spans) == control_tokens_outside(text, spans, controls)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(LETTERS, max_size=12), st.text(LETTERS, max_size=5), TOKENS)
 def test_none_begins_in_a_text_unseen(text, behind, controls):
     found = ControlTokens(controls)

@@ -28,7 +28,7 @@ def pieces(detokenizer: Detokenizer, token_ids) -> list[str]:
     return [*(decoder.push([token_id]) for token_id in token_ids), decoder.finish()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=60))
 def test_byte_level_round_trip(text):
     token_ids = TOKENIZERS["byte_level"].decoder.encode(text).ids
@@ -37,7 +37,7 @@ def test_byte_level_round_trip(text):
     assert not any("\ufffd" in part for part in parts) or "\ufffd" in text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 419), max_size=60))
 def test_any_byte_level_tokens_as_the_library_decodes_them(token_ids):
     tokenizer = TOKENIZERS["byte_level"]
@@ -57,7 +57,7 @@ def test_sentencepiece_as_the_library_decodes_it(kind, text):
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(token_ids=ANY_IDS)
 def test_any_sentencepiece_tokens(kind, token_ids):
     """As bytes that are joined; and as the library decodes them, where all of them are characters."""
@@ -70,7 +70,7 @@ def test_any_sentencepiece_tokens(kind, token_ids):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(token_ids=ANY_IDS, data=st.data())
 def test_pieces_do_not_matter(kind, token_ids, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=8)))
@@ -93,7 +93,7 @@ def test_an_unfinished_character_is_one_replacement():
         assert "".join(pieces(DETOKENIZERS["first"], token_ids)) == DETOKENIZERS["first"].decode(token_ids) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(3, 258), max_size=40))
 def test_bytes_are_held_back_no_longer_than_a_character(token_ids):
     held = 0

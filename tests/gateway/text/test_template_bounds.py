@@ -125,7 +125,7 @@ def test_numbers_and_widths_that_are_in_use():
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=100), st.integers(1, 2000))
 def test_what_users_write_grows_no_further_than_the_bound(content, times):
     template = ChatTemplate("{% for m in messages %}{{ m.content * " + str(times) + " }}{% endfor %}", {})

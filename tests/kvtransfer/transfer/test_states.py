@@ -66,8 +66,10 @@ def test_it_is_announced_when_all_of_the_prompt_is_there_and_verified_with_it(na
             fetching = asyncio.create_task(rig.fetch(offer, destination))
             chance = random.Random(3)
             while written < NUM_TOKENS:
-                written = min(NUM_TOKENS, written + chance.choice((64, 128)))
-                whole = written == NUM_TOKENS
+                whole = (upto := written + chance.choice((64, 128))) >= NUM_TOKENS
+                while whole and not seen:
+                    await asyncio.sleep(0.01)
+                written = min(NUM_TOKENS, upto)
                 rig.source.advance("k", written, None if not whole else chance.randint(1, FIRST_STATE_LAYER))
                 await asyncio.sleep(0.05)
                 assert not destination.upto, "KV without the state behind it is nothing to go on from"

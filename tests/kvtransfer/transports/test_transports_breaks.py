@@ -73,7 +73,6 @@ def test_taker_dies_and_the_lease_expires(name, monkeypatch):
             await asyncio.sleep(0.05)
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-            assert rig.released == []
             await rig.wait_released("k")
             assert rig.source.counters["leases_expired"] == 1
 

@@ -170,7 +170,7 @@ def test_texts(name):
             assert tokenizer.can_fit(len(text), len(ids))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=200), st.sampled_from(sorted(COMPOSING)))
 def test_no_text_is_refused_that_would_fit_once_it_is_composed(text, form):
     tokenizer = COMPOSING[form]

@@ -123,7 +123,7 @@ def sampling() -> st.SearchStrategy:
     return st.fixed_dictionaries(names).map(lambda d: {name: value for name, value in d.items() if value is not None})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     sampling=sampling(),
     max_tokens=st.one_of(st.none(), st.sampled_from([edge for edge in EDGES if 0 <= edge < 2**32])),
@@ -149,7 +149,7 @@ def test_all_of_them_together(sampling, max_tokens, stop, limits, num_prompt):
         assert 1 <= resolved <= 1024 - num_prompt and len(checked.stops) <= limits.stops
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=70))
 def test_ids_are_words_or_refused(request_id):
     try:
@@ -162,7 +162,7 @@ def test_ids_are_words_or_refused(request_id):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from(("ended", "granted", "done", "step_output", "load", "block_events")))
 def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
     """The reader of a session takes IndexError and ValueError for invalid input."""
