@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import uuid
+from functools import cache
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -88,6 +89,35 @@ def trim_heap() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps, `fordblks`: free there."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@cache
+def _mallinfo():
+    """None where the C library has none (before glibc 2.33, musl)."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.argtypes, function.restype = (), _MallInfo
+    return function
+
+
+def heap_bytes() -> dict[str, int]:
+    """Return the bytes that malloc has `used` and those that it holds `free`; empty where it does not tell. It counts its free
+    pieces: 17 ms with 100,000 of them."""
+    if (function := _mallinfo()) is None:
+        return {}
+    info = function()
+    return {"used": info.uordblks + info.hblkhd, "free": info.fordblks}
 
 
 def keeps_its_size(fd: int) -> bool:

@@ -191,7 +191,7 @@ FOLDERS = {
         ".": "",
         "security": ".",
         "net": ". security",
-        "observe": "net",
+        "observe": ". net",
     },
     "baton.worker": {
         "wire": "",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from baton.service import logs
 from baton.service.clock import now
 from baton.service.errors import BatonError
 from baton.service.observe import genai_metrics
@@ -15,8 +14,8 @@ from baton.service.observe.metrics import (
     Count,
     Gauge,
     Metrics,
-    num_tasks,
 )
+from baton.service.observe.process_gauges import process_gauges
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.observe.predictions import predictions
@@ -42,11 +41,7 @@ class GatewayMeters:
         self._metrics, self._slo_classes = Metrics(model_name), slo_classes
         self.page, self.exposition = self._metrics.page, self._metrics.exposition
         self._models: dict[str, _ModelMeters] = {}  # names that were served: requests cannot add any
-        self._metrics.collect(
-            *readings,
-            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
-            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
-        )
+        self._metrics.collect(*readings, *process_gauges())
         self.of(model_name)
 
     def of(self, model_name: str) -> "_ModelMeters":

@@ -37,6 +37,12 @@ BURST_S, BURST_EVERY_S = 60.0, 480.0
 SAMPLE_S, CANARY_S = 5.0, 1.0
 STEP = "engine.step=sleep:0.01"  # streams that last long enough to be hit
 STACK_SHARE = 0.25  # of the time, once more, for random plans on a stack
+# Of the processes' own pages: what it is called here, the line there, and its unit.
+_FIGURES = (
+    ("tasks", "baton_tasks{.*}", 1),
+    ("used MiB", 'baton_heap_bytes{.*state="used"}', 1 << 20),
+    ("python blocks", "baton_python_blocks{.*}", 1),
+)
 FREEZE_S = 7.0  # longer than it takes to move its streams
 
 
@@ -169,8 +175,9 @@ def _others(world: World) -> dict[str, float]:
             page = urlopen(f"http://{process.ready()['admin']}/metrics", timeout=1).read().decode()
         except (OSError, RuntimeError):  # dead, frozen, or about to begin
             continue
-        num_tasks = re.search(r"^baton_tasks{.*} (\S+)$", page, re.MULTILINE)[1]
-        found[f"{process.name} {process.pid} tasks"] = float(num_tasks)
+        for what, pattern, unit in _FIGURES:
+            if value := re.search(rf"^{pattern} (\S+)$", page, re.MULTILINE):
+                found[f"{process.name} {process.pid} {what}"] = float(value[1]) / unit
     return found
 
 

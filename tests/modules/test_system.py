@@ -82,3 +82,16 @@ def test_what_malloc_holds_in_vain_is_given_back():
     held = psutil.Process().memory_info().rss
     system.trim_heap()
     assert held - psutil.Process().memory_info().rss > 40 << 20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc is not glibc's of 2.33 or later")
+def test_what_malloc_has_in_use_is_told_apart_from_what_it_holds():
+    """Of 64 MiB in pieces of 10,000 bytes the last stays."""
+    before = system.heap_bytes()
+    pieces = [bytes(10_000) for _ in range(6_700)]
+    full = system.heap_bytes()
+    del pieces[:-1]
+    after = system.heap_bytes()
+    assert full["used"] - before["used"] > 60 << 20
+    assert full["used"] - after["used"] > 60 << 20
+    assert after["free"] - full["free"] > 60 << 20

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from baton import system
 from baton.engine import native
 
 _LARGER = 1.2  # so a step of 512 tokens is reached in 35 looks at the most
@@ -66,41 +67,9 @@ def activations_on(device: torch.device) -> HeapActivations | DeviceActivations:
     return HeapActivations() if device.type == "cpu" else DeviceActivations(device)
 
 
-class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
-
-@cache
-def _mallinfo():
-    """None where the C library has none (before glibc 2.33, musl)."""
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is not None:
-        function.argtypes, function.restype = (), _MallInfo
-    return function
-
-
 def _heap_bytes() -> int:
     """Allocated by malloc and in use."""
-    if (function := _mallinfo()) is None:
-        return 0
-    info = function()
-    return info.uordblks + info.hblkhd
+    return system.heap_bytes().get("used", 0)
 
 
 @cache

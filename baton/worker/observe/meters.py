@@ -4,9 +4,9 @@ import resource
 from collections.abc import Mapping
 
 from baton.engine.engine import Engine
-from baton.service import logs
 from baton.service.observe.core_wait import CoreWait
-from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics, num_tasks
+from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics
+from baton.service.observe.process_gauges import process_gauges
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.gpu_health import GpuHealth
@@ -62,10 +62,9 @@ class WorkerMeters:
                 "share of the time in which its thread that waits longest waits for a core",
                 CoreWait().share,
             ),
-            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
-            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Count("baton_rank_wait_seconds", "time that a rank has waited for others", self._waits, "rank"),
             Count("baton_denied", "denied calls", lambda: num_denied, "method", "reason"),
+            *process_gauges(),
         )
 
     def watch(self, tables: Tables) -> None:

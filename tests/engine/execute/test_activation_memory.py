@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton import system
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.execute import activation_memory
@@ -22,7 +23,7 @@ def test_the_books_of_malloc_see_a_tensor():
 
 
 def test_without_books_nothing_is_claimed(monkeypatch):
-    monkeypatch.setattr(activation_memory, "_mallinfo", lambda: None)
+    monkeypatch.setattr(system, "heap_bytes", dict)
     seen = HeapActivations()
     seen.begin(1, 1)
     held = torch.ones(1 << 20)

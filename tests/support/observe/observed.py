@@ -13,6 +13,7 @@ METERS = (
     "gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py",
     "baton/worker/observe/gpu_health.py",
 )  # fmt: skip
+OF_ALL = "baton/service/observe/process_gauges.py"
 SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
 _KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Count": 3, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
@@ -33,17 +34,20 @@ class Metric(NamedTuple):
 
 def metrics() -> list[Metric]:
     """All of both rooms, in the order of the code; one that both have is there twice."""
-    return [metric for path in METERS for metric in _metrics_of(path)]
+    own = [
+        metric for path in METERS for metric in _metrics_of(path, "gateway" if path.startswith("gateway") else "worker")
+    ]
+    return own + [metric for where in ("gateway", "worker") for metric in _metrics_of(OF_ALL, where)]
 
 
-def _metrics_of(path: str) -> Iterator[Metric]:
+def _metrics_of(path: str, where: str) -> Iterator[Metric]:
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Call) and (call := _called(node)) in _KINDS and node.args:
             name, text = (ast.literal_eval(argument) for argument in node.args[:2])
             labels = tuple(ast.literal_eval(argument) for argument in node.args[_KINDS[call] :])
             kind = {"tally": "histogram", "Count": "counter"}.get(call, call.lower())
             full = f"{name}_total" if kind == "counter" else name
-            yield Metric(full, kind, text, labels, "gateway" if path.startswith("gateway") else "worker")
+            yield Metric(full, kind, text, labels, where)
 
 
 def _called(node: ast.Call) -> str:
