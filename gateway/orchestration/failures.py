@@ -10,15 +10,14 @@ from gateway.attempts.attempt import Attempt
 from gateway.attempts.request_router import RequestRouter
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
+from gateway.orchestration.deaths import Deaths
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
 from gateway.request.request_record import Failure, RequestRecord
 
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
-MAX_DEATHS = 2  # of workers that completed no step of this request
 _WORKER_WAIT_S = 2.5  # for another worker after a lost one; sessions are retried at least every 2 s
 _KV_REASONS = frozenset(("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH"))
-DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = ("ATTACHED",)  # the client continues elsewhere
@@ -33,8 +32,7 @@ class AttemptFailures:
     ):
         self._budget, self._prompt_digest = budget, prompt_digest
         self._router, self._answer, self._record = router, answer, record
-        self._num_deaths, self._num_barren = 0.0, 0
-        self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
+        self._deaths, self._num_barren = Deaths(), 0
         self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
         self._waits_since: float | None = None  # for any worker
         self._awaited: BatonError | None = None  # what is reported where none comes
@@ -43,7 +41,7 @@ class AttemptFailures:
         """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there must be no
         other."""
         error, blamed, worker_id = self._failure(occurred, attempt)
-        self._num_deaths += _share_of_death(occurred, attempt)
+        self._note_death(occurred, attempt, blamed, worker_id)
         self._num_barren = 1 if attempt.has_stepped else self._num_barren + 1
         self._note(occurred, error, blamed)
         self._router.note_failure(worker_id, is_draining(occurred.message))
@@ -51,8 +49,7 @@ class AttemptFailures:
             blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
-        num_dead = sum(link.worker_id != worker_id for link, worker_id in self._suspects)
-        if self._num_deaths + num_dead >= MAX_DEATHS:
+        if self._deaths.are_too_many:
             self._budget.quarantine(self._prompt_digest)
             raise poison("two workers died while they served this request")
         if self._num_barren >= MAX_BARREN:
@@ -100,13 +97,21 @@ class AttemptFailures:
             if not is_prefill and giver and message.reason in _KV_REASONS:
                 blamed, worker_id = giver, giver.worker_id
                 if before is RequestState.FETCHING and attempt.prefill is not None:
-                    self._suspects.append((blamed, attempt.prefill.worker_id))
+                    self._deaths.suspect(blamed, attempt.prefill.worker_id)
             return error, blamed, worker_id
         silent = "it ended early" if message else "it does not answer"
         what = message.reason if isinstance(message, Lost) else silent
         sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.begun else ""
         reason = f"{role.upper()}_WORKER_LOST"
         return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
+
+    def _note_death(self, occurred: Occurrence, attempt: Attempt, blamed: WorkerLink, worker_id: bytes) -> None:
+        if not _may_have_died_of_it(occurred, attempt):
+            return
+        if isinstance(occurred.message, Lost):
+            self._deaths.suspect(blamed, worker_id)
+        elif isinstance(occurred.message, pb.Ended):
+            self._deaths.note_reported(occurred.message.reason)
 
     def _note(self, occurred: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
         is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
@@ -136,17 +141,13 @@ def _is_worker_gone(message: object) -> bool:
     return isinstance(message, Lost) or is_draining(message) or is_stalled
 
 
-def _share_of_death(occurred: Occurrence, attempt: Attempt) -> float:
-    """Return how surely the worker died of this request (0 to 1): only if it computed it, and completed no step."""
-    message, before = occurred.message, occurred.before
-    if isinstance(message, Lost):
-        share = 1.0
-    else:
-        share = DEADLY.get(message.reason, 0.0) if isinstance(message, pb.Ended) else 0.0
+def _may_have_died_of_it(occurred: Occurrence, attempt: Attempt) -> bool:
+    """Return whether the worker computed the request, and completed no step of it."""
+    before = occurred.before
     if occurred.event in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
-        return share * (before in (RequestState.PREFILLING, RequestState.FETCHING))
+        return before in (RequestState.PREFILLING, RequestState.FETCHING)
     # A prompt that Admit has read may kill the worker before its Granted is out.
     is_local_prefill = attempt.prefill_link is None and (
         before is RequestState.PREFILLING or (before is RequestState.ADMITTING and attempt.reads_prompt)
     )
-    return share * (not attempt.has_stepped and (attempt.is_decoding or is_local_prefill))
+    return not attempt.has_stepped and (attempt.is_decoding or is_local_prefill)

@@ -13,7 +13,8 @@ from gateway.attempts.attempt import new_key
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
-from gateway.orchestration.failures import DEADLY, FINAL_CODES, MAX_BARREN, MAX_DEATHS
+from gateway.orchestration.deaths import MAX_DEATHS, Deaths
+from gateway.orchestration.failures import FINAL_CODES, MAX_BARREN
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
@@ -47,7 +48,7 @@ class PromptReading:
         self._refused: set[bytes] = set()
         self._failed: set[bytes] = set()
         self._too_short: set[bytes] = set()
-        self._num_failures, self._num_deaths = 0, 0.0
+        self._num_failures, self._deaths = 0, Deaths()
         self.num_read_tokens = 0  # those of the prompt, once it is read
         parts.budget.begin(digest)
 
@@ -120,18 +121,19 @@ class PromptReading:
         """Count an end without a vector; from now on its worker is avoided. Raises BatonError if none must be asked."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
-            share = DEADLY.get(message.reason, 0.0)
+            self._deaths.note_reported(message.reason)
         else:
             what = message.reason if isinstance(message, Lost) else "it gave no answer"
             error = Unavailable(f"prefill worker lost: {what}", 1.0, reason="PREFILL_WORKER_LOST")
-            share = float(isinstance(message, Lost))
+            if isinstance(message, Lost):
+                self._deaths.suspect(leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error
         if not isinstance(message, Lost) and error.reason != "DRAINING":
             leg.link.note_failure(f"{error.reason} while prefilling")
         self._failed.add(leg.worker_id)
-        self._num_failures, self._num_deaths = self._num_failures + 1, self._num_deaths + share
-        if self._num_deaths >= MAX_DEATHS:
+        self._num_failures += 1
+        if self._deaths.are_too_many:
             self._parts.budget.quarantine(self._digest)
             raise poison(f"{MAX_DEATHS} workers died of this prompt")
         if self._num_failures >= MAX_BARREN:

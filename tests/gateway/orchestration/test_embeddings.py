@@ -8,7 +8,9 @@ import pytest
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
+from gateway.link.worker_link import LinkState
 from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.orchestration.test_resuming import hang_up
 
 IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
 
@@ -110,6 +112,25 @@ async def test_a_prompt_that_workers_die_of_is_not_tried_for_ever(cluster):
         assert (await refused(embed(c, IDS[0]))).reason == "POISON"
         c.prefill[0].failures.clear()
         assert vectors(await embed(c, IDS[1])) == [expected(IDS[1])]
+
+
+async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
+    async with cluster(num_prefill=3) as c:
+        for worker in c.prefill:
+            worker.hold("prefill")
+        call = asyncio.create_task(embed(c, IDS[1]))
+        await c.until(lambda: any(worker.held for worker in c.prefill))
+        (cut,) = [worker for worker in c.prefill if worker.held]
+        cut.held.clear()
+        hang_up(cut)
+        await c.until(lambda: any(worker.held for worker in c.prefill))
+        (link,) = [link for link in c.gateway.registry.prefill if link.address == cut.address]
+        await c.until(lambda: link.state is LinkState.SERVING)
+        (dead,) = [worker for worker in c.prefill if worker.held]
+        await dead.stop()
+        for worker in c.prefill:
+            worker.release("prefill")
+        assert vectors(await call) == [expected(IDS[1])]
 
 
 @pytest.mark.parametrize("gate", ["accept", "prefill"])

@@ -11,7 +11,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import failures
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
-from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
+from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 
@@ -251,6 +251,26 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
         assert [len(worker.kinds()) for worker in c.workers] == num_commands
         assert ids_of(await generate(c, PROMPT[1:], max_tokens=4)) == tokens_of(PROMPT[1:], 4, 400)
+
+
+async def test_who_has_only_lost_its_session_has_not_died(cluster):
+    """Seen: a session that was reset and a worker that was killed, within 0.1 s, were two deaths of one innocent prompt."""
+    async with cluster(0, 3) as c:
+        hold(c, "admit")
+        running = start(c)
+        await c.until(lambda: any(worker.kinds() for worker in c.decode))
+        cut = holder(c, "decode")
+        others = [worker for worker in c.decode if worker is not cut]
+        for worker in others:
+            worker.hold("prefill")
+        release(c, "admit")
+        hang_up(cut)
+        await c.until(lambda: any("prefill" in worker.kinds() for worker in others))
+        (link,) = [link for link in c.gateway.registry.decode if link.address == cut.address]
+        await c.until(lambda: link.state is LinkState.SERVING)
+        await next(worker for worker in others if "prefill" in worker.kinds()).stop()
+        release(c, "prefill")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
 
 
 async def test_a_failure_is_no_storm(cluster):
