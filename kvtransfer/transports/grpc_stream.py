@@ -261,14 +261,11 @@ class _TakerCall:
 
 
 class _SourceCall:
-    """Reads by the call, not by gRPC's iterator over its messages, which would leave a circle for the collector."""
-
-    def __init__(self, context: grpc.aio.ServicerContext):
-        self._context = context
+    def __init__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
+        self._messages, self._context = messages, context
 
     async def read(self) -> bytes | None:
-        message = await self._context.read()
-        return None if message is grpc.aio.EOF else message
+        return await anext(self._messages, None)
 
     async def write(self, message: bytes) -> None:
         await self._context.write(message)
@@ -293,8 +290,8 @@ class GrpcListener:
         handler = grpc.stream_stream_rpc_method_handler(self._pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
-    async def _pull(self, unread: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        line = GrpcLine(_SourceCall(context), MAX_TAKER_FRAME_BYTES, max_waiting=1)
+    async def _pull(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        line = GrpcLine(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES, max_waiting=1)
         self._on_line(line)
         try:
             await line.ended.wait()

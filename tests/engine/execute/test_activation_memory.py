@@ -19,7 +19,8 @@ def test_the_books_of_malloc_see_a_tensor():
     seen.look()
     del held
     seen.look()
-    assert 12 << 20 <= seen.num_bytes - activation_memory._scratch_bytes() < 13 << 20
+    found = seen.num_bytes - activation_memory._scratch_bytes()
+    assert abs(found - (12 << 20)) < 1 << 20, "other threads allocate and free as well"
 
 
 def test_without_books_nothing_is_claimed(monkeypatch):
