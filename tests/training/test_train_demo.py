@@ -51,6 +51,7 @@ def test_one_command_makes_the_demo(tmp_path, capsys, seconds_only):
     assert "already holds target-int4" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_mixture_and_an_adapter_beside_the_target(tmp_path, capsys, seconds_only):
     """Both are folders that the engine reads, and say what they reached."""
     out = tmp_path / "demo"

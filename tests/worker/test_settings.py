@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,14 @@ def files_that_read(name: str) -> list[str]:
 def _reads(path: Path, name: str) -> bool:
     is_home = path == Path(settings.__file__)
     owners = ("settings", "self") if is_home else ("settings",)
-    return is_home or any(
-        isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value).endswith(owners)
-        for node in ast.walk(ast.parse(path.read_text()))
-    )
+    return is_home or any(owner.endswith(owners) for owner, attribute in _attributes(path) if attribute == name)
+
+
+@cache
+def _attributes(path: Path) -> list[tuple[str, str]]:
+    """Return (owner, name) of each attribute that is named in a file."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [(ast.unparse(node.value), node.attr) for node in nodes if isinstance(node, ast.Attribute)]
 
 
 @pytest.mark.parametrize("name", own_settings())

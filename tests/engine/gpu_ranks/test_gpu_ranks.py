@@ -77,7 +77,7 @@ def answers(engine: Engine) -> dict:
     return {key: (record.answer(), record.logprobs) for key, record in records.items()}
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degree):
     """In the bits of KV as well, of which each has its heads: in graphs and without, steps in flight, blocks that are copied,
     logits that are asked for later."""
@@ -104,7 +104,9 @@ def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degre
     assert all(process.ended() for process in engine.ranks._processes)
 
 
-@pytest.mark.parametrize(("num_stages", "attention"), [(2, "triton"), (3, "reference")])
+@pytest.mark.parametrize(
+    ("num_stages", "attention"), [(2, "triton"), pytest.param(3, "reference", marks=pytest.mark.long)]
+)
 def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, num_stages, attention):
     """In the bits of KV as well, of which each has its layers: in graphs and with steps in flight, and in torch's operators."""
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=num_stages)

@@ -121,8 +121,14 @@ def test_swiglu(size, form, threads):
 
 HEADS = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "gqa-odd": (6, 2, 80), "mqa": (5, 1, 32)}
 # The reference takes every sequence by itself, so fewer shapes show as much in less time.
-ATTENTION_CASES = [(name, heads, window) for name in ("native", "sdpa") for heads in HEADS for window in (None, 100)]
-ATTENTION_CASES += [("reference", "gqa", 100), ("reference", "gqa-odd", None)]
+CASES = [(heads, window) for heads in HEADS for window in (None, 100)]
+ATTENTION_CASES = [("native", *case) for case in CASES]
+ATTENTION_CASES += [("sdpa", "gqa", None), ("sdpa", "mqa", 100), ("reference", "gqa-odd", None)]
+ATTENTION_CASES += [
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in [*(("sdpa", *case) for case in CASES), ("reference", "gqa", 100)]
+    if case not in ATTENTION_CASES
+]
 QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
@@ -185,7 +191,12 @@ def check_attention(name: str, heads: str, window: int | None, form: str, stored
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [("llama3.1", "sdpa"), ("mistral", "sdpa"), ("qwen2", "sdpa"), ("qwen3", "sdpa"), ("llama3.1", "reference")],
+    [
+        ("llama3.1", "sdpa"),
+        ("qwen3", "sdpa"),
+        ("llama3.1", "reference"),
+        *(pytest.param(name, "sdpa", marks=pytest.mark.long) for name in ("mistral", "qwen2")),
+    ],
 )
 def test_model(tmp_path, name, attention, form, threads):
     """Logits of one sequence: whole, in chunks, token by token, and beside others. KV decoded equals KV recomputed."""
