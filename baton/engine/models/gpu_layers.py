@@ -52,15 +52,14 @@ class GpuLayers:
 
         `on_layer(layer)` is called when the write of that layer's KV is launched, on all ranks.
         """
-        spec, last = self._spec, len(self._layers) - 1
+        spec, moved = self._spec, None
         plan = self._attention.plan(batch, pool)
         tables = [rope.signed_tables for rope in self._ropes]
         num_heads = self._attention.shape.num_heads  # of a rank: its own
         mixed = x.new_empty(x.shape[0], num_heads, spec.head_dim)
-        heads = self._after_norm(x, None, self._layers[0].input_norm.weight, self._layers[0].qkv)
         for index, layer in enumerate(self._layers):
             turns = tables[spec.layers[self._own[index]].rope or 0]
-            heads = heads.unflatten(1, (-1, spec.head_dim))
+            heads = self._after_norm(x, moved, layer.input_norm.weight, layer.qkv).unflatten(1, (-1, spec.head_dim))
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
             q = self._write_kv(heads, num_heads, batch.positions, batch.slots, turns, norms, pool, index)
             self._attention(plan, index, q, mixed)
@@ -75,9 +74,6 @@ class GpuLayers:
                 moved = self._after_swiglu(
                     self._after_norm(x, attended, layer.mlp_norm.weight, layer.gate_up), layer.down
                 )
-            if index < last:
-                following = self._layers[index + 1]
-                heads = self._after_norm(x, moved, following.input_norm.weight, following.qkv)
         return torch.add(x, moved, out=x)
 
     def _after_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, linear: LinearKernel) -> Tensor:
