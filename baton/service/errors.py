@@ -9,7 +9,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "baton"
 _DETAILS_KEY = "grpc-status-details-bin"
-_MAX_MESSAGE_CHARS = 1000  # metadata is limited to 8 KiB, and percent-encoding triples a character
+# In UTF-8. Metadata is limited to 8 KiB, of which percent-encoding takes three for a byte, and the details 1.4 for each of two.
+_MAX_MESSAGE_BYTES = 1000
 
 
 class BatonError(Exception):
@@ -130,7 +131,7 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoRetur
 
 def to_status(error: BatonError) -> status_pb2.Status:
     """The google.rpc.Status that says the same."""
-    status = status_pb2.Status(code=error.code.value[0], message=error.message[:_MAX_MESSAGE_CHARS])
+    status = status_pb2.Status(code=error.code.value[0], message=_shortened(error.message))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.field is not None:
         bad_request = error_details_pb2.BadRequest()
@@ -141,6 +142,10 @@ def to_status(error: BatonError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         status.details.add().Pack(retry)
     return status
+
+
+def _shortened(message: str) -> str:
+    return message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
 def from_code(

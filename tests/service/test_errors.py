@@ -1,5 +1,7 @@
 """Errors over a real connection: what one process aborts with is what the other reads."""
 
+import base64
+
 import grpc
 import pytest
 
@@ -78,7 +80,15 @@ async def test_public_details_are_google_rpc():
 
 async def test_long_message_still_arrives():
     got = read_call_error(await call(errors.Internal("ü" * 5000), streaming=False))
-    assert got.code() is grpc.StatusCode.INTERNAL and got.message == "ü" * 1000
+    assert got.code() is grpc.StatusCode.INTERNAL and got.message == "ü" * 500
+
+
+@pytest.mark.parametrize("character", ["a", "%", "ü", "語", "🙂", "\ud800"])
+def test_any_message_fits_into_metadata(character):
+    """Beyond 8 KiB gRPC drops some errors, and beyond 16 KiB all: 1,000 characters beyond ASCII were up to 20."""
+    status = errors.to_status(errors.InvalidRequest("f" * 100, character * 5000))
+    percent_encoded = 3 * len(status.message.encode())
+    assert status.message and percent_encoded + len(base64.b64encode(status.SerializeToString())) < 7 << 10
 
 
 async def test_transport_error_keeps_its_code():
