@@ -9,7 +9,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "baton"
 _DETAILS_KEY = "grpc-status-details-bin"
-# In UTF-8. Metadata is limited to 8 KiB, of which percent-encoding takes three for a byte, and the details 1.4 for each of two.
+# In UTF-8. Clients take 8 KiB of metadata: percent-encoding makes three of a byte, and the details have it once or twice more,
+# in base64.
 _MAX_MESSAGE_BYTES = 1000
 
 

@@ -3,7 +3,7 @@
 from gateway.link.worker_link import WorkerLink
 
 MAX_DEATHS = 2  # of workers that completed no step of this request
-DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
+_DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
 
 
 class Deaths:
@@ -15,7 +15,7 @@ class Deaths:
 
     def note_reported(self, reason: str) -> None:
         """Count what a worker says of its end."""
-        self._reported += DEADLY.get(reason, 0.0)
+        self._reported += _DEADLY.get(reason, 0.0)
 
     def suspect(self, link: WorkerLink, worker_id: bytes) -> None:
         """Count a worker that is not heard any more, for as long as it is not back as the same process: a session may break

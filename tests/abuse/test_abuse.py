@@ -103,6 +103,7 @@ async def test_50_of_each_method(grounds, attackers, cell, record_property):
 
 
 @pytest.mark.long
+@pytest.mark.alone  # beside two processes of tests, others waited 60 s during attacks that take 26 s by themselves
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cell", list(cells()), ids=str)
 async def test_10_000(grounds, attackers, cell, record_property):

@@ -23,7 +23,6 @@ TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
 PHASE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 RATIO_BUCKETS = tuple(n / 10 for n in range(11))
-SHARED_S = 0.05  # a text takes 5 ms and more
 
 
 class Metrics:
@@ -33,7 +32,6 @@ class Metrics:
         self.model_name = model_name
         self._registry = CollectorRegistry()
         self._made: dict[str, typing.Any] = {}
-        self._next: dict[bool, asyncio.Future[Response]] = {}  # by whether it has exemplars: what scrapes wait for
 
     def of(self, model_name: str) -> "Metrics":
         """Return the same families for the children of another model."""
@@ -57,23 +55,8 @@ class Metrics:
         return made
 
     async def page(self, request: Request) -> Response:
-        """Answer a scrape. All that come within SHARED_S have one text, made at its end: 10,000 at once, each with its own, left
-        a gateway no time for anything else."""
-        accept = request.headers.get("accept", "")
-        kind = "openmetrics" in accept
-        if (made := self._next.get(kind)) is None:
-            loop = asyncio.get_running_loop()
-            made = self._next[kind] = loop.create_future()
-            loop.call_later(SHARED_S, self._make, kind, accept)
-        shared = await asyncio.shield(made)
-        return Response(shared.body, media_type=shared.media_type)
-
-    def _make(self, kind: bool, accept: str) -> None:
-        made = self._next.pop(kind)
-        try:
-            made.set_result(self.exposition(accept))
-        except Exception as error:
-            made.set_exception(error)
+        """Answer a scrape."""
+        return self.exposition(request.headers.get("accept", ""))
 
     def exposition(self, accept: str = "") -> Response:
         """Return the text, with exemplars for those that can read them."""

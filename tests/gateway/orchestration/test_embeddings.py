@@ -91,13 +91,19 @@ async def test_it_waits_its_turn_while_workers_are_full(cluster):
         await c.idle()
 
 
+async def held(c):
+    """Return a call and the worker that reads its prompt, as each does no further than it is let."""
+    for worker in c.prefill:
+        worker.hold("prefill")
+    call = asyncio.create_task(embed(c, IDS[1]))
+    await c.until(lambda: any(worker.held for worker in c.prefill))
+    (reader,) = [worker for worker in c.prefill if worker.held]
+    return call, reader
+
+
 async def test_a_worker_that_is_lost_is_replaced(cluster):
     async with cluster(num_prefill=2) as c:
-        for worker in c.prefill:
-            worker.hold("prefill")
-        call = asyncio.create_task(embed(c, IDS[1]))
-        await c.until(lambda: any(worker.held for worker in c.prefill))
-        (lost,) = [worker for worker in c.prefill if worker.held]
+        call, lost = await held(c)
         for worker in c.prefill:
             worker.release("prefill") if worker is not lost else None
         await lost.stop()
@@ -116,11 +122,7 @@ async def test_a_prompt_that_workers_die_of_is_not_tried_for_ever(cluster):
 
 async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
     async with cluster(num_prefill=3) as c:
-        for worker in c.prefill:
-            worker.hold("prefill")
-        call = asyncio.create_task(embed(c, IDS[1]))
-        await c.until(lambda: any(worker.held for worker in c.prefill))
-        (cut,) = [worker for worker in c.prefill if worker.held]
+        call, cut = await held(c)
         cut.held.clear()
         hang_up(cut)
         await c.until(lambda: any(worker.held for worker in c.prefill))
