@@ -42,7 +42,7 @@ class Answer:
         self._interval_s = checked.stream_interval_s
         self._num_flushes = 0
         self._num_sent = 0
-        self.slow_writes_s: list[float] = []
+        self.num_slow_writes, self.slow_writes_s = 0, 0.0  # how many, and what they took in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
         stops = StopStrings(checked.stops) if checked.stops else None
@@ -204,4 +204,5 @@ class Answer:
         choice.sent_at = at
         await self._emit(message)
         if (took_s := now() - at) > SLOW_WRITE_S:
-            self.slow_writes_s.append(took_s)
+            self.num_slow_writes += 1
+            self.slow_writes_s += took_s

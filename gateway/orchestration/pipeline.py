@@ -308,5 +308,5 @@ def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
     network_s = 0.0 if is_here else max(0.0, link.round_trip_s / 2 - sum(loop))
     measured.path = PathDelay(loop, network_s)
     measured.decode_core_wait = link.load.core_wait
-    writes = request.answer.slow_writes_s
-    measured.unread_s = max(0.0, sum(writes) - _LOOP_TURNS * len(writes) * sum(loop))
+    answer = request.answer
+    measured.unread_s = max(0.0, answer.slow_writes_s - _LOOP_TURNS * answer.num_slow_writes * sum(loop))
