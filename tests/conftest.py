@@ -1,5 +1,6 @@
 """Rules for all tests: a time limit, and a table at the end of the injected faults and their outcomes."""
 
+import gc
 import json
 import sys
 
@@ -10,6 +11,7 @@ from baton.engine.core.reproducible import fix_order_of_sums
 from tests.support import pace
 from tests.support.faults.table import lines
 
+gc.disable()  # until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
 fix_order_of_sums()  # before any test multiplies
 settings.register_profile("untimed", deadline=None)  # its own 200 ms an example fail on a busy machine
 settings.load_profile("untimed")
@@ -30,6 +32,16 @@ def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
         own = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(pace.patience(own.args[0] if own else usual_s)), append=False)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # modules too are to be collected when Python ends: nanobind complains of those that are not
 
 
 def pytest_report_header() -> str:

@@ -18,6 +18,7 @@ from tests.support.stack import Stack
 OPTIONS = ("--num-blocks", "160", "--threads", "1")
 ANSWER = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
 NUM_CLIENTS = 3
+STEPS = "engine.step=sleep:0.01"  # so that starting takes the processor, and not who asks
 KILL_EVERY_S, NUM_KILLS = 8.0, 12
 
 
@@ -88,14 +89,15 @@ def test_no_request_fails_while_the_only_worker_starts_again(model, tmp_path, pr
 def test_the_other_role_stands_in(model, tmp_path, prompts):
     """Answers go on before the killed worker is started again."""
     prompt = prompts(150)
-    with Stack(model, tmp_path, options=OPTIONS, gateway_options=["--stand-in", "--split=always"]) as stack:
+    split = ["--stand-in", "--split=always"]
+    with Stack(model, tmp_path, options=OPTIONS, gateway_options=split, failpoints=True) as stack, stack.armed(STEPS):
         expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
         with asking.running():
             for name in ("decode0", "prefill0"):
                 worker = of_today(stack, name)
                 worker.kill()
                 asking.await_more(2 * NUM_CLIENTS)
-                stack.restart(worker)
+                stack.restart(worker).arm(STEPS)
                 asking.await_more(2 * NUM_CLIENTS)
         with urllib.request.urlopen(f"http://{stack.gateways[0].ready()['admin']}/metrics", timeout=10) as page:
             routes = [line for line in page.read().decode().splitlines() if line.startswith("baton_routes_total")]
