@@ -17,7 +17,7 @@ from baton.protocol import PROTOCOL, adapter_feature
 from baton.service.clock import ClockComparison, Offset, now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
-from baton.service.net.client import open_channel
+from baton.service.net.client import connect, open_channel
 from baton.service.net.in_process import InProcessChannel, channel_to
 from baton.service.observe.telemetry import CLOCK
 from baton.service.security.access import Access
@@ -183,7 +183,8 @@ class WorkerLink:
             try:
                 own = channel_to(self.address)  # where the worker is in this process
                 async with own or open_channel(self.address, self._access, WORKER_NAME) as channel:
-                    reason = await self._session(channel)
+                    failure = None if own else await _connection_failure(channel)
+                    reason = failure or await self._session(channel)
             except OSError as error:  # a certificate that is not there for a moment
                 reason = f"{error.filename}: {error.strerror}"
             was_up = self.hello is not None
@@ -209,7 +210,7 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.note_failure("it sent more than a message may have")
-            return f"{error.code().name}: {error.details()}"
+            return _described(error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -371,3 +372,18 @@ class WorkerLink:
             token_at += num_ids
             logprob_at += num_logprobs
         turns.end(due, held)
+
+
+async def _connection_failure(channel: grpc.aio.Channel) -> str | None:
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            await connect(channel)
+    except TimeoutError:
+        return "no word from it"
+    except grpc.aio.AioRpcError as error:
+        return _described(error)
+    return None
+
+
+def _described(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

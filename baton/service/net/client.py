@@ -34,6 +34,27 @@ def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAM
     return access.channel(target, _OPTIONS, name)
 
 
+async def connect(channel: grpc.aio.Channel) -> None:
+    """Return once a channel is connected. Raises AioRpcError where it cannot be. For who tries again and again to open a
+    stream: in grpcio 1.85 each that is called on a channel which cannot connect leaks 200 to 550 bytes."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            await _raise_failure(channel)
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+
+
+async def _raise_failure(channel: grpc.aio.Channel) -> None:
+    """Raises AioRpcError, which says why a channel has failed to connect, unless it has connected since."""
+    check = channel.unary_unary("/grpc.health.v1.Health/Check")  # fails at once, and leaks nothing
+    try:
+        await check(b"")
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise
+
+
 def explain_failure(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> str:
     """Return one line for people about a call to `target` that failed: what to do if nothing listens there or TLS is
     spoken on one side only, else the status. Takes up to 4 s."""
