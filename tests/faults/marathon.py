@@ -225,7 +225,8 @@ def main() -> int:
     for words, count in Counter(fault.partition(": ")[2] or fault for fault in faults).most_common(40):
         print(f"{count} x {words}")
     if faults:
-        print("logs are kept in", folder)
+        samples.save(folder / "samples.json")
+        print("logs and samples are kept in", folder)
     else:
         print("every gate passed")
         shutil.rmtree(folder)

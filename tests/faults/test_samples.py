@@ -1,5 +1,6 @@
 """The gates of the marathon: what grows is found, what only moves is not, and nothing is judged before its time."""
 
+import json
 import os
 import random
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ def test_a_short_life_is_not_judged():
     assert samples.slopes() == {} and samples.growing() == []
 
 
-def test_what_a_process_takes():
+def test_what_a_process_takes(tmp_path):
     """Sample this process; one that is gone is left out."""
     samples = Samples()
     for _ in range(3):
@@ -58,3 +59,5 @@ def test_what_a_process_takes():
     slopes = samples.slopes(warm_s=0.0)
     assert set(slopes) == {f"here {os.getpid()} {name}" for name in ("rss MiB", "threads", "descriptors")} | {"keys"}
     assert slopes["keys"] == 0.0
+    samples.save(tmp_path / "samples.json")
+    assert [value for _, value in json.loads((tmp_path / "samples.json").read_text())["keys"]] == [4, 4, 4]

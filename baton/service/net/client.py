@@ -2,8 +2,10 @@
 
 import socket
 import ssl
+from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.service.logs import printable
 from baton.service.net.server import MAX_MESSAGE_BYTES, ListenError, split_address
@@ -47,9 +49,9 @@ async def connect(channel: grpc.aio.Channel) -> None:
 
 async def _raise_failure(channel: grpc.aio.Channel) -> None:
     """Raises AioRpcError, which says why a channel has failed to connect, unless it has connected since."""
-    check = channel.unary_unary("/grpc.health.v1.Health/Check")  # fails at once, and leaks nothing
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # its types do not name its methods
     try:
-        await check(b"")
+        await stub.Check(health_pb2.HealthCheckRequest())  # fails at once, and leaks nothing
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             raise

@@ -1,9 +1,11 @@
 """Sample the memory, descriptors and threads of processes over time, and find those that grow."""
 
+import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -39,6 +41,10 @@ class Samples:
     def add_all(self, name: str, points: Iterable[tuple[float, float]]) -> None:
         """(seconds since the beginning, value)."""
         self._values[name] += points
+
+    def save(self, path: Path) -> None:
+        """Write all of it: name -> [[seconds since the beginning, value]]."""
+        path.write_text(json.dumps(self._values))
 
     def slopes(self, warm_s: float = WARM_S, last: float = 1.0) -> dict[str, float]:
         """Growth an hour of what was seen for at least as long again after `warm_s` of its life; in the last part of that
