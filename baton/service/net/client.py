@@ -38,7 +38,7 @@ def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAM
 
 async def connect(channel: grpc.aio.Channel) -> None:
     """Return once a channel is connected. Raises AioRpcError where it cannot be. For who tries again and again to open a
-    stream: in grpcio 1.85 each that is called on a channel which cannot connect leaks 200 to 550 bytes."""
+    stream: each that is called on a channel which cannot connect leaks 200 to 550 bytes (grpc/grpc#43360)."""
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
