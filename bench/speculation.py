@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
 
+from baton.engine.core.device import product_dtype
 from baton.engine.engine import Engine
 from baton.training.data.corpus import gather
 from baton.training.data.tokenizer import load_tokenizer
@@ -309,7 +310,7 @@ def against_transformers(report: Report, arms: dict[str, Arm], texts: Texts, num
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folders = (TARGET, FOLDERS["draft"])
-    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() for folder in folders)
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=product_dtype()).eval() for folder in folders)
     options = dict(max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False, pad_token_id=0)
 
     def theirs(number: int, **more) -> float:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from baton import system
 from baton.engine import native
 from baton.engine.core import cpu
-from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION
+from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, product_dtype
 from baton.planning.efficiency import Efficiencies
 
 GB = 10**9
@@ -101,7 +101,8 @@ def instruction_set() -> str:
 
 
 class Rates(NamedTuple):
-    """What some threads read in a second, from memory and from the cache, and their FLOP/s in bf16 products."""
+    """What some threads read in a second, from memory and from the cache, and their FLOP/s in products
+    of what the processor multiplies fastest."""
 
     bytes_per_s: float
     cache_bytes_per_s: float
@@ -114,7 +115,7 @@ def measure_rates(threads: int) -> Rates:
     try:
         values = torch.ones(max(_LEAST_READ_BYTES, CACHES_READ * cpu.last_cache_bytes()) // 4)
         cached = values[: _CACHED_BYTES // 4]
-        x, weight = (torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16) for _ in range(2))
+        x, weight = (torch.ones(_SIZE, _SIZE, dtype=product_dtype()) for _ in range(2))
         read_s, cached_s = _best_s(values.sum), _best_s(cached.sum)
         product_s = _best_s(lambda: F.linear(x, weight))
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from baton.engine.core.device import product_dtype
 from baton.engine.speculation.proposers.heads_folder import KINDS
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import HELD_OUT, Corpus, Document, gather
@@ -142,7 +143,7 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
         torch.set_num_threads(threads)
     run = Run(recipe, out, out / ".training", seed)
     target_figures = run.train_target()
-    draft_figures = run.train_draft(load(out / "target").bfloat16())  # the draft follows what is served
+    draft_figures = run.train_draft(load(out / "target").to(product_dtype()))  # the draft follows what is served
     heads_figures = {kind: run.train_heads(kind) for kind in KINDS}
     models = load(out / "target"), load(out / "draft")
     figures = evaluate(*models, run.tokenizer, run.corpus.held_out, recipe.num_function_heads)

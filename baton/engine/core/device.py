@@ -95,6 +95,12 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
+def product_dtype() -> torch.dtype:
+    """Return the dtype in which torch multiplies matrices fastest here: bf16 where the processor has products of it. Elsewhere
+    torch emulates them: with AVX2, 512 by 512 by 512 ran at 8 GFLOP/s, 62 in fp32, and a training step took 20 times as long."""
+    return torch.bfloat16 if cpu.multiplies_bf16() else torch.float32
+
+
 def instruction_set(device: torch.device) -> str:
     """Return the instruction set that kernels are compiled for, since two of them add in different orders. For a CPU:
     torch's, and how the native kernels multiply."""

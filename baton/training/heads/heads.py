@@ -21,7 +21,7 @@ from baton.training.data.tokenizer import load_tokenizer
 from baton.training.heads.eagle import EagleDraft
 from baton.training.heads.medusa import MedusaHeads
 from baton.training.heads.target import FrozenTarget
-from baton.training.model.trainer import Loss, Trainer, TrainingPlan
+from baton.training.model.trainer import Loss, Trainer, TrainingPlan, autocast
 
 Heads = MedusaHeads | EagleDraft
 FIGURES = "training.json"  # beside the weights: what train_heads returned
@@ -94,7 +94,7 @@ def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
         total = torch.zeros(())
         features = target.features(inputs)
         aims = target.distribution(features)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             guesses = heads.guesses(target, features, torch.cat((inputs, targets[:, -1:]), dim=1))
             for step, (weight, logits) in enumerate(zip(weights, guesses, strict=True), start=1):
                 aim = aims[:, step : step + logits.shape[1]]
@@ -105,7 +105,7 @@ def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
 
 
 @torch.no_grad()
-@torch.autocast("cpu", torch.bfloat16)
+@autocast()
 def agreement(heads: Heads, target: FrozenTarget, inputs: Tensor, targets: Tensor) -> list[float]:
     """Return for each step the share of places at which the likeliest token is the target's; [batch, length] a text and
     the same one token on."""

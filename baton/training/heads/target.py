@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import product_dtype
 from baton.engine.engine import Engine
 
 BLOCK_SIZE = 32
@@ -28,10 +29,11 @@ class FrozenTarget:
         engine = Engine.load(config)
         self.model, self._pool = engine.runner.model, engine.pool
         self.identity = engine.model_identity
-        self.spec, self.dtype = self.model.spec, self.model.dtype
+        self.spec = self.model.spec
         with torch.no_grad():
             # The matrix, whatever form it is stored in: its columns are what it makes of unit vectors.
-            self.head = self.model.head(torch.eye(self.spec.hidden_size, dtype=self.dtype)).t().contiguous()
+            columns = self.model.head(torch.eye(self.spec.hidden_size, dtype=self.model.dtype))
+            self.head = columns.t().contiguous().to(product_dtype())
 
     @property
     def feature_scale(self) -> float:
@@ -61,8 +63,8 @@ class FrozenTarget:
         return self.model.embedding(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size], in the target's dtype; gradients pass to the features."""
-        return F.linear(features.to(self.dtype), self.head)
+        """[..., hidden_size] to [..., vocab_size]; gradients pass to the features."""
+        return F.linear(features.to(self.head.dtype), self.head)
 
     @torch.no_grad()
     def distribution(self, features: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.training.model.llama import MLP, CausalAttention, DecoderLayer, Fp32RMSNorm, Llama, ModelConfig
-from baton.training.model.trainer import Loss
+from baton.training.model.trainer import Loss, autocast
 
 _BALANCE = 0.01  # of the balance in the loss: enough that no expert starves, little against 2 nats a token
 
@@ -74,7 +74,7 @@ def mixture_loss(model: Mixture) -> Loss:
     keeps experts equally busy."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             logits = model(inputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) + _BALANCE * (model.balance - 1)
 

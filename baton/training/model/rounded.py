@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from baton.engine.core.device import product_dtype
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import IntWeight
 from baton.quantization.core.block import Block, LayerWeights, Stage
@@ -63,7 +64,7 @@ def train_rounded(
 ) -> dict:
     """Train the model in `target` to do with rounded weights what it does, and write it to `out`, int4; returns its
     figures. A run that was interrupted goes on from what is in `work`. `out` does not exist."""
-    model, teacher = load(target).train(), load(target).bfloat16()
+    model, teacher = load(target).train(), load(target).to(product_dtype())
     windows, _ = batches.draw(0, NUM_SAMPLES * SAMPLE_TOKENS, SAMPLE_TOKENS)
     round_weights(model, target, list(windows), work / "gptq")
     figures = Trainer(model, distillation_loss(model, teacher), batches, training, work / "qat.safetensors").run("qat")

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+from baton.engine.core.device import product_dtype
 from baton.training.data.batches import Batches
 from baton.training.data.files import save_atomically
 from baton.training.model.llama import Llama
@@ -112,7 +114,8 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
-            optimizer.step()
+            with _MuonInProductDtype():
+                optimizer.step()
             optimizer.zero_grad()
         self.num_tokens += inputs.numel()
         self.num_steps += 1
@@ -149,12 +152,25 @@ class Trainer:
         self.num_tokens, self.num_steps, self.seconds, self.recent_loss = counters
 
 
+def autocast() -> torch.autocast:
+    """Return a context in which matrices are multiplied in what the processor multiplies fastest, bf16 or fp32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=product_dtype() == torch.bfloat16)
+
+
+class _MuonInProductDtype(TorchFunctionMode):
+    """Muon orthogonalizes in bf16 whatever the processor: its step for the demo's target took 12 s with AVX2, and takes 0.4 in fp32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.bfloat16:
+            return args[0].to(product_dtype(), copy=True)
+        return func(*args, **(kwargs or {}))
+
+
 def next_token_loss(model: Llama) -> Loss:
-    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the next token, matrices
-    in bf16."""
+    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the next token."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             logits = model(inputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -166,7 +182,7 @@ def distillation_loss(model: Llama, teacher: Llama) -> Loss:
     distribution at every position of the text."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             with torch.no_grad():
                 aims = teacher(inputs).flatten(0, 1).float().softmax(-1)
             logits = model(inputs)

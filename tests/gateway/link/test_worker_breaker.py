@@ -16,8 +16,9 @@ from gateway.link.worker_breaker import BreakerState, WorkerBreaker
 from tests.gateway.orchestration.test_answers import PROMPT, ids_of, read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import MANNERS, tokens_of
+from tests.support.pace import patience
 
-DEADLINE_S = 3.0
+DEADLINE_S = patience(3)
 NUM_AT_ONCE, NUM_LATER = 8, 12
 _MOST = (1 << 32) - 1
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.request import Key, Request
 from baton.engine.speculation.proposers import eagle, medusa
@@ -14,6 +15,7 @@ from baton.sampling_params import SamplingParams
 from baton.training.data.corpus import Document
 from baton.training.heads.heads import agreement, export_heads, train_heads
 from tests.support.heads import DOCUMENTS, make_learned_model, make_trainer
+from tests.training.products import Products
 
 KINDS = ("medusa", "eagle")
 MODULES = {"medusa": medusa, "eagle": eagle}
@@ -33,6 +35,17 @@ def test_training_lowers_the_loss_and_finds_the_targets_tokens(kind, model, tmp_
     assert trainer.loss(*text).item() < before - 1.0
     trained = agreement(trainer.model, target, *text)
     assert min(trained) > 0.5 and min(trained) > max(untrained) + 0.2, (untrained, trained)
+
+
+@pytest.mark.parametrize("has_bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_multiplied_in_what_the_processor_multiplies(kind, model, tmp_path, monkeypatch, has_bf16, dtype):
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: has_bf16)
+    trainer, _ = make_trainer(kind, model, tmp_path / "a.safetensors")
+    text = trainer.batches.draw(0, 512, 256)
+    with Products() as products:
+        trainer.loss(*text).backward()
+    assert dtype in products.dtypes and (has_bf16 or products.dtypes == {dtype})  # attention of a draft is in fp32
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.core import cpu
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import Corpus, Document
 from baton.training.data.files import save_atomically
 from baton.training.data.tokenizer import train_tokenizer
 from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.mixture import Mixture, MixtureConfig, mixture_loss
 from baton.training.model.trainer import Trainer, TrainingPlan, distillation_loss, next_token_loss
+from tests.training.products import Products
 
 CONFIG = ModelConfig(280, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_length=64)
 PLAN = TrainingPlan(
@@ -94,6 +97,21 @@ def test_distillation_is_least_where_both_agree(batches):
     teacher, other = Llama(CONFIG), Llama(CONFIG)
     drawn = batches.draw(0, 256, 32)
     assert distillation_loss(teacher, teacher)(*drawn) < distillation_loss(other, teacher)(*drawn)
+
+
+@pytest.mark.parametrize("has_bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_matrices_are_multiplied_in_what_the_processor_multiplies(batches, tmp_path, monkeypatch, has_bf16, dtype):
+    """Where torch emulates bf16, a step of the demo's target took 20 times as long as in fp32."""
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: has_bf16)
+    with Products() as products:
+        trainer(batches, tmp_path / "a.pt")._step()
+    assert products.dtypes == {dtype}
+    model, teacher = Llama(CONFIG), Llama(CONFIG)
+    mixture = Mixture(MixtureConfig(280, 32, 32, 1, 2, 1, 16, max_length=64, num_experts=2))
+    for loss in (next_token_loss(model), distillation_loss(model, teacher), mixture_loss(mixture)):
+        with Products() as products:
+            loss(*batches.draw(0, 256, 32)).backward()
+        assert products.dtypes == {dtype}
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):
