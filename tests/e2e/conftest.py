@@ -1,4 +1,4 @@
-"""Stacks that the tests of this folder share: started once a session, on the first use."""
+"""Stacks that the tests of this folder share: started on the first use, and stopped behind the last one."""
 
 import itertools
 import sys
@@ -65,7 +65,7 @@ def run_stack(model, nursery, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(run_stack, receiver):
     """One gateway, one prefill and one decode worker; KV through shared memory."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
@@ -102,7 +102,7 @@ def _client(stack: Stack):
     client.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(stack):
     yield from _client(stack)
 
@@ -117,7 +117,7 @@ def local_client(local_stack):
     yield from _client(local_stack)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def probes(stack):
     """One look into each worker of `stack`, by process name."""
     probes = {process.name: Probe(stack.address[process.name]) for process in stack.workers}

@@ -48,14 +48,14 @@ def make_world(model, reference, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world(make_world):
     """Two prefill workers, two decode workers, one gateway, a Redis; KV through shared memory."""
     with make_world("world", redis=True) as world:
         yield world
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tcp_world(make_world):
     """The same with KV over TCP, and prompts that are read in several chunks."""
     options = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", "2", "--transports", "tcp")

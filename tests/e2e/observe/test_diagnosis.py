@@ -21,7 +21,7 @@ from baton.service.observe.cpu_usage import CpuUsage
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from bench.gateway import clients, fleet, seen
 from tests.support.client import make_request
-from tests.support.pace import patience
+from tests.support.pace import patience, slowness
 from tests.support.process import ROOT, Process
 from tests.support.stack import Stack
 
@@ -31,7 +31,8 @@ SECONDS = 8.0  # of load
 CGROUP = Path("/sys/fs/cgroup/cpu")
 NAMESPACES = ("unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 NARROW = (("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0))  # what a client takes unread of a stream
-LOSSY = "tbf rate 384kbit burst 1600 limit 3200"  # what comes faster than that is dropped
+# What comes faster is dropped; where decoding takes twice as long, half as fast is as narrow.
+LOSSY = f"tbf rate {384 / slowness():.0f}kbit burst 1600 limit 3200"
 
 pytestmark = [
     pytest.mark.long,

@@ -18,6 +18,7 @@ from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import grpc_stream, socket_folder
 from kvtransfer.transports.socket_line import SocketLine
 from tests.support.kvtransfer.rig import NUM_TOKENS, running, until
+from tests.support.pace import patience
 
 DOORS = ("cuda_ipc", "shm", "tcp", "grpc")
 SOCKETS = DOORS[:3]
@@ -317,7 +318,8 @@ def test_a_source_takes_little_from_those_who_say_much():
                     ended_well = [
                         said for code, said in map(asyncio.Task.result, speaking) if code is grpc.StatusCode.OK
                     ]
-                    assert all(b"no Want came" in said for said in ended_well)
+                    others = {said for said in ended_well if b"no Want came" not in said}
+                    assert others <= {b""}, "or the end came while it still wrote, and was not read"
             assert peak - before < 100 << 20, f"{(peak - before) >> 20} MiB more"
 
     asyncio.run(main())
@@ -372,7 +374,7 @@ def test_a_ticket_is_worth_nothing_afterwards(name):
     """After its fetch, after its lease, and to another source."""
 
     async def main():
-        async with running(name, ttl_s=0.2) as rig, running(name) as other:
+        async with running(name, ttl_s=patience(0.5)) as rig, running(name) as other:
             used, late, elsewhere = rig.ready_offer("used"), rig.offer("late"), rig.offer("elsewhere")
             await rig.fetch(used, rig.destination())
             await until(lambda: len(rig.released) == 3, "the leases have ended")
