@@ -51,19 +51,19 @@ docs: setup
 # Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one. Compiled
 # modules are kept: without them the collection took each process 27 s of CPU instead of 17, and a worker's start 0.3 s more.
 test: setup $(STAMPS)/protoc $(STAMPS)/buf $(STAMPS)/helm system-packages node-packages
-	PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(SHARED) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too. The first part is shared
 # by processes as `test` is; what needs the machine for itself follows, one by one. A part of which PYTEST_ARGS choose nothing
 # ends with 5.
 test-long: setup long-packages $(STAMPS)/load
 	status=0; \
-	$(LONG_TESTS) -m "long and not alone" $(SHARED) $(PYTEST_ARGS) || test $$? = 5 || status=1; \
+	$(LONG_TESTS) -m "long and not alone" $(IN_PARALLEL) $(PYTEST_ARGS) || test $$? = 5 || status=1; \
 	$(LONG_TESTS) -m "long and alone" $(PYTEST_ARGS) || test $$? = 5 || status=1; \
 	exit $$status
 
 # Files are taken in the order of tests/conftest.py.
-SHARED = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+IN_PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 LONG_TESTS = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest --timeout 2700 \
 	-o faulthandler_timeout=600

@@ -67,7 +67,7 @@ def load(config: EngineConfig) -> Engine:
 def answers(engine: Engine) -> dict:
     sampled = dict(temperature=0.9, seed=3, top_p=0.9)
     requests = [
-        make_request("greedy", random_ids(5, 1), 4), make_request("sampled", random_ids(7, 2), 3, **sampled),
+        make_request("greedy", random_ids(5, 1), 4), make_request("sampled", random_ids(14, 2), 4, **sampled),
         make_request("two", random_ids(18, 3), 2, temperature=1.0, seed=5, n=2, logprobs=2),
         make_request("read", random_ids(5, 4), 1, prompt_logprobs=2),
     ]  # fmt: skip
