@@ -46,6 +46,11 @@ def test_growth_to_a_bound_is_told_from_a_leak():
     assert [leak.slopes(last=last)[name] for last in (1.0, 0.5)] == pytest.approx([3, 3])
 
 
+def test_ten_minutes_unlike_the_others_are_not_growth():
+    """Of Redis's keys, after it lost all of them: by least squares 32 an hour."""
+    assert seen("redis keys", lambda at: 100 if WARM_S <= at < WARM_S + 600 else 200).growing() == []
+
+
 def test_a_short_life_is_not_judged():
     samples = seen("decode1 7 rss MiB", lambda at: at, hours=0.6)
     assert samples.slopes() == {} and samples.growing() == []
