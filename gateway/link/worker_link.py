@@ -110,6 +110,11 @@ class WorkerLink:
         """Instance and epoch, empty without a session: a restarted worker is another one."""
         return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
 
+    @property
+    def is_reconnecting(self) -> bool:
+        """Return whether its session has ended, and another was not tried in vain yet."""
+        return self.hello is None and self.num_vain == 0
+
     def may_come(self, within_s: float) -> bool:
         """Return whether it may yet serve: it has not been away for longer than `within_s`, as one that starts is."""
         return self.state in _COMING and now() - self._away_since < within_s

@@ -1,9 +1,18 @@
 """Count the workers that have died of one request: after two its prompt is given to no other."""
 
+from typing import NamedTuple
+
+from baton.service.clock import now
 from gateway.link.worker_link import WorkerLink
 
 MAX_DEATHS = 2  # of workers that completed no step of this request
+_RETURN_S = 1.0  # a session that broke is up again after 0.1 s, where its worker lives and the machine is idle
 _DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
+
+
+class _Suspect(NamedTuple):
+    link: WorkerLink
+    since: float
 
 
 class Deaths:
@@ -11,7 +20,7 @@ class Deaths:
 
     def __init__(self) -> None:
         self._reported = 0.0
-        self._suspects: dict[bytes, WorkerLink] = {}
+        self._suspects: dict[bytes, _Suspect] = {}
 
     def note_reported(self, reason: str) -> None:
         """Count what a worker says of its end."""
@@ -20,10 +29,19 @@ class Deaths:
     def suspect(self, link: WorkerLink, worker_id: bytes) -> None:
         """Count a worker that is not heard any more, for as long as it is not back as the same process: a session may break
         and its worker live."""
-        self._suspects[worker_id] = link
+        self._suspects[worker_id] = _Suspect(link, now())
 
     @property
     def are_too_many(self) -> bool:
-        """Return whether the prompt is to blame."""
-        num_gone = sum(link.worker_id != worker_id for worker_id, link in self._suspects.items())
-        return self._reported + num_gone >= MAX_DEATHS
+        """Return whether the prompt is to blame, as far as is known."""
+        return self._reported + len(self._gone) >= MAX_DEATHS
+
+    @property
+    def are_certain(self) -> bool:
+        """Return whether none of those that are gone may be back in a moment: it was tried in vain, or a second has
+        passed."""
+        return not any(each.link.is_reconnecting and now() - each.since < _RETURN_S for each in self._gone)
+
+    @property
+    def _gone(self) -> list[_Suspect]:
+        return [each for worker_id, each in self._suspects.items() if each.link.worker_id != worker_id]

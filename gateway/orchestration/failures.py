@@ -49,14 +49,22 @@ class AttemptFailures:
             blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
-        if self._deaths.are_too_many:
-            self._budget.quarantine(self._prompt_digest)
-            raise poison("two workers died while they served this request")
+        self.check_deaths()
         if self._num_barren >= MAX_BARREN:
             raise error
         if self._num_barren > 1 or not _is_worker_gone(occurred.message):  # the first lost worker costs no retry
             self._budget.retry(error)
         self._unreplaced = error, now() + _WORKER_WAIT_S
+
+    def check_deaths(self) -> bool:
+        """Return whether another worker may be given the prompt, not only once those that are gone are back. Raises
+        BatonError (POISON) where it is to blame for them."""
+        if not self._deaths.are_too_many:
+            return True
+        if not self._deaths.are_certain:
+            return False
+        self._budget.quarantine(self._prompt_digest)
+        raise poison("two workers died while they served this request")
 
     def note_replaced(self) -> None:
         """A worker was found for the next attempt."""

@@ -13,8 +13,11 @@ from gateway.routing.routing import NEVER_HERE, SHORT_TOKENS, needs
 
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
-    """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late."""
+    """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late, BatonError
+    (POISON) if workers have died of it."""
     record, queues = request.record, request.queues
+    if not request.failures.check_deaths():
+        return _await_worker(request, Unavailable("no worker was heard again", 1.0, reason="NO_WORKER"))
     try:
         decision, prefill_link, decode_link = request.router.route()
     except Unavailable as error:

@@ -22,6 +22,7 @@ from gateway.request.request_record import RequestRecord
 from gateway.routing.routing import NEVER_HERE, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
+_DOUBT_POLL_S = 0.02  # while workers that are gone may be back
 
 
 class PromptParts(NamedTuple):
@@ -102,7 +103,7 @@ class PromptReading:
                 self._note_refusal(leg, message)
                 return None
             if isinstance(message, (Lost, Stalled, pb.Ended, pb.Done)):
-                self._note_failure(leg, message)
+                await self._note_failure(leg, message)
                 return None
 
     def _is_whole(self, done: pb.Done) -> bool:
@@ -117,8 +118,9 @@ class PromptReading:
         self._place.note_refusal(refused)
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
-    def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done) -> None:
-        """Count an end without a vector; from now on its worker is avoided. Raises BatonError if none must be asked."""
+    async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done) -> None:
+        """Count an end without a vector; from now on its worker is avoided. Raises BatonError if none must be asked, once
+        that is certain."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
             self._deaths.note_reported(message.reason)
@@ -133,6 +135,8 @@ class PromptReading:
             leg.link.note_failure(f"{error.reason} while prefilling")
         self._failed.add(leg.worker_id)
         self._num_failures += 1
+        while self._deaths.are_too_many and not self._deaths.are_certain:
+            await asyncio.sleep(_DOUBT_POLL_S)
         if self._deaths.are_too_many:
             self._parts.budget.quarantine(self._digest)
             raise poison(f"{MAX_DEATHS} workers died of this prompt")

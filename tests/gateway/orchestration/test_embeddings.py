@@ -8,7 +8,9 @@ import pytest
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
+from gateway.link import worker_link
 from gateway.link.worker_link import LinkState
+from gateway.orchestration import deaths
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.orchestration.test_resuming import hang_up
 
@@ -130,6 +132,23 @@ async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
         await c.until(lambda: link.state is LinkState.SERVING)
         (dead,) = [worker for worker in c.prefill if worker.held]
         await dead.stop()
+        for worker in c.prefill:
+            worker.release("prefill")
+        assert vectors(await call) == [expected(IDS[1])]
+
+
+async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
+    """Neither is back when the second one is judged."""
+    monkeypatch.setattr(worker_link, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    async with cluster(num_prefill=3) as c:
+        call, cut = await held(c)
+        cut.held.clear()
+        hang_up(cut)
+        await c.until(lambda: any(worker.held for worker in c.prefill))
+        (second,) = [worker for worker in c.prefill if worker.held]
+        second.held.clear()
+        hang_up(second)
         for worker in c.prefill:
             worker.release("prefill")
         assert vectors(await call) == [expected(IDS[1])]

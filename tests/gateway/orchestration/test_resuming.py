@@ -8,8 +8,9 @@ import pytest
 
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
+from gateway.link import worker_link
 from gateway.link.worker_link import LinkState
-from gateway.orchestration import failures
+from gateway.orchestration import deaths, failures
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
 from tests.support.client import make_request
@@ -271,6 +272,24 @@ async def test_who_has_only_lost_its_session_has_not_died(cluster):
         await next(worker for worker in others if "prefill" in worker.kinds()).stop()
         release(c, "prefill")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+
+
+async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
+    """Neither is back when the second one is judged."""
+    monkeypatch.setattr(worker_link, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    async with cluster(num_prefill=3) as c:
+        hold(c, "prefill")
+        running = start(c)
+        for _ in range(2):
+            await c.until(lambda: any(worker.held for worker in c.prefill))
+            (cut,) = [worker for worker in c.prefill if worker.held]
+            cut.held.clear()
+            hang_up(cut)
+        await asyncio.sleep(0.1)
+        release(c, "prefill")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
 
 
 async def test_a_failure_is_no_storm(cluster):
