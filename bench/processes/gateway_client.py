@@ -91,9 +91,11 @@ class Clients:
         await asyncio.gather(*map(work, range(num_streams)))
 
     async def held(self, num_streams: int, seconds: float) -> None:
-        """All are open once the first message of each has come; then they are left open."""
+        """All are open once the first message of each has come; then they are left open. Exits where one is not."""
         tasks = []
-        while len(self.seen.ttft_s) < num_streams and not self.seen.failed:
+        while len(self.seen.ttft_s) < num_streams:
+            if self.seen.failed or self.seen.refused_s:
+                sys.exit(self.seen.failed[0] if self.seen.failed else "a stream was refused")
             num_more = min(num_streams, len(self.seen.ttft_s) + AT_ONCE) - len(tasks)
             tasks += [asyncio.create_task(self.one(self._output)) for _ in range(num_more)]
             await asyncio.sleep(0.05)
