@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -199,12 +201,21 @@ def main() -> int:
     arguments = parser.parse_args()
     seconds = 3600 * arguments.hours
     print(f"marathon of {seconds:.0f} s, seed {arguments.seed}", flush=True)
-    engines = _fuzzing("world", arguments.seed, seconds)
+    with _fuzzing("world", arguments.seed, seconds) as engines:
+        num_faults = _marathon(arguments.seed, seconds)
+        num_different = engines.wait()
+    with _fuzzing("stack", arguments.seed, STACK_SHARE * seconds) as stacks:
+        num_different += stacks.wait()
+    return 1 if num_faults or num_different else 0
+
+
+def _marathon(seed: int, seconds: float) -> int:
+    """Return how much was broken; printed, and appended to the results."""
     folder = Path(tempfile.mkdtemp(prefix="marathon-"))
     model = make_model(folder / "tiny")
     options = ("--num-blocks", "160", "--threads", "1", "--lease-ttl-s", "2")
-    with World(model, folder / "stack", Reference(model), redis=True, seed=arguments.seed, options=options) as world:
-        load, nemesis, samples, faults = asyncio.run(run(world, seconds, arguments.seed))
+    with World(model, folder / "stack", Reference(model), redis=True, seed=seed, options=options) as world:
+        load, nemesis, samples, faults = asyncio.run(run(world, seconds, seed))
     values = {
         "seconds": round(seconds), "requests": sum(load.statuses.values()), "statuses": dict(load.statuses),
         "tokens": load.num_tokens, "kills": nemesis.done["kill"], "freezes": nemesis.done["freeze"],
@@ -230,15 +241,24 @@ def main() -> int:
     else:
         print("every gate passed")
         shutil.rmtree(folder)
-    print("appended to", record.append("marathon", arguments.seed, **values))
-    num_different = sum(each.wait() for each in (engines, _fuzzing("stack", arguments.seed, STACK_SHARE * seconds)))
-    return 1 if faults or num_different else 0
+    print("appended to", record.append("marathon", seed, **values))
+    return len(faults)
 
 
-def _fuzzing(what: str, seed: int, seconds: float) -> subprocess.Popen:
-    """Leaves a line of its own in the results."""
+@contextmanager
+def _fuzzing(what: str, seed: int, seconds: float) -> Iterator[subprocess.Popen]:
+    """A process that leaves a line of its own in the results, and gives way to all others: also to those of other sessions,
+    between which the kernel shares the cores whatever the niceness of a process (autogroups)."""
     argv = [sys.executable, "-m", "tests.faults.gather", what, str(1 << 40), "--seed", str(seed)]
-    return subprocess.Popen(["nice", "-n", "19", *argv, "--seconds", str(seconds)], cwd=ROOT)
+    process = subprocess.Popen(["nice", "-n", "19", *argv, "--seconds", str(seconds)], cwd=ROOT, start_new_session=True)
+    autogroup = Path(f"/proc/{process.pid}/autogroup")
+    if autogroup.exists():
+        autogroup.write_text("19")
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
 
 
 if __name__ == "__main__":
