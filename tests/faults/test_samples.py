@@ -40,15 +40,25 @@ def test_what_moves_and_does_not_grow(name):
 def test_growth_to_a_bound_is_told_from_a_leak():
     """By the last half of the time: a leak has the same slope there."""
     name, minute = "gateway0 1 rss MiB", 60.0
-    bound = seen(name, lambda at: 200 + 3 * min(1.0, at / (60 * minute)))
-    leak = seen(name, lambda at: 200 + 3 * at / HOUR_S)
-    assert bound.slopes()[name] > 0.8 and bound.slopes(last=0.5)[name] == pytest.approx(0, abs=0.4)
-    assert [leak.slopes(last=last)[name] for last in (1.0, 0.5)] == pytest.approx([3, 3])
+    bound = seen(name, lambda at: 200 + 4 * min(1.0, at / (60 * minute)))
+    leak = seen(name, lambda at: 200 + 4 * at / HOUR_S)
+    assert bound.slopes()[name] > 1.0 and bound.slopes(last=0.5)[name] == pytest.approx(0, abs=0.4)
+    assert [leak.slopes(last=last)[name] for last in (1.0, 0.5)] == pytest.approx([4, 4])
+    assert bound.growing() == [] and leak.growing() == [f"{name} grows by 4.00 an hour, at most 1.00"]
 
 
 def test_ten_minutes_unlike_the_others_are_not_growth():
     """Of Redis's keys, after it lost all of them: by least squares 32 an hour."""
     assert seen("redis keys", lambda at: 100 if WARM_S <= at < WARM_S + 600 else 200).growing() == []
+
+
+def test_what_has_a_bound_is_judged_by_it():
+    """Whatever its slope is."""
+    samples = Samples({"redis keys": 640})
+    samples.add_all("redis keys", [(step * 5.0, step) for step in range(641)])
+    assert samples.growing() == []
+    samples.add_all("redis keys", [(641 * 5.0, 641)])
+    assert samples.growing() == ["redis keys were 641, at most 640"]
 
 
 def test_a_short_life_is_not_judged():

@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -21,7 +21,9 @@ _MIB = 1 << 20
 class Samples:
     """Samples of every life of every process, by name and pid; and of other numbers, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Mapping[str, float] = {}) -> None:
+        """`bounds`: the highest that a number may be, where that says more than its growth."""
+        self._bounds = bounds
         self._began = time.monotonic()
         self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
@@ -60,13 +62,19 @@ class Samples:
         return found
 
     def growing(self, warm_s: float = WARM_S) -> list[str]:
-        """Return the figures that fail a gate: memory by its slope, everything else by more than a tenth of its mean an
-        hour."""
+        """Return the figures that fail a gate: what is above its bound, and of the others what grows over all of its time and
+        in the last half of it: memory by 1 MiB an hour, everything else by more than a tenth of its mean."""
         faults = []
-        for name, found in self.slopes(warm_s).items():
+        for name, bound in self._bounds.items():
+            highest = max((value for _, value in self._values.get(name, ())), default=0.0)
+            if highest > bound:
+                faults.append(f"{name} were {highest:g}, at most {bound:g}")
+        later = self.slopes(warm_s, last=0.5)
+        for name, whole in self.slopes(warm_s).items():
+            found = min(whole, later[name])
             points = [value for at, value in self._values[name] if at - self._values[name][0][0] >= warm_s]
             allowed = MAX_RSS_SLOPE if name.endswith("MiB") else max(2.0, 0.1 * statistics.fmean(points))
-            if found > allowed:
+            if name not in self._bounds and found > allowed:
                 faults.append(f"{name} grows by {found:.2f} an hour, at most {allowed:.2f}")
         return faults
 
