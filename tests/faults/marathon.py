@@ -134,7 +134,7 @@ async def run(world: World, seconds: float, seed: int) -> tuple[Load, Nemesis, S
             faults += [f"I-8 a canary afterwards: {ask.words()}"] if ask.status != "OK" else []
     faults += await world.aside(world.ledgers)
     faults += [f"I-6 {line}" for line in world.stack.complaints()]
-    faults += check_privacy(world.pages()) + _uncounted(before, world.counters(), load) + samples.growing()
+    faults += check_privacy(world.pages()) + _uncounted(before, world.counters(), load) + samples.missed_gates()
     return load, nemesis, samples, faults
 
 

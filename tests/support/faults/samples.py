@@ -13,7 +13,7 @@ import psutil
 from tests.support.process import Process
 
 WARM_S = 20 * 60.0  # before it a slope says nothing
-WINDOW_S = 10 * 60.0  # holds more quiet than burst, and more of Redis's lives than of its deaths
+WINDOW_S = 10 * 60.0  # of which bursts are a minute or two
 MAX_RSS_SLOPE = 1.0  # MiB/h
 _MIB = 1 << 20
 
@@ -61,7 +61,7 @@ class Samples:
                 found[name] = slope([(at, value) for at, value in points if at >= since])
         return found
 
-    def growing(self, warm_s: float = WARM_S) -> list[str]:
+    def missed_gates(self, warm_s: float = WARM_S) -> list[str]:
         """Return the figures that fail a gate: what is above its bound, and of the others what grows over all of its time and
         in the last half of it: memory by 1 MiB an hour, everything else by more than a tenth of its mean."""
         faults = []
