@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from baton.service.clock import now
-from baton.service.errors import Overloaded, Unavailable
+from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
@@ -108,8 +108,7 @@ def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> N
 
 def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Raises Overloaded: it has waited in line for too long."""
-    waited_s = request.place.max_wait_s
-    raise Overloaded(f"no worker had room for {waited_s:g} s", max(1.0, waited_s / 10), reason="QUEUE_WAIT")
+    request.place.time_out()
 
 
 def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from baton.service.clock import now
 from baton.service.codec import budget_ms
-from baton.service.errors import DeadlineExceeded, Overloaded, Unavailable, from_code
+from baton.service.errors import DeadlineExceeded, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.attempt import new_key
 from gateway.fleet.router import Router
@@ -161,8 +161,7 @@ class PromptReading:
         """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
         self._place.join(self._parts.queues.prefill)
         if not await self._wait() and self._parts.router.has_any("prefill", self._routing):
-            waited_s = self._place.max_wait_s
-            raise Overloaded(f"no worker had room for {waited_s:g} s", 1.0, reason="QUEUE_WAIT")
+            self._place.time_out()
 
     async def _wait(self) -> bool:
         """Wait until it is to look again; return whether it may wait on. Raises DeadlineExceeded."""

@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NoReturn
 
 from baton.service.clock import now
+from baton.service.errors import Overloaded
 from baton.v1 import worker_pb2 as pb
 from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue
 
@@ -57,6 +59,11 @@ class QueuePlace:
         is_longer = max_wait_s > self.max_wait_s
         self.max_wait_s = max(self.max_wait_s, max_wait_s)
         return is_longer
+
+    def time_out(self) -> NoReturn:
+        """Raises Overloaded: it has waited for as long as it may. Others may have been served meanwhile."""
+        message = f"it waited in line for a worker with room for {self.max_wait_s:g} s"
+        raise Overloaded(message, max(1.0, self.max_wait_s / 10), reason="QUEUE_WAIT")
 
     def leave(self, served: bool) -> None:
         """Leave the queue, if it is in one. `served`: a worker took the request."""

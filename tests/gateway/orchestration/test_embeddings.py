@@ -237,6 +237,14 @@ async def test_the_only_worker_comes_back(cluster):
         await c.idle()
 
 
+async def test_full_for_too_long(cluster):
+    async with cluster(max_queue_wait_s=0.2) as c:
+        c.prefill[0].refusals = ["queue_full"] * 1000
+        error = await refused(embed(c, IDS[0]))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_WAIT") and error.retry_after_s
+        await c.idle()
+
+
 async def test_a_request_id_in_use(cluster):
     async with cluster() as c:
         c.prefill[0].hold("prefill")

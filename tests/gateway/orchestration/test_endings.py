@@ -255,8 +255,9 @@ async def test_full_prefill_workers(cluster):
 async def test_full_for_too_long(cluster):
     async with cluster(max_queue_wait_s=0.2) as c:
         c.decode[0].refusals = ["kv_full"] * 1000
-        said = await refused(start(c))
-        assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.retry_after_s
+        for said in await asyncio.gather(*(refused(start(c)) for _ in range(2))):
+            assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.reason == "QUEUE_WAIT"
+            assert said.message == "it waited in line for a worker with room for 0.2 s" and said.retry_after_s
         assert not c.pipeline.queues.credit
         await c.idle()
 
