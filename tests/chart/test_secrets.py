@@ -1,6 +1,7 @@
 """The program of the chart's Job, run against an API server that keeps Secrets: what it makes, product and Redis take."""
 
 import base64
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,36 +19,53 @@ import pytest
 from cryptography import x509
 
 from baton.service.security.credentials import Credentials
-from tests.chart.rendering import CHART, ROOT, container, pods, render
+from tests.chart.rendering import CHART, ROOT, container, named, pods, render
 from tests.support.redis_server import redis_path
 
 PROGRAM = CHART / "files" / "make_secrets.py"
 
 
 class ApiServer:
-    """The paths of Secrets: GET of one, POST of a new one."""
+    """The paths of Secrets: GET and DELETE of one, POST of a new one.
 
-    def __init__(self):
-        self.secrets: dict[str, dict] = {}
+    `flaky`: each is first answered by an error where it changes anything, every second time after the change.
+    """
+
+    def __init__(self, secrets: dict[str, dict] | None = None, flaky: bool = False):
+        self.secrets = secrets or {}
+        failed: set[tuple[str, str]] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def answer(self, status: int) -> None:
+            def answer(self, status: int, body: dict | None = None) -> None:
+                data = json.dumps(body or {}).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
+                self.wfile.write(data)
 
             def do_GET(self):
                 assert self.headers["Authorization"] == "Bearer token"
-                self.answer(200 if self.path.rpartition("/")[2] in outer.secrets else 404)
+                secret = outer.secrets.get(self.path.rpartition("/")[2])
+                self.answer(200 if secret else 404, secret)
 
             def do_POST(self):
                 assert self.path == "/api/v1/namespaces/llm/secrets"
                 secret = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                known = secret["metadata"]["name"] in outer.secrets
-                if not known:
-                    outer.secrets[secret["metadata"]["name"]] = secret
-                self.answer(409 if known else 201)
+                name = secret["metadata"]["name"]
+                self.change(name, 409 if name in outer.secrets else 201, lambda: outer.secrets.setdefault(name, secret))
+
+            def do_DELETE(self):
+                name = self.path.rpartition("/")[2]
+                self.change(name, 200 if name in outer.secrets else 404, lambda: outer.secrets.pop(name, None))
+
+            def change(self, name: str, status: int, change: Callable[[], object]) -> None:
+                fails = flaky and (self.command, name) not in failed
+                if not fails or len(failed) % 2:
+                    change()
+                if fails:
+                    failed.add((self.command, name))
+                self.answer(500 if fails else status)
 
             def log_message(self, *args):
                 pass
@@ -67,27 +86,88 @@ class ApiServer:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The API server after the Job of the default values has run twice."""
+def run_job(tmp_path_factory):
+    """Run the Job of the default values once, against a server."""
     account = tmp_path_factory.mktemp("account")
     (account / "namespace").write_text("llm")
     (account / "token").write_text("token")
     job = container(dict(pods(render({})))["secrets"])
+    told = {each["name"]: each["value"] for each in job["env"]}
+    told |= {"SERVICE_ACCOUNT": str(account), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
+
+    def run(server: ApiServer) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **told, "KUBERNETES_SERVICE_PORT": str(server.port)}
+        return subprocess.run([sys.executable, PROGRAM], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(run_job):
+    """The API server after the Job has run twice."""
     with ApiServer() as server:
-        told = {each["name"]: each["value"] for each in job["env"]}
-        told |= {"SERVICE_ACCOUNT": str(account), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
-        told |= {"KUBERNETES_SERVICE_PORT": str(server.port)}
         for count in (8, 0):
-            argv, environment = [sys.executable, PROGRAM], {**os.environ, **told}
-            done = subprocess.run(argv, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-            assert done.stdout.count("created") == count
+            done = run_job(server)
+            assert (done.returncode, done.stdout.count("created")) == (0, count), done.stderr
         yield server
 
 
-def test_the_secrets_that_pods_mount(made):
+def check(server: ApiServer, folder: Path) -> None:
+    """Hold Secrets against one another: all are there, of one authority, one API key and one password of Redis."""
     roles = {f"rel-baton-{role}-tls" for role in ("gateway", "prefill", "decode", "operator", "redis")}
-    assert made.secrets.keys() == roles | {"rel-baton-gateway", "rel-baton-redis", "rel-baton-caller"}
-    assert all(set(made.secrets[name]["data"]) == {"tls.crt", "tls.key", "ca.crt"} for name in roles)
+    assert server.secrets.keys() == roles | {"rel-baton-gateway", "rel-baton-redis", "rel-baton-caller"}
+    assert all(set(server.secrets[name]["data"]) == {"tls.crt", "tls.key", "ca.crt"} for name in roles)
+    assert len({server.file(f"{role}-tls", "ca.crt") for role in ("gateway", "prefill", "decode", "operator")}) == 1
+    (folder / "credentials.toml").write_bytes(server.file("gateway", "credentials.toml"))
+    key = server.file("caller", "api-key").decode().strip()
+    assert Credentials(folder / "credentials.toml").tenant(key) == "main"
+    password = tomllib.loads(server.file("gateway", "gateway.toml").decode())["redis"][15:].partition("@")[0]
+    assert f"#{hashlib.sha256(password.encode()).hexdigest()} " in server.file("redis", "redis.acl").decode()
+
+
+def test_the_secrets_fit_together(made, tmp_path):
+    check(made, tmp_path)
+
+
+def test_a_job_that_is_cut_off_anywhere_is_gone_on_with(run_job, tmp_path):
+    """Each Secret that is made or deleted fails once, and the next run makes the rest of the same authority and keys."""
+    with ApiServer(flaky=True) as server:
+        runs = [run_job(server)]
+        while runs[-1].returncode and len(runs) < 20:
+            runs.append(run_job(server))
+        assert len(runs) == 13, runs[-1].stderr  # eight Secrets, and two drafts that come and go
+        check(server, tmp_path)
+
+
+def test_what_no_longer_fits_is_named(made, run_job):
+    """Another certificate would be another authority's."""
+    with ApiServer(dict(made.secrets)) as server:
+        del server.secrets["rel-baton-prefill-tls"]
+        before = dict(server.secrets)
+        done = run_job(server)
+        assert done.returncode and server.secrets == before
+        assert done.stderr == (
+            "missing: rel-baton-prefill-tls; new ones would not fit what is there: delete rel-baton-gateway-tls "
+            "rel-baton-decode-tls rel-baton-operator-tls rel-baton-redis-tls too, and all are made anew\n"
+        )
+
+
+def test_the_callers_key_may_be_taken_away(made, run_job):
+    """No pod mounts it."""
+    with ApiServer(dict(made.secrets)) as server:
+        del server.secrets["rel-baton-caller"]
+        assert (run_job(server).returncode, "rel-baton-caller" in server.secrets) == (0, False)
+
+
+def test_the_job_may_what_it_does(made):
+    """Read what it asks for, delete its drafts."""
+    rules = named(render({}), "Role", "secrets")["rules"]
+    names: dict[str, set[str]] = {}
+    for rule in rules:
+        for verb in rule["verbs"]:
+            names.setdefault(verb, set()).update(rule.get("resourceNames", []))
+    drafts = {"rel-baton-certificates-draft", "rel-baton-credentials-draft"}
+    assert names == {"create": set(), "get": made.secrets.keys() - {"rel-baton-caller"} | drafts, "delete": drafts}
 
 
 def test_certificates_have_the_names_that_cert_manager_is_asked_for(made):
@@ -106,13 +186,6 @@ def test_certificates_have_the_names_that_cert_manager_is_asked_for(made):
 
 def test_redis_has_an_authority_of_its_own(made):
     assert made.file("redis-tls", "ca.crt") != made.file("gateway-tls", "ca.crt")
-    assert len({made.file(f"{role}-tls", "ca.crt") for role in ("gateway", "prefill", "decode", "operator")}) == 1
-
-
-def test_the_api_key_is_in_the_credentials(made, tmp_path):
-    (tmp_path / "credentials.toml").write_bytes(made.file("gateway", "credentials.toml"))
-    key = made.file("caller", "api-key").decode().strip()
-    assert Credentials(tmp_path / "credentials.toml").tenant(key) == "main"
 
 
 def test_redis_takes_its_files_and_gateways_reach_it(made, tmp_path):

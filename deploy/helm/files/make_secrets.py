@@ -1,7 +1,8 @@
 """Makes what the chart's pods keep secret, as Secrets of the namespace, by `baton certs`; what exists is left as it is.
 
-A Job runs it before an installation and before an upgrade. Redis has an authority of its own: with its key nobody passes for a
-gateway or a worker.
+A Job runs it before an installation and before an upgrade. Secrets of a set fit only together, and the authority's key is thrown
+away: a draft, one Secret with all of a set, comes first, so that a run goes on where the one before it was cut off. Redis has an
+authority of its own: with its key nobody passes for a gateway or a worker.
 """
 
 import base64
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 ACCOUNT = Path(os.environ.get("SERVICE_ACCOUNT", "/var/run/secrets/kubernetes.io/serviceaccount"))
@@ -35,47 +37,56 @@ class Namespace:
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/api/v1/namespaces/{self._name}/secrets"
         self._context = ssl.create_default_context(cafile=ACCOUNT / "ca.crt") if scheme == "https" else None
 
-    def has(self, name: str) -> bool:
+    def get(self, name: str) -> dict[str, bytes] | None:
+        """Return a Secret's files, None where there is no such Secret."""
         try:
-            self._call("GET", f"/{name}")
+            found = self._call("GET", f"/{name}")
         except urllib.error.HTTPError as error:
             if error.code == 404:
+                return None
+            raise
+        return {key: base64.b64decode(value) for key, value in found["data"].items()}
+
+    def create(self, name: str, secret: dict) -> bool:
+        """Return whether it is new: one that is there stays as it is."""
+        labels = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/instance": os.environ["INSTANCE"]}
+        metadata = {"name": name, "labels": labels}
+        try:
+            self._call("POST", "", {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, **secret})
+        except urllib.error.HTTPError as error:
+            if error.code == 409:
                 return False
             raise
         return True
 
-    def create(self, name: str, kind: str, files: dict[str, bytes]) -> None:
-        """One that another Job has created meanwhile stays as it is."""
-        data = {key: base64.b64encode(value).decode() for key, value in files.items()}
-        labels = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/instance": os.environ["INSTANCE"]}
-        secret = {"apiVersion": "v1", "kind": "Secret", "type": kind, "data": data}
-        try:
-            self._call("POST", "", {**secret, "metadata": {"name": name, "labels": labels}})
-        except urllib.error.HTTPError as error:
-            if error.code != 409:
-                raise
-        print(f"created {name}")
+    def delete(self, name: str) -> None:
+        self._call("DELETE", f"/{name}")
 
-    def _call(self, method: str, path: str, body: dict | None = None) -> None:
+    def _call(self, method: str, path: str, body: dict | None = None) -> dict:
         token = (ACCOUNT / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         data = json.dumps(body).encode() if body else None
         request = urllib.request.Request(self._url + path, data, headers, method=method)
-        urllib.request.urlopen(request, timeout=30, context=self._context).close()
+        with urllib.request.urlopen(request, timeout=30, context=self._context) as answer:
+            return json.load(answer)
 
 
-def certs(folder: Path, hosts: list[str], days: str) -> Path:
+def certs(folder: Path, hosts: list[str]) -> Path:
     """Run `baton certs`."""
     flags = [flag for host in hosts for flag in ("--host", host)]
-    argv = [sys.executable, "-m", "baton.cli.main", "certs", "--out", folder, "--days", days, *flags]
+    argv = [sys.executable, "-m", "baton.cli.main", "certs", "--out", folder, "--days", os.environ["DAYS"], *flags]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
 
 
-def tls(made: Path, role: str) -> dict[str, bytes]:
-    """Return a certificate under the keys that cert-manager gives them."""
+def make_secret(kind: str, files: dict[str, bytes]) -> dict:
+    return {"type": kind, "data": {key: base64.b64encode(value).decode() for key, value in files.items()}}
+
+
+def tls(made: Path, role: str) -> dict:
+    """Return a Secret of a certificate under the keys that cert-manager gives them."""
     names = {"tls.crt": f"{role}.crt", "tls.key": f"{role}.key", "ca.crt": "ca.crt"}
-    return {key: (made / name).read_bytes() for key, name in names.items()}
+    return make_secret("kubernetes.io/tls", {key: (made / name).read_bytes() for key, name in names.items()})
 
 
 def redis_files(host: str) -> tuple[bytes, bytes]:
@@ -88,23 +99,52 @@ def redis_files(host: str) -> tuple[bytes, bytes]:
     return acl.encode(), f'redis = "{url}"\n'.encode()
 
 
+def make_certificates(name: str, folder: Path) -> dict[str, dict]:
+    """Return Secrets by name."""
+    fleet = certs(folder / "fleet", os.environ["HOSTS"].split(","))
+    redis = certs(folder / "redis", [f"{name}-redis"])
+    return {f"{name}-{role}-tls": tls(fleet, role) for role in ROLES} | {f"{name}-redis-tls": tls(redis, "gateway")}
+
+
+def make_credentials(name: str, folder: Path) -> dict[str, dict]:
+    """Return Secrets by name."""
+    made = certs(folder / "fleet", os.environ["HOSTS"].split(","))
+    acl, gateway = redis_files(f"{name}-redis")
+    key = {each: (made / each).read_bytes() for each in ("api-key", "cluster-secret", "credentials.toml")}
+    return {
+        f"{name}-caller": make_secret("Opaque", {"api-key": key.pop("api-key")}),
+        f"{name}-redis": make_secret("Opaque", {"redis.acl": acl}),
+        f"{name}-gateway": make_secret("Opaque", {**key, "gateway.toml": gateway}),
+    }
+
+
+def complete(namespace: Namespace, draft: str, mounted: list[str], make: Callable[[Path], dict[str, dict]]) -> None:
+    """Create the Secrets of a set unless those that pods mount are there."""
+    if namespace.get(draft) is None:
+        missing = [each for each in mounted if namespace.get(each) is None]
+        if not missing:
+            return
+        if present := [each for each in mounted if each not in missing]:
+            told = "missing: {}; new ones would not fit what is there: delete {} too, and all are made anew"
+            sys.exit(told.format(" ".join(missing), " ".join(present)))
+        with tempfile.TemporaryDirectory() as folder:
+            texts = {each: json.dumps(secret).encode() for each, secret in make(Path(folder)).items()}
+        namespace.create(draft, make_secret("Opaque", texts))
+    for each, text in namespace.get(draft).items():  # of the Job that was first, where two run
+        if namespace.create(each, json.loads(text)):
+            print(f"created {each}")
+    namespace.delete(draft)
+
+
 def main() -> None:
     namespace, name = Namespace(), os.environ["NAME"]
     asked = os.environ["MAKE"].split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        hosts, days = os.environ["HOSTS"].split(","), os.environ["DAYS"]
-        made = certs(Path(folder) / "fleet", hosts, days)
-        if "certificates" in asked and not all(namespace.has(f"{name}-{role}-tls") for role in ROLES):
-            for role in ROLES:
-                namespace.create(f"{name}-{role}-tls", "kubernetes.io/tls", tls(made, role))
-            redis = certs(Path(folder) / "redis", [f"{name}-redis"], days)
-            namespace.create(f"{name}-redis-tls", "kubernetes.io/tls", tls(redis, "gateway"))
-        if "credentials" in asked and not namespace.has(f"{name}-gateway"):
-            acl, gateway = redis_files(f"{name}-redis")
-            key = {each: (made / each).read_bytes() for each in ("cluster-secret", "credentials.toml")}
-            namespace.create(f"{name}-caller", "Opaque", {"api-key": (made / "api-key").read_bytes()})
-            namespace.create(f"{name}-redis", "Opaque", {"redis.acl": acl})
-            namespace.create(f"{name}-gateway", "Opaque", {**key, "gateway.toml": gateway})
+    if "certificates" in asked:
+        mounted = [f"{name}-{role}-tls" for role in (*ROLES, "redis")]
+        complete(namespace, f"{name}-certificates-draft", mounted, lambda folder: make_certificates(name, folder))
+    if "credentials" in asked:
+        mounted = [f"{name}-gateway", f"{name}-redis"]
+        complete(namespace, f"{name}-credentials-draft", mounted, lambda folder: make_credentials(name, folder))
 
 
 if __name__ == "__main__":
