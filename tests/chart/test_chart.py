@@ -194,6 +194,14 @@ def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
     assert "--device=cuda" in prefill["args"] and "--device=cuda" in decode["args"]
 
 
+def test_operators_are_let_in_by_gateways_and_workers():
+    peer = {"podSelector": {"matchLabels": {"app": "scaler"}}}
+    objects = render({"networkPolicy": {"operators": [peer]}})
+    for component, port in (("gateway", 50052), ("prefill", 50061), ("decode", 50062)):
+        rules = named(objects, "NetworkPolicy", component)["spec"]["ingress"]
+        assert peer in next(rule["from"] for rule in rules if rule["ports"] == [{"port": port}])
+
+
 @pytest.mark.parametrize(
     "wrong, told",
     [
