@@ -26,7 +26,9 @@ class Exposure:
     admin_hosts: tuple[str, ...] = option(
         "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
     )
-    reflection: bool = option("allow gRPC reflection to authenticated callers (always on without TLS)", False)
+    reflection: bool = option(
+        "allow gRPC reflection to authenticated callers (on by itself on loopback without TLS and keys)", False
+    )
 
     @property
     def tls(self) -> Tls | None:
