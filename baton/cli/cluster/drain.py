@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "drain",
         summary="empty a worker, and end it or change its role",
         description="Requests on the worker continue for the grace period, then move to other workers. "
-        "Returns when the worker is gone, or serves in its next role. `baton up` starts a worker that ended again at once, "
+        "Returns when the worker is gone, or serves in its next role. `baton up` restarts a worker as soon as it has ended, "
         "unless it is drained with --stay-away; compose and systemd follow their own restart policy, whatever is given here.",
         examples=_EXAMPLES,
     )
