@@ -32,7 +32,7 @@ class _Parser(DefaultParser):
         self._most, self._left, self._tail = most, most, b""
 
     async def read_response(self, *args, **options):
-        self._left, self._tail = self._most, b""
+        self._left = self._most
         return await super().read_response(*args, **options)
 
     async def read_from_socket(self) -> bool:
@@ -42,7 +42,8 @@ class _Parser(DefaultParser):
         self._left -= len(buffer)
         if self._left < 0 or _LONG_LIST.search(self._tail + buffer):
             raise TooMuch(f"a reply of more than {self._most} bytes, or of very many parts")
-        self._tail = buffer[-_TAIL_BYTES:]
+        # Of all that came, not of this reply: what of it has not been parsed yet begins the next one.
+        self._tail = (self._tail + buffer)[-_TAIL_BYTES:]
         self._reader.feed(buffer)
         return True
 

@@ -42,11 +42,14 @@ ANSWERS = [
 
 
 class FakeRedis:
-    """Answers every call with `head`, and `body` after a pause; an endless one again and again, as long as it is
-    read."""
+    """Answers every call with `head` (or `first`, the first of a connection), and `body` after a pause; an endless one
+    again and again, as long as it is read."""
 
-    def __init__(self, head: bytes, body: bytes = b"", is_endless: bool = False, pause_s: float = 0.0):
+    def __init__(
+        self, head: bytes, body: bytes = b"", is_endless: bool = False, pause_s: float = 0.0, first: bytes = b""
+    ):
         self._head, self._body, self._is_endless, self._pause_s = head, body, is_endless, pause_s
+        self._first = first
         self.num_sent = self.num_open = 0
 
     async def __aenter__(self) -> "FakeRedis":
@@ -62,9 +65,11 @@ class FakeRedis:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_open += 1
+        head = self._first or self._head
         with contextlib.suppress(ConnectionError):
             while await reader.read(65_536):
-                writer.write(self._head)
+                writer.write(head)
+                head = self._head
                 await asyncio.sleep(self._pause_s)
                 writer.write(self._body)
                 while self._body and self._is_endless:
@@ -97,6 +102,24 @@ async def test_what_never_ends_is_given_up(said):
 @pytest.mark.parametrize("cut", range(1, 10))
 async def test_a_list_that_is_announced_in_pieces_is_seen(cut):
     async with FakeRedis(b"*100000000\r\n"[:cut], b"*100000000\r\n"[cut:], pause_s=0.02) as fake:
+        client = make_client(fake.url, 5.0, 1)
+        with pytest.raises(FAILURES, match="very many parts"):
+            await client.get("a")
+        await client.aclose()
+
+
+@pytest.mark.parametrize("cut", (1, 5))
+async def test_a_list_that_begins_behind_the_reply_before_is_seen(cut):
+    """hiredis keeps what it has not parsed, and goes on there with the next call. The first are those of connecting."""
+    async with FakeRedis(b"*100000000\r\n"[cut:], first=b"+OK\r\n" + b"*100000000\r\n"[:cut]) as fake:
+        client = make_client(fake.url, 5.0, 1)
+        with pytest.raises(FAILURES, match="very many parts"):
+            await client.get("a")
+        await client.aclose()
+
+
+async def test_a_list_that_is_announced_byte_by_byte_is_seen():
+    async with FakeRedis(b"*", b"1", is_endless=True, pause_s=0.02) as fake:
         client = make_client(fake.url, 5.0, 1)
         with pytest.raises(FAILURES, match="very many parts"):
             await client.get("a")
