@@ -91,7 +91,8 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ListenError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    # int() raises ValueError beyond 4,300 digits.
+    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ListenError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 

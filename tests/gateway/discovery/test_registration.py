@@ -78,7 +78,12 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
 
 @pytest.mark.parametrize(
     ("address", "role", "field"),
-    [("127.0.0.1:1", "gateway", "role"), ("nowhere", "decode", "address"), ("127.0.0.1:0", "decode", "address")],
+    [
+        ("127.0.0.1:1", "gateway", "role"),
+        ("nowhere", "decode", "address"),
+        ("127.0.0.1:0", "decode", "address"),
+        pytest.param("127.0.0.1:" + "1" * 5000, "decode", "address", id="a long port"),
+    ],
 )
 async def test_nonsense_is_refused(cluster, address, role, field):
     async with cluster(0, 0) as c:
@@ -241,6 +246,14 @@ def test_only_plain_addresses_of_allowed_networks_are_taken_from_the_roster(work
         host, _, port = each[1].rpartition(":")
         assert each[0] in ("prefill", "decode") and (host.startswith(("10.", "[fd")))
         assert 0 < int(port) < 65536 and each[1].isascii()
+
+
+def test_a_port_of_many_digits_in_the_roster_is_left_out():
+    """int() raises ValueError for it, as for no shorter one."""
+    registered = make_registered("10.0.0.0/8")
+    assert registered._allowed({("decode", "10.0.0.1:" + "1" * 5000), ("decode", "10.0.0.1:5")}) == {
+        ("decode", "10.0.0.1:5")
+    }
 
 
 @pytest.mark.parametrize(
