@@ -10,6 +10,7 @@ from baton.cli.launch.control import ControlServer, RemoteLauncher
 from baton.cli.launch.placing.gpus import VISIBLE
 from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
+from baton.cli.launch.placing.ports import HeldPorts, PortError
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
 from tests.support.launch.launchers import all_serve, check_launcher, until
@@ -41,6 +42,20 @@ async def remote(launcher, tls: Tls | None = None, access: Access = Access()):
         yield RemoteLauncher(f"127.0.0.1:{port}", access)
     finally:
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    "address", ["nowhere", ":5", "127.0.0.1:70000", "127.0.0.1:" + "1" * 5000], ids=lambda text: text[:20]
+)
+def test_what_is_no_address_is_not_held(address):
+    with pytest.raises(PortError, match="is not HOST:PORT"):
+        HeldPorts().hold(address)
+
+
+def test_a_port_of_ipv6_is_held():
+    ports = HeldPorts()
+    assert ports.hold("[::1]:0").startswith("[::1]:")
+    ports.release_all()
 
 
 async def test_local(folder):

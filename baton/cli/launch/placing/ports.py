@@ -2,6 +2,8 @@
 
 import socket
 
+from baton.service.net.server import ListenError, split_address
+
 
 class PortError(Exception):
     """One line: why the address cannot be listened on."""
@@ -16,11 +18,8 @@ class HeldPorts:
     def hold(self, address: str) -> str:
         """Return HOST:PORT with its port number (0: the system chooses). A bound socket that never listens keeps the port, and still
         lets a process listen on it. Raises PortError."""
-        host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > 65535:
-            raise PortError(f"{address!r} is not HOST:PORT")
         try:
-            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            family, kind, _, _, where = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(where)
@@ -29,10 +28,13 @@ class HeldPorts:
             held = socket.socket(family, kind)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(where)
+        except ListenError as error:
+            raise PortError(str(error)) from None
         except OSError as error:
             raise PortError(f"cannot listen on {address}: {error.strerror}") from None
-        self._held[f"{host}:{where[1]}"] = held
-        return f"{host}:{where[1]}"
+        found = f"{address.rpartition(':')[0]}:{where[1]}"
+        self._held[found] = held
+        return found
 
     def release(self, address: str) -> None:
         self._held.pop(address).close()
