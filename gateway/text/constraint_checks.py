@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -16,9 +17,11 @@ from weakref import WeakSet
 
 from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
 from baton.constraints.frames import MAX_CPU_S, write_frame
+from baton.service.errors import Unavailable
 
 _MAX_WAIT_S = 5 * MAX_CPU_S  # on a busy machine
 _START_S = 60.0  # the vocabulary is read
+_RETRY_AFTER_S = 1.0
 _NUM_KEPT = 1024  # answers, 100 bytes each
 
 
@@ -39,7 +42,8 @@ class ConstraintChecks:
             return self._known.get(_digest(constraint))
 
     def check(self, constraint: Constraint) -> tuple[str, str]:
-        """Return what is wrong with a constraint, as (place, reason), or ("", ""). Takes seconds at most."""
+        """Return what is wrong with a constraint, as (place, reason), or ("", ""). Takes seconds at most. Raises
+        Unavailable where nothing was found out about it: that is not kept."""
         if (problem := self.known(constraint)) is not None:
             return problem
         try:
@@ -65,11 +69,15 @@ class ConstraintChecks:
             process = self._own.process = _Checker()
             with self._lock:
                 self._processes.add(process)
-            if (problem := process.ask(self._first, _START_S)) != ("", ""):
+            if (problem := process.ask(self._first, _START_S)) is None:
                 process.close()
-                return problem or ("", "constraints cannot be checked: the process that does it has failed")
+                raise Unavailable("the process that checks constraints did not start", _RETRY_AFTER_S)
+            if problem != ("", ""):
+                process.close()
+                return problem
         if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
-            process.close()
+            if process.close() == -signal.SIGKILL:  # by us, or by a kernel without memory: not for what it did
+                raise Unavailable("the constraint could not be checked in time", _RETRY_AFTER_S)
             return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
         return problem
 
@@ -100,13 +108,13 @@ class _Checker:
         place, reason = json.loads(found)
         return place, reason
 
-    def close(self) -> None:
-        """End it at once. Idempotent."""
+    def close(self) -> int:
+        """End it at once, and return its exit status: -SIGKILL if it had not ended by itself. Idempotent."""
         self._process.kill()
         with contextlib.suppress(OSError):  # of what was written and never read
             self._stdin.close()
         self._stdout.close()
-        self._process.wait()
+        return self._process.wait()
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:
         """Raises EOFError where the process has ended, OSError (TimeoutError) at the deadline."""

@@ -73,8 +73,8 @@ class TextWork:
     async def check_constraint(
         self, constraint: Constraint, tenant: str, deadline: float, field: str | None = None
     ) -> None:
-        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; DeadlineExceeded. `field`:
-        of the request that it comes from, if not its own."""
+        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; Unavailable,
+        DeadlineExceeded. `field`: of the request that it comes from, if not its own."""
         problem = self._constraints.known(constraint)
         if problem is None:
             problem = await self._in_thread(partial(self._constraints.check, constraint), tenant, deadline)

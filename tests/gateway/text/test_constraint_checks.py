@@ -7,9 +7,11 @@ import pytest
 
 from baton.constraints import checker
 from baton.constraints.constraint import BadConstraint, Constraint
+from baton.service.errors import Unavailable
 from gateway.text import constraint_checks
 from gateway.text.constraint_checks import ConstraintChecks
 from tests.support.gateway.vocabularies import byte_vocabulary
+from tests.support.pace import patience
 
 # What compiles for minutes, or takes a gigabyte, in this process.
 EXPLODING = [
@@ -30,7 +32,8 @@ def checks():
 
 
 @pytest.mark.parametrize("constraint", EXPLODING, ids=lambda constraint: constraint.kind)
-def test_what_explodes_ends_with_its_process(checks, constraint):
+def test_what_explodes_ends_with_its_process(checks, constraint, monkeypatch):
+    monkeypatch.setattr(constraint_checks, "_MAX_WAIT_S", patience(10))
     place, reason = checks.check(constraint)
     assert (place, reason) == ("", "takes more than 2 s or too much memory to compile: make it simpler")
     assert checks.known(constraint) == (place, reason)
@@ -82,6 +85,33 @@ def test_a_process_that_dies_is_replaced(checks):
     checks._own.process._process.kill()
     checks._own.process._process.wait()
     assert checks.check(Constraint("regex", "[0-9]")) == ("", "")
+
+
+class Silent(constraint_checks._Checker):
+    """Says nothing, as one that the kernel has ended."""
+
+    def ask(self, frame, within_s):
+        return None
+
+
+def test_a_process_that_does_not_start_says_nothing_of_a_constraint(checks, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(constraint_checks, "_Checker", Silent)
+        with pytest.raises(Unavailable) as raised:
+            checks.check(GOOD)
+    assert raised.value.retry_after_s
+    assert checks.check(GOOD) == ("", "")
+
+
+def test_one_that_has_too_little_time_says_nothing_of_a_constraint(checks, monkeypatch):
+    """It may have had no processor: its own bound is of processor time."""
+    slow = Constraint("regex", "[0-9]+")
+    assert checks.check(GOOD) == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(constraint_checks, "_MAX_WAIT_S", 0.0)
+        with pytest.raises(Unavailable):
+            checks.check(slow)
+    assert checks.check(slow) == ("", "")
 
 
 def test_a_walk_follows_the_grammar_to_its_end():
