@@ -256,12 +256,12 @@ class Gateway:
             pipeline.names.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
 
     async def _add_model(self, name: str, path: Path, only: bytes) -> ModelVersion:
-        """Raises SettingsError, and then nothing has changed."""
+        """Raises SettingsError; whatever ends it, a cancelled call too, nothing has changed then."""
         folder = await asyncio.to_thread(read_model, path, name)
         version = self._version(folder, *await asyncio.to_thread(self._text_of, folder), only)
         try:
             await self._make_public(version)
-        except SettingsError:
+        except BaseException:
             self._drop_model(version)
             raise
         return version

@@ -11,6 +11,7 @@ import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from baton.v1 import inference_pb2 as pb
+from gateway import app
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
 from tests.gateway.discovery.test_registration import register
@@ -238,6 +239,27 @@ async def test_a_stranger_replaces_nothing(serving, root):
         await register(c, other.address)
         await c.until(lambda: "--model-identity does not list" in reason_of(c, other))
         assert await generate(c, model="a", max_tokens=2) and "admit" in c.of["a"].kinds()
+
+
+async def test_one_whose_call_is_cancelled_is_not_added(serving, root, monkeypatch, tmp_path):
+    """It would take the workers of the one that is added next."""
+    began = asyncio.Event()
+
+    async def hang(path, encode):
+        began.set()
+        await asyncio.Event().wait()
+
+    (tmp_path / "public.toml").touch()
+    async with serving("a", public_prefixes=tmp_path / "public.toml") as c:
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "read_public_prefixes", hang)
+            adding = asyncio.create_task(add(c, "b", "b", IDENTITIES["b"]))
+            await began.wait()
+            adding.cancel()
+            await c.until(lambda: len(c.gateway.registry.fleets) == 1)
+        await add(c, "b", "b", IDENTITIES["b"])
+        await join(c, "b", worker_of(root, "b"))
+        assert await generate(c, model="b", max_tokens=2)
 
 
 @pytest.mark.parametrize(
