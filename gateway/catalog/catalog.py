@@ -158,7 +158,10 @@ class Catalog:
     def _below_root(self, path: str) -> Path:
         if (root := self._root) is None:
             raise FailedPrecondition("this gateway has no --model-root: it adds no model while it runs")
-        found = (root / path).resolve()
+        try:
+            found = (root / path).resolve()
+        except (ValueError, RuntimeError, OSError):  # a NUL in it; links in a circle
+            raise InvalidRequest("path", "names no folder") from None
         if not path or not found.is_relative_to(root.resolve()):
             raise InvalidRequest("path", "is not below --model-root")
         return found

@@ -40,6 +40,7 @@ def root(folder, tmp_path_factory):
     (root / "a2" / "config.json").write_text(json.dumps(config))
     (root / "broken").mkdir()
     (root / "outside").symlink_to(folder)
+    (root / "circle").symlink_to(root / "circle")
     return root
 
 
@@ -268,6 +269,8 @@ async def test_one_whose_call_is_cancelled_is_not_added(serving, root, monkeypat
         (dict(name="", path="b"), "INVALID_ARGUMENT", "name"),
         (dict(name="b", path=""), "INVALID_ARGUMENT", "path: is not below --model-root"),
         (dict(name="b", path="../x"), "INVALID_ARGUMENT", "path: is not below --model-root"),
+        (dict(name="b", path="b\0"), "INVALID_ARGUMENT", "path: names no folder"),
+        (dict(name="b", path="circle"), "INVALID_ARGUMENT", "path: names no folder"),
         (dict(name="b", path="outside"), "INVALID_ARGUMENT", "path: is not below --model-root"),
         (dict(name="b", path="broken"), "INVALID_ARGUMENT", "config.json: No such file"),
         (dict(name="b", path="b", identity="12"), "INVALID_ARGUMENT", "identity: is not 64 hex digits"),
