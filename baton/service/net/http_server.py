@@ -22,7 +22,9 @@ from baton.service.security.tls import Tls
 
 ABORT = "baton.abort"  # extension of a request's scope: ends the connection at once
 
-_HEAD_S = 5.0  # from the connection, or the first byte after an answer, to the end of a request's head
+# From the connection, or the first byte after an answer, to the end of a request's head; a body that was not waited for
+# comes in that time too.
+_HEAD_S = 5.0
 _FLUSH_S = 5.0  # for a client to read the end of its last answer
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
 _STOP_S = 1
@@ -47,6 +49,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(server.config, server.server_state, {})
         self._server = server
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
+        self._in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -71,8 +74,9 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
+        is_body = self._in_body  # it may come behind an answer that did not wait for it
         super().data_received(data)
-        if self._in_head:
+        if self._in_head and not is_body:
             self._num_head_bytes += len(data)
         if self.transport.is_closing():
             self._abort_in(_FLUSH_S)
@@ -97,7 +101,12 @@ class HttpConnection(HttpToolsProtocol):
         self._end_head()
         self._num_head_bytes = self._num_headers = 0
         self._timer.cancel()
+        self._in_body = True
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

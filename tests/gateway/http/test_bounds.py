@@ -143,6 +143,18 @@ async def test_one_connection_serves_many_requests_and_pipelined_ones(served):
         assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [200] * 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [(b"/v1/completions", b"/v1/nothing", 404), (b"POST", b"PUT", 405), (b"localhost", b"evil.example", 421)],
+)
+async def test_a_body_that_comes_behind_its_answer_is_no_head(served, monkeypatch, before, after, status):
+    monkeypatch.setattr(server_module, "_HEAD_S", patience(5))
+    ask = HEAD.replace(before, after) + b"content-length: %d\r\n\r\n" % (1 << 20)
+    async with served() as (c, _):
+        answer = await said(c, ask, bytes(1 << 20), with_length(ASK), pause_s=0.1)
+        assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [status, 200]
+
+
 async def test_overload_says_when_to_come_back(served):
     async with served(max_concurrent_requests=1) as (c, client):
         c.decode[0].hold("decode")
