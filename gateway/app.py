@@ -31,7 +31,6 @@ from gateway.api.servicer import SERVICE_NAME, InferenceService
 from gateway.catalog.catalog import Catalog
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.settings import GatewaySettings
-from gateway.config.slo_classes import read_classes
 from gateway.fleet.registry import Registry
 from gateway.model.model_file import read_model
 from gateway.model.model_folder import ModelFolder
@@ -96,10 +95,9 @@ class Gateway:
         self.registry = Registry(settings, self.index, self._secret, self._on_fleet_change)
         self.catalog = Catalog(self._add_model, self._drop_model, settings.model_root)
         self.recent = RecentRequests(self.registry.worker_started_at)
-        self._slo_classes = read_classes(settings.slo_classes)
         gauges = request_gauges(self.recent, self.catalog) + fleet_gauges(self.registry, self.index)
         whose = folders[0].name if len(folders) == 1 else ""
-        self.meters = GatewayMeters(whose, self._slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
+        self.meters = GatewayMeters(whose, self.registry.slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
         self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
         self._running: dict[str, RequestMachine] = {}  # of all models, by key_id
         self.catalog.versions += [self._version(folder, *self._text_of(folder)) for folder in folders]
@@ -242,7 +240,7 @@ class Gateway:
                 queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
                 max_queue_wait_s=settings.max_queue_wait_s,
                 gaps=self.meters.gaps,
-                slo_classes=self._slo_classes,
+                slo_classes=self.registry.slo_classes,
                 running=self._running,
                 loop_watch=self.registry.loop_watch,
             )

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.service.settings import SettingsError
 from baton.service.slo import Slo, parse_slo
 
 DEFAULT_CLASS = "standard"
@@ -17,16 +18,16 @@ _MAX_CLASSES = 16  # each is a label value of metrics
 
 def read_classes(path: Path | None) -> Mapping[str, Slo]:
     """Read a TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), which replaces the built-in table;
-    None: return that table. Raises ValueError, one line."""
+    None: return that table. Raises SettingsError: one line."""
     if path is None:
         return BUILT_IN
     try:
         found = tomllib.loads(path.read_text())
         classes = {name: parse_slo(text) if text else Slo() for name, text in found.items()}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise SettingsError(f"--slo-classes {path}: {getattr(error, 'strerror', None) or error}") from None
     if DEFAULT_CLASS not in classes:
-        raise ValueError(f"{path}: no class {DEFAULT_CLASS}, which is that of requests without one")
+        raise SettingsError(f"--slo-classes {path}: no class {DEFAULT_CLASS}, which is that of requests without one")
     if len(classes) > _MAX_CLASSES:
-        raise ValueError(f"{path}: {len(classes)} classes, at most {_MAX_CLASSES}")
+        raise SettingsError(f"--slo-classes {path}: {len(classes)} classes, at most {_MAX_CLASSES}")
     return classes

@@ -40,12 +40,12 @@ class Registry:
         on_change: Callable[[], None] = lambda: None,
     ):
         """`secret` None: each model's own, derived from it. `on_change()` runs after anything that routing or readiness
-        may depend on."""
+        may depend on. Raises SettingsError."""
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self.fleets: list[ModelFleet] = []
         self._on_change = on_change
         self._settings, self._index, self._secret = settings, index, secret
-        self._slo_classes = frozenset(read_classes(settings.slo_classes))
+        self.slo_classes = read_classes(settings.slo_classes)
         self._adapter_tenants = read_adapter_tenants(settings.adapter_tenants)
         self._identities = settings.model_identities()
         self._replaced: dict[bytes, str] = {}  # identity -> the name that another model has now
@@ -100,7 +100,7 @@ class Registry:
             self._settings,
             links,
             self._identities,
-            self._slo_classes,
+            frozenset(self.slo_classes),
             self._adapter_tenants,
             self._secret,
             only,

@@ -27,7 +27,7 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
     except ValueError as error:
         raise SettingsError(f"--public-prefixes {path}: not TOML: {error}") from None
     texts, systems = table.pop("texts", []), table.pop("systems", [])
-    if table or not all(isinstance(text, str) and text for text in (*texts, *systems)):
+    if table or not (_is_list(texts) and _is_list(systems)):
         raise SettingsError(f"--public-prefixes {path}: may contain only `texts` and `systems`, lists of strings")
     try:
         return [await encode(text=text, messages=None) for text in texts] + [
@@ -35,6 +35,11 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
         ]
     except InvalidRequest as error:
         raise SettingsError(f"--public-prefixes {path}: {error.message}") from None
+
+
+def _is_list(value: object) -> bool:
+    """Return whether these are strings with something in them. A string alone is none: its letters would be prefixes."""
+    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
 async def _head(system: str, encode: Encode) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -12,7 +13,8 @@ import pytest
 
 from tests.support.client import Client
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
-from tests.support.process import Process
+from tests.support.pace import patience
+from tests.support.process import ROOT, Process
 
 PROMPT = list(range(20, 200))
 
@@ -123,6 +125,14 @@ def test_it_waits_for_workers(folder, digest, tmp_path):
         await worker.stop()
 
     asyncio.run(start_late())
+
+
+def test_a_file_that_cannot_be_used_is_told_in_one_line(folder, tmp_path):
+    argv = [sys.executable, "-m", "gateway", "--model", str(folder), "--listen", "127.0.0.1:0"]
+    argv += ["--slo-classes", str(tmp_path / "none.toml")]
+    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert ran.stderr.splitlines()[-1] == f"gateway: {argv[-2]} {argv[-1]}: No such file or directory"
 
 
 def reserve() -> int:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as classic
 
 from baton.service.errors import Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from baton.service.observe.telemetry import TraceContext
+from baton.service.settings import SettingsError
 from baton.service.slo import Slo
 from gateway.config.slo_classes import BUILT_IN, read_classes
 from gateway.observe.access_log import line
@@ -203,5 +204,5 @@ def test_a_file_of_service_levels(tmp_path):
     assert read_classes(path) == {"standard": Slo(ttft_s=2.0), "bulk": Slo()}
     for text in ("", "fast = 'ttft=1s'", "standard = 'soon'", "standard = 3", "not toml"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=str(path)):
+        with pytest.raises(SettingsError, match=f"--slo-classes {path}"):
             read_classes(path)

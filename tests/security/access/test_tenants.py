@@ -8,6 +8,7 @@ import pytest
 
 from baton.service.security.credentials import new_key
 from baton.service.security.guard import METHODS
+from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.public_prefixes import read_public_prefixes
@@ -107,6 +108,13 @@ async def test_public_prefixes_are_shared_and_nothing_behind_them(tenants, ask, 
         private = [("system", PUBLIC[:-200] + "private. " * 20), ("user", "x")]
         before = (await ask(c, "acme", private))[-1].usage
         assert (await ask(c, "globex", private))[-1].usage.cached_tokens < before.prompt_tokens // 64 * 64
+
+
+@pytest.mark.parametrize("text", ["texts = 5", 'texts = "You are"', "systems = ['']", "systems = [1]", "more = []"])
+async def test_a_file_of_public_prefixes_that_is_refused(tmp_path, text):
+    (tmp_path / "public.toml").write_text(text)
+    with pytest.raises(SettingsError, match="lists of strings"):
+        await read_public_prefixes(tmp_path / "public.toml", None)
 
 
 # ---- names ----
