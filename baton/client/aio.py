@@ -1,6 +1,7 @@
 """The client for asyncio. blocking.py has the same methods without."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
@@ -144,8 +145,8 @@ class AsyncClient:
         return list((await self._call("ListModels", pb.ListModelsResponse, lambda _: request, timeout_s)).models)
 
     async def close(self) -> None:
-        """End all that runs."""
-        for methods in self._addresses.opened():
+        """End all that runs; later calls get CANCELLED."""
+        for methods in self._addresses.close():
             await methods.channel.close()
 
     async def __aenter__(self) -> Self:
@@ -202,7 +203,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         self._addresses, self._attempts, self._metadata = addresses, attempts, metadata
         self._request = make_resumable(request) if resumes else request
         self._received = Received(self._request) if resumes else None
-        self._cancelled = False
+        self._cancelled = asyncio.Event()
         self._index, self._call = self._open(self._request)
 
     @property
@@ -217,7 +218,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
 
     def cancel(self) -> None:
         """End the request; its reader gets CANCELLED."""
-        self._cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     def __aiter__(self) -> Self:
@@ -231,7 +232,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
                 await self._again(read_call_error(raised))
                 continue
             except asyncio.CancelledError:  # of the caller's task, or by cancel(), which gRPC says alike
-                if not self._cancelled or is_cancelling():
+                if not self._cancelled.is_set() or is_cancelling():
                     raise
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
             if not isinstance(message, pb.GenerateResponse):
@@ -255,11 +256,15 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata)
 
     async def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help."""
+        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
         pause_s = self._attempts.pause_s(error)
-        await asyncio.sleep(pause_s)
-        if self._received is None or self._cancelled:
+        if self._received is None:
             raise error
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._cancelled.wait()
+        if self._cancelled.is_set():
+            raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
         self._index, self._call = self._open(self._received.rest())
 

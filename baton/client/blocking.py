@@ -141,8 +141,8 @@ class Client:
         return list(self._call("ListModels", pb.ListModelsResponse, lambda _: request, timeout_s).models)
 
     def close(self) -> None:
-        """End all that runs."""
-        for methods in self._addresses.opened():
+        """End all that runs: it gets CANCELLED, and later calls too."""
+        for methods in self._addresses.close():
             methods.channel.close()
 
     def __enter__(self) -> Self:
@@ -242,10 +242,12 @@ class Stream(Iterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata)
 
     def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help."""
+        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
         pause_s = self._attempts.pause_s(error)
-        if self._received is None or self._cancelled.wait(pause_s):
+        if self._received is None:
             raise error
+        if self._cancelled.wait(pause_s):
+            raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
         self._index, self._call = self._open(self._received.rest())
         if self._cancelled.is_set():  # meanwhile, and it ended the stream before

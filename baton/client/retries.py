@@ -1,6 +1,7 @@
 """Whether a call that failed is sent again, when, and to which address."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ OpenT = TypeVar("OpenT")
 
 
 class Addresses(Generic[OpenT]):
-    """Gateways of which any will do: the first that answers is kept until it fails."""
+    """Gateways of which any will do: the first that answers is kept until it fails. Threads may share it."""
 
     def __init__(self, target: str | Sequence[str], open_one: Callable[[str], OpenT]):
         """`target`: host:port, several with commas between or as a sequence. Raises ValueError."""
@@ -98,20 +99,25 @@ class Addresses(Generic[OpenT]):
         if not self.targets:
             raise ValueError("no address: give host:port")
         self._open_one, self._opened = open_one, dict[int, OpenT]()
-        self._current = 0
+        self._current, self._is_closed, self._lock = 0, False, threading.Lock()
 
     def current(self) -> tuple[int, OpenT]:
-        """Return the address to ask, by number, and what is open to it."""
-        index = self._current
-        if index not in self._opened:
-            self._opened[index] = self._open_one(self.targets[index])
-        return index, self._opened[index]
+        """Return the address to ask, by number, and what is open to it. Raises CallError once they are closed."""
+        with self._lock:
+            if self._is_closed:
+                raise CallError(grpc.StatusCode.CANCELLED, "this client is closed")
+            index = self._current
+            if index not in self._opened:
+                self._opened[index] = self._open_one(self.targets[index])
+            return index, self._opened[index]
 
     def leave(self, index: int, error: CallError) -> None:
         """Ask the next address from now on, if nobody answers at this one and no other call has left it already."""
         if is_gone(error) and index == self._current:
             self._current = (index + 1) % len(self.targets)
 
-    def opened(self) -> list[OpenT]:
-        """Return all that was opened."""
-        return list(self._opened.values())
+    def close(self) -> list[OpenT]:
+        """Open nothing any more, and return all that was opened."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._opened.values())

@@ -1,6 +1,7 @@
 """Both clients against gateways that break off: nothing lost, nothing twice, one clear error where nothing helps."""
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,12 +9,15 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, CallError, Client, RetryPolicy
+from baton.client.retries import Addresses
 from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from tests.client.conftest import NUM_TOKENS, answer_of
 from tests.support.client import gather
+from tests.support.pace import patience
 
 GONE = Unavailable("gone")
 QUICK = RetryPolicy(first_pause_s=0.001, longest_pause_s=0.002)
+PATIENT = RetryPolicy(first_pause_s=30, longest_pause_s=30)
 
 
 def asked_blocking(target, prompt, **options):
@@ -174,9 +178,70 @@ def test_a_stream_is_cancelled(gateways):
     assert len(gateway.requests) == 1
 
 
+def test_a_stream_is_cancelled_in_a_pause(gateways):
+    (gateway,) = gateways(1)
+    gateway.script = [(1, GONE)]
+    with Client(gateway.target, retry=PATIENT) as client, ThreadPoolExecutor(1) as threads:
+        stream = client.stream("a")
+        next(stream)
+        pausing = threads.submit(next, stream)
+        time.sleep(0.1)
+        stream.cancel()
+        with pytest.raises(CallError, match="CANCELLED"):
+            pausing.result(patience(10))
+    assert len(gateway.requests) == 1
+
+
+async def test_a_stream_of_asyncio_is_cancelled_in_a_pause(gateways):
+    (gateway,) = gateways(1)
+    gateway.script = [(1, GONE)]
+    async with AsyncClient(gateway.target, retry=PATIENT) as client:
+        stream = client.stream("a")
+        await anext(stream)
+        pausing = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+        stream.cancel()
+        with pytest.raises(CallError, match="CANCELLED"):
+            await asyncio.wait_for(pausing, patience(10))
+    assert len(gateway.requests) == 1
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_what_runs_ends_with_its_client(gateways, num):
+    """gRPC says of a closed channel what it says of a server that shuts down."""
+    found = gateways(num)
+    with Client([gateway.target for gateway in found], retry=QUICK) as client:
+        stream = client.stream("a")
+        next(stream)
+        client.close()
+        with pytest.raises(CallError, match="CANCELLED"):
+            list(stream)
+        with pytest.raises(CallError, match="CANCELLED"):
+            client.generate("a")
+    assert sum(len(gateway.requests) for gateway in found) == 1
+
+
+def test_threads_open_an_address_once():
+    opened, both = [], threading.Barrier(2)
+
+    def open_one(target: str) -> str:
+        opened.append(target)
+        time.sleep(0.1)
+        return target
+
+    def ask() -> tuple[int, str]:
+        both.wait()
+        return addresses.current()
+
+    addresses = Addresses("a:1", open_one)
+    with ThreadPoolExecutor(2) as threads:
+        assert [each.result() for each in [threads.submit(ask) for _ in range(2)]] == [(0, "a:1")] * 2
+    assert opened == ["a:1"]
+
+
 async def test_a_task_that_is_cancelled_stays_so(gateways):
     (gateway,) = gateways(1)
-    async with AsyncClient(gateway.target, retry=RetryPolicy(first_pause_s=30, longest_pause_s=30)) as client:
+    async with AsyncClient(gateway.target, retry=PATIENT) as client:
         gateway.script = [(1, GONE)]
         stream = client.stream("a")
         await anext(stream)
