@@ -143,4 +143,6 @@ async def test_metadata_is_counted_with_every_method(guarded, keys, method):
         call = c.channel.stream_stream(f"/baton.v1.Inference/{method}")(metadata=(*keys[1]["quiet"], *more))
         with pytest.raises(grpc.aio.AioRpcError) as caught:  # and no message is waited for
             await asyncio.wait_for(call.read(), 20)
-        assert read_error(caught.value).reason == "METADATA_TOO_LARGE"
+        error = read_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "METADATA_TOO_LARGE")
+        assert error.retry_after_s is None, "a client would send it again"
