@@ -187,12 +187,13 @@ class Worker:
     async def drain_when(self, stop: asyncio.Event) -> str:
         """Serve until `stop`, or until a Drain comes over gRPC. Then refuse what is new, let what runs end or move, and
         close every session. Return the role that comes next, or ""."""
-        waiting = [asyncio.create_task(event.wait()) for event in (stop, self._drain.asked)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        await self._drain.run()
-        return "" if stop.is_set() else self._drain.next_role
+        ending = asyncio.create_task(self._drain.end_on(stop))
+        try:
+            await self._drain.asked.wait()
+            await self._drain.run()
+        finally:
+            ending.cancel()
+        return self._drain.next_role
 
     @property
     def stays_away(self) -> bool:

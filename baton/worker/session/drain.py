@@ -41,23 +41,25 @@ class Drain:
         """Begin to drain, and return how many keys still run. Asked again, it may shorten the grace, or let the worker stay
         away. Raises FailedPrecondition when asked for another role to come next."""
         if not self.asked.is_set():
-            self.next_role, self._until = next_role, time.monotonic() + (grace_s or self._grace_s)
-            self._commands.start_draining()
-            self.asked.set()
+            self.next_role = next_role
+            self._begin(grace_s or self._grace_s)
         elif next_role != self.next_role:
             after = f"to be a {self.next_role} worker" if self.next_role else "to end"
             raise FailedPrecondition(f"it drains already, {after}", reason="DRAINING")
         elif grace_s:
-            self._until = min(self._until, time.monotonic() + grace_s)
+            self._begin(grace_s)
         self.stays_away |= stay_away
         return self._commands.legs.num_busy
+
+    async def end_on(self, stop: asyncio.Event) -> None:
+        """Wait for the signal to end, and begin to drain, or shorten the grace to the worker's own. No role comes next."""
+        await stop.wait()
+        self.next_role = ""
+        self._begin(self._grace_s)
 
     async def run(self) -> None:
         """Wait until the last session has ended; at most the grace and the seconds above."""
         legs = self._commands.legs
-        self._commands.start_draining()
-        if self._until == math.inf:  # stopped by a signal, not by a Drain
-            self._until = time.monotonic() + self._grace_s
         log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
         if not await _until(lambda: not legs.num_busy, lambda: self._until):
             log.warning("the grace is over: running requests move to other workers %s", fields(keys=legs.num_busy))
@@ -67,6 +69,11 @@ class Drain:
                 log.error("some keys did not end %s", fields(keys=legs.num_busy))
         await _until(lambda: all(outbox.is_empty for outbox in self._sessions.outboxes), _in(FLUSH_S))
         self._sessions.hang_up()
+
+    def _begin(self, grace_s: float) -> None:
+        self._until = min(self._until, time.monotonic() + grace_s)
+        self._commands.start_draining()
+        self.asked.set()
 
 
 def _in(seconds: float) -> Callable[[], float]:

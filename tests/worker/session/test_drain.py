@@ -112,6 +112,46 @@ def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
     run(main)
 
 
+def test_a_signal_ends_a_drain_by_the_workers_own_grace_and_without_a_next_role(model):
+    async def main():
+        async with decode_worker(model, drain_grace_s=0.5) as (worker, target):
+            slow_down(worker, 0.2)
+            session, stop = await Session(target).open(), asyncio.Event()
+            answer = await begin(session, "long", spec_of("seeded"), 2)
+            await session.stub.Drain(pb.DrainRequest(next_role="prefill", grace_s=3000))
+            draining = asyncio.create_task(worker.drain_when(stop))
+            await asyncio.sleep(0.1)
+            stop.set()
+            with pytest.raises(LegEnded) as ended:
+                await Pair(session, session).gather(session, "long", answer)
+            assert ended.value.event.reason == "DRAINING"
+            assert await draining == ""
+            await session.close()
+
+    run(main)
+
+
+def test_a_drain_behind_a_signal_lengthens_nothing_and_brings_no_role(model):
+    async def main():
+        async with decode_worker(model, drain_grace_s=1.0) as (worker, target):
+            slow_down(worker, 0.2)
+            session = await Session(target).open()
+            answer = await begin(session, "long", spec_of("seeded"), 2)
+            draining = asyncio.create_task(worker.drain_when(told_to_go()))
+            await asyncio.sleep(0)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.stub.Drain(pb.DrainRequest(next_role="prefill", grace_s=3000))
+            assert caught.value.details() == "it drains already, to end"
+            assert (await session.stub.Drain(pb.DrainRequest(grace_s=3000))).num_sequences == 1
+            with pytest.raises(LegEnded) as ended:
+                await Pair(session, session).gather(session, "long", answer)
+            assert ended.value.event.reason == "DRAINING"
+            assert await draining == ""
+            await session.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("request_, field", [
     (pb.DrainRequest(next_role="gateway"), "next_role"),
     (pb.DrainRequest(grace_s=-1), "grace_s"),
