@@ -30,15 +30,11 @@ class LiveAdapters:
             check_model_name(name, "name")
         except ValueError as error:
             raise InvalidRequest("name", str(error).removeprefix("name ")) from None
-        folder = self._below_root(path)
-        async with self._turn:
-            try:
-                identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
-            except ModelError as error:
-                raise InvalidRequest("path", str(error)) from None
-            self._tell()
-        log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
-        return identity
+        # A call that is given up ends no thread: what that has read is told all the same.
+        read = await asyncio.shield(asyncio.create_task(self._read(name, self._below_root(path))))
+        if isinstance(read, ModelError):
+            raise InvalidRequest("path", str(read))
+        return read
 
     def unload(self, name: str) -> None:
         """Take an adapter from new requests. Raises NotFound."""
@@ -46,6 +42,17 @@ class LiveAdapters:
             raise NotFound(f"there is no adapter {name[:80]!r} here", reason="ADAPTER_NOT_FOUND")
         self._tell()
         log.info("adapter unloaded %s", fields(name=name))
+
+    async def _read(self, name: str, folder: Path) -> bytes | ModelError:
+        """Read an adapter and tell of it. Return the error where it cannot be read, as nobody may be left to raise it to."""
+        async with self._turn:
+            try:
+                identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
+            except ModelError as error:
+                return error
+            self._tell()
+        log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
+        return identity
 
     def _below_root(self, path: str) -> Path:
         if (root := self._engine.config.adapter_root) is None:
