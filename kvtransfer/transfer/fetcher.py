@@ -162,18 +162,21 @@ class Fetcher:
             except (LeaseExpired, TicketRefused):
                 if not pull.is_done:
                     raise
-                # Only the goodbye was lost, and it had arrived: the source has ended this fetch.
-                used.append((choice.endpoints[0].transport, choice.reason))
-                return
+                break
             except TransportBroken as exc:
                 choice = self._without(choice, pull.source, exc)
             except PeerLost:
                 if pull.verified_token > before:
                     pauses = iter(_PAUSES_S)
                 pause = next(pauses, None)
-                if pause is None:
+                if pause is not None:
+                    await asyncio.sleep(pause)
+                elif not pull.is_done:
                     raise
-                await asyncio.sleep(pause)
+                else:
+                    break
+        # Only the goodbye was lost: it had arrived, and the source has ended this fetch, or the source is gone.
+        used.append((choice.endpoints[0].transport, choice.reason))
 
     def _broken_with(self, source: bytes) -> set[str]:
         return {transport for name, transport in self._broken if name == source}

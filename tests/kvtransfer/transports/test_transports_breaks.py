@@ -8,7 +8,7 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transports import transport
-from tests.support.kvtransfer.rig import NUM_TOKENS, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, FaultyLine, assert_still_serves, kind, running, until
 
 
 def test_resumes_after_the_line_broke(name, small_ranges):
@@ -45,6 +45,33 @@ def test_source_dies(name, small_ranges):
             with pytest.raises(errors.TransferFailed):
                 await fetching
             assert destination.upto == [64, 128] and rig.released == ["k"]
+
+    asyncio.run(main())
+
+
+def test_a_source_that_dies_at_the_goodbye_has_given_everything(name, monkeypatch):
+    monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", (0.001,))
+
+    async def main():
+        async with running(name) as rig:
+            doors = rig.fetcher._doors
+            opened = doors.open
+
+            async def refuse(endpoint, shape):
+                raise errors.PeerLost("it is gone")
+
+            def fault(frame, line):
+                if kind(frame) == "end":
+                    doors.open = refuse
+                    raise errors.PeerLost("it has just died")
+                return [frame]
+
+            async def reach(endpoint, shape):
+                return FaultyLine(await opened(endpoint, shape), fault)
+
+            doors.open = reach
+            report = await rig.fetch(rig.ready_offer(), rig.destination())
+            assert doors.open is refuse and rig.arrived() and report.transport == name
 
     asyncio.run(main())
 
