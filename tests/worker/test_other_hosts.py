@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from baton.engine.core.device import instruction_set
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import CPU
 from baton.engine.parallel.collectives import RankLost
+from baton.engine.ranks.process import Assignment
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError
 from baton.service.security.access import Access
@@ -191,6 +193,32 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model
     with started(nursery, tmp_path, "second", model, listener.address, certs) as rank:
         assert await asyncio.to_thread(rank.wait) == 1, rank.text()
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
+
+
+async def test_a_rank_that_leaves_before_it_has_a_place_takes_none(listen, monkeypatch):
+    waiting = asyncio.Event()
+    refusal = RankListener._refusal
+
+    def accepted(listener: RankListener, hello: bytes) -> str:
+        waiting.set()
+        return refusal(listener, hello)
+
+    monkeypatch.setattr(RankListener, "_refusal", accepted)
+    listener = await listen()
+    hello = json.dumps({"version": baton.__version__, "instructions": instruction_set(CPU)}).encode()
+    async with open_channel(listener.address, Access(), WORKER_NAME) as channel, asyncio.timeout(patience(10)):
+        left = channel.stream_stream(PATH)()
+        await left.write(hello)
+        await waiting.wait()
+        left.cancel()
+        while not listener._num_free:
+            await asyncio.sleep(0.01)
+        joined = channel.stream_stream(PATH)()
+        await joined.write(hello)
+        given = Assignment(EngineConfig(Path("model")))
+        await asyncio.to_thread(listener.place, given)
+        assert await joined.read() == given.line().encode()
+        joined.cancel()
 
 
 async def test_a_rank_without_a_worker(model, monkeypatch):

@@ -131,7 +131,11 @@ class RankListener:
             await context.write(json.dumps({"refused": why}).encode())
             return
         self._num_free -= 1
-        rank = await self._open.get()
+        try:
+            rank = await self._open.get()
+        except asyncio.CancelledError:  # it has left
+            self._num_free += 1
+            raise
         rank.joins(context.peer())
         log.info(
             "rank joined %s", fields(peer=context.peer(), layers=str(rank.given.stage and rank.given.stage.layers))
