@@ -1,6 +1,7 @@
 """KV in memory of other ranks, on other hosts or on GPUs of their own, given by those that have it: a lease of the worker is one of
 each of these ranks too, by the same name and for the same tickets, and its handle names their endpoints. A taker pulls from all
-of them at the same time. A lease is over when it is over everywhere: only then are its blocks written again.
+of them at the same time. A lease is over when it is over everywhere: only then are its blocks given back, unless the engine has
+ended the key by itself.
 
 worker   {"open": ...}                                                   ─► rank     {"endpoints": [...]} or {"closed": why}
 worker   {"offer" | "admit" | "withdraw" | "advance" | "finish" | "cancel" | "renew": lease, ...} ─► rank

@@ -57,6 +57,11 @@ def end_with_engine(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
     keys.give_back(leg, end_status.of_engine(ended))
 
 
+def give_back_rest(keys: Lifecycle, leg: Leg, ending: str) -> None:
+    """Ask for what an ending key has kept until its lease was over."""
+    keys.give_back(leg, None)
+
+
 def settle(keys: Lifecycle, leg: Leg, subject: object) -> None:
     """Let the key go if this was the last that was out. What the engine says counts where no status is known."""
     if leg.status is None and isinstance(subject, RequestEnded):

@@ -90,14 +90,15 @@ class Lifecycle:
         self.happen(leg, KeyEvent.STOP, status)
 
     def give_back(self, leg: Leg, status: Status | None) -> None:
-        """Ask for everything that an ending key still has out."""
+        """Ask for everything that an ending key still has out; for its blocks once its lease is over, as until then a rank
+        may confirm what is in them."""
         leg.status = leg.status or status
-        if Owed.ENGINE in leg.owed:
+        if Owed.LEASE in leg.owed:
+            self.handoff.cancel(leg)
+        elif Owed.ENGINE in leg.owed:
             self.engine.cancel(leg.engine_key)  # before the fetch: its blocks are quarantined until it has settled
         if Owed.FETCH in leg.owed:
             self.intake.stop(leg)
-        if Owed.LEASE in leg.owed:
-            self.handoff.cancel(leg)
         self.settle(leg)
 
     def settle(self, leg: Leg) -> None:

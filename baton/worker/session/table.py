@@ -46,7 +46,7 @@ def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
         # What is still out comes home; the last of it lets the key go.
         (s.ENDING, e.FETCHED): go(endings.settle, s.ENDING),
         (s.ENDING, e.FETCH_FAILED): go(endings.settle, s.ENDING),
-        (s.ENDING, e.LEASE_OVER): go(endings.settle, s.ENDING),
+        (s.ENDING, e.LEASE_OVER): go(endings.give_back_rest, s.ENDING),
         (s.ENDING, e.ENGINE_ENDED): go(endings.settle, s.ENDING),
         (s.ENDING, e.STOP): go(endings.end, s.ENDING),
         (s.ENDING, e.ALL_BACK): go(endings.report_end, s.ABSENT),

@@ -71,6 +71,24 @@ def test_a_grant_that_is_not_used_lapses():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("event", [KeyEvent.CANCEL, KeyEvent.DEADLINE, KeyEvent.GRACE_OVER])
+@pytest.mark.parametrize("state", [KeyState.PREFILLING, KeyState.HELD])
+def test_blocks_are_given_back_when_their_lease_is_over(state, event):
+    """A rank that has not heard yet could confirm what another request has written there."""
+
+    def check(bench):
+        bench.handoff.cancel = lambda leg: None  # the ranks have not answered
+        bring_to(bench, state)
+        let(bench, event)
+        assert not bench.engine.count("cancel")
+        bench.handoff.end(KEY, "cancelled")
+        assert bench.engine.count("cancel") == 1
+        bench.come_home(KEY)
+        assert bench.outbox.only("ended").code and not bench.commands.legs
+
+    run(check)
+
+
 def test_another_gateways_key_is_not_touched():
     def check(bench):
         let(bench, KeyEvent.ADMIT)
