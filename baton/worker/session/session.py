@@ -78,6 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if (last := self._sessions.open(hello.instance, outbox)) is not None:
             self._commands.on_stream_lost(last)
             last.close()
+        outbox.reply(pb.Event(hello=self._hello))  # now that it will be sent what changes
         log.info("session opened %s", fields(gateway=hello.instance.hex()[:8], peer=context.peer()))
         reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
         writer = asyncio.create_task(outbox.run(), name="session writer")
@@ -94,7 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
 
     async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
-        """Exchange Hellos. Abort with FAILED_PRECONDITION where the two cannot talk."""
+        """Return the gateway's Hello. Abort with FAILED_PRECONDITION where the two cannot talk."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 command = await anext(commands, None)
@@ -112,7 +113,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     reason="PROTOCOL_MISMATCH",
                 ),
             )
-        await context.write(pb.Event(hello=self._hello))
         return hello
 
     async def _read(self, outbox: Outbox, commands: AsyncIterator[pb.Command]) -> None:

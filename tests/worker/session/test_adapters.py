@@ -10,6 +10,7 @@ import pytest
 
 from baton.v1 import worker_pb2 as pb
 from baton.worker.session.adapters import LiveAdapters
+from baton.worker.session.session import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 from tests.support.pace import patience
@@ -65,3 +66,39 @@ async def test_what_was_read_is_told_though_its_call_was_given_up(tmp_path):
     bench.engine.may_read.set()
     assert await second == b"b"
     assert names(bench.hello) == ["first", "second"] and outbox.num_unwritten == 2
+
+
+class Context:
+    """A call whose gateway reads when the test says so."""
+
+    def __init__(self):
+        self.reads, self.events = asyncio.Event(), []
+
+    def peer(self) -> str:
+        return "gateway"
+
+    async def write(self, event: pb.Event) -> None:
+        said = pb.Event()
+        said.CopyFrom(event)
+        await self.reads.wait()
+        self.events.append(said)
+
+
+async def test_a_gateway_that_is_being_greeted_is_told(tmp_path):
+    bench, context = Bench(tmp_path), Context()
+    bench.engine.may_read.set()
+    commands: Any = SimpleNamespace(on_read=None, on_stream_lost=lambda outbox: None)
+    service = WorkerService(commands, bench.sessions, None, bench.adapters, bench.hello)
+
+    async def sent():
+        yield pb.Command(hello=pb.Hello(protocol_min=1, protocol_max=1, instance=b"gateway"))
+        await asyncio.Event().wait()
+
+    session = asyncio.create_task(service.Session(sent(), context))
+    await asyncio.sleep(0.05)
+    await bench.adapters.load("bot", "a")
+    context.reads.set()
+    await until(lambda: context.events and names(context.events[-1].hello) == ["bot"])
+    assert names(context.events[0].hello) == []
+    session.cancel()
+    await asyncio.gather(session, return_exceptions=True)
