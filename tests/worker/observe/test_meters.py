@@ -4,14 +4,21 @@ up."""
 import json
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from baton.worker.legs.leg import Leg
+from baton.worker.observe import meters
+from baton.worker.observe.meters import WorkerMeters
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.stack import Stack
+from tests.support.worker.key_paths import DONE, KEY, REPORT
 
 
 def samples(address: str) -> dict[tuple, float]:
@@ -52,6 +59,19 @@ def test_a_handoff_is_counted_where_the_kv_was_pulled_to(stack):
         assert seen["baton_memory_bytes", "weights"] > 0 and seen["baton_memory_bytes", "kv"] > 0
         assert seen["baton_memory_bytes", "process"] > seen["baton_memory_bytes", "weights"]
         assert seen["baton_running",] == seen["baton_waiting",] == 0
+
+
+def test_what_was_pulled_is_not_local_too(monkeypatch):
+    """A prefill's cached tokens are those that it has pulled as well."""
+    monkeypatch.setattr(meters, "Cost", lambda engine: None)
+    counted = WorkerMeters(cast(Any, SimpleNamespace(model_name="tiny")), cast(Any, None), None, {})
+    for num_cached, num_pulled in ((192, 128), (192, 0), (0, 64)):  # at last, less than a block
+        leg = Leg(KEY, cast(Any, None))
+        leg.prefill_done = replace(DONE, num_cached_tokens=num_cached)
+        leg.fetch_report = replace(REPORT, num_tokens=num_pulled) if num_pulled else None
+        counted.ended(leg)
+    found = {tier: counted._prefix(tier)._value.get() for tier in ("local", "pulled")}
+    assert found == {"local": 64 + 192, "pulled": 128 + 64}
 
 
 def test_a_worker_says_whether_it_is_ready(stack):
