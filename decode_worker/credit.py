@@ -29,7 +29,7 @@ def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
 
 def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     """Read the prompt here, or what of it a chain of spans has left to compute."""
-    leg.is_prefill = True
+    leg.prefill_at = time.monotonic()
     if leg.request is not None:
         compute_rest(keys, leg, None)
     else:

@@ -22,7 +22,7 @@ def prefill(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
     acceptance = keys.engine.admission.accept(request, bool(leg.sources))
     leg.owed.add(Owed.ENGINE)
-    leg.is_prefill = True
+    leg.prefill_at = time.monotonic()
     leg.num_cached_tokens = acceptance.num_cached_tokens
     ticketed = keys.handoff.lease_prompt(leg, acceptance, taker, keys.lease_over)
     leg.owed.add(Owed.LEASE)

@@ -1,7 +1,6 @@
 """One key on this worker: its state, what of it is still out, and the stamps that its spans are drawn from."""
 
 import asyncio
-import time
 from enum import Enum
 
 from baton.engine.core.request import DecodeReport, FirstToken, Key, PrefillDone, Request
@@ -44,8 +43,9 @@ class Leg:
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None
         # for spans and reports
-        self.opened_at = time.monotonic()
-        self.is_prefill = False  # its prompt is read here
+        self.prefill_at: float | None = (
+            None  # its prompt, or what no fetch has brought of it, is read here from then on
+        )
         self.prefill_done_at: float | None = None
         self.prefill_done: PrefillDone | None = None
         self.fetch_at: float | None = None

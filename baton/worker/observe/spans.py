@@ -30,7 +30,7 @@ class Spans:
         if parent is None or not parent.sampled:
             return
         ended_at = time.monotonic()
-        if leg.is_prefill:
+        if leg.prefill_at is not None:
             self._draw_prefill(leg, parent, ended_at)
         if leg.fetch_at is not None:
             self._draw_transfer(leg, parent, ended_at)
@@ -40,7 +40,7 @@ class Spans:
     def _draw_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         done = leg.prefill_done
         # The engine's own stamps: the time of delivery here is not the prefill's.
-        end_at = leg.opened_at + done.queue_s + done.prefill_s if done else ended_at
+        end_at = leg.prefill_at + done.queue_s + done.prefill_s if done else ended_at
         attributes = self._attributes(leg) | {
             "gen_ai.usage.input_tokens": leg.request.num_prompt_tokens,
             "baton.num_cached_tokens": done.num_cached_tokens if done else None,
@@ -48,10 +48,10 @@ class Spans:
         }
         # What became of the lease later is not the prefill's failure.
         status = "ok" if done else _status(leg)
-        span = self._emit("prefill", leg, parent, leg.opened_at, end_at, attributes, status)
+        span = self._emit("prefill", leg, parent, leg.prefill_at, end_at, attributes, status)
         if done:
-            launched_at = leg.opened_at + done.queue_s
-            self._emit("prefill.queue", leg, span, leg.opened_at, launched_at, {}, "ok")
+            launched_at = leg.prefill_at + done.queue_s
+            self._emit("prefill.queue", leg, span, leg.prefill_at, launched_at, {}, "ok")
             self._emit("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
 
     def _draw_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
@@ -70,7 +70,7 @@ class Spans:
         end_at = leg.fetch_ended_at or ended_at
         status = "ok" if report else _status(leg)
         # The prefix that a prefill worker pulls comes from another request: there is no span to link to.
-        links = [] if leg.is_prefill else [self._context(leg, parent, "prefill")]
+        links = [] if leg.prefill_at is not None else [self._context(leg, parent, "prefill")]
         self._emit("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
 
     def _draw_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
