@@ -57,7 +57,10 @@ class LiveAdapters:
     def _below_root(self, path: str) -> Path:
         if (root := self._engine.config.adapter_root) is None:
             raise FailedPrecondition("this worker has no --adapter-root: it loads no adapter while it runs")
-        folder = (root / path).resolve()
+        try:
+            folder = (root / path).resolve()
+        except (ValueError, RuntimeError) as error:  # NUL, links in a circle
+            raise InvalidRequest("path", f"is none: {error}") from None
         if not path or not folder.is_relative_to(root.resolve()):
             raise InvalidRequest("path", "is not below --adapter-root")
         return folder

@@ -128,6 +128,7 @@ def test_replaced_while_it_answers(live, client):
         ("x", "", "INVALID_ARGUMENT", "path: is not below --adapter-root"),
         ("x", "../elsewhere", "INVALID_ARGUMENT", "path: is not below --adapter-root"),
         ("x", "link", "INVALID_ARGUMENT", "path: is not below --adapter-root"),
+        ("x", "a\0b", "INVALID_ARGUMENT", "path: is none: embedded null byte"),
         ("x", "nothing", "INVALID_ARGUMENT", "adapter_config.json: no such file"),
         ("", "first", "INVALID_ARGUMENT", "name"),
         ("tiny", "first", "INVALID_ARGUMENT", "cannot have the name of the model"),

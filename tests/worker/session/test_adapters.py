@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.service.errors import InvalidRequest
 from baton.v1 import worker_pb2 as pb
 from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.session import WorkerService
@@ -102,3 +103,10 @@ async def test_a_gateway_that_is_being_greeted_is_told(tmp_path):
     assert names(context.events[0].hello) == []
     session.cancel()
     await asyncio.gather(session, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "circle/a"])
+async def test_a_path_that_is_none_is_the_callers_fault(tmp_path, path):
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(InvalidRequest, match="path"):
+        await Bench(tmp_path).adapters.load("bot", path)
