@@ -190,6 +190,29 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     assert report.speedup == pytest.approx(num_tokens / report.decode_s, rel=1e-6) and report.speedup > 2
 
 
+@pytest.mark.parametrize("wish", [Speculation(num_tokens=0), Speculation("off", 4)])
+def test_a_request_that_wants_no_proposals_makes_those_of_others_no_dearer(wish):
+    """What brings nothing is tried out of the allowance beside it too: a plain step takes 1 s, a draft 0.25 s."""
+    clock = SimpleNamespace(now=0.0)
+    requests = [make_request("plain", prompt(40), 400, speculation=wish), make_request("free", prompt(40, 2), 400)]
+    proposer = forced(requests, 0.0)
+    engine = toy_engine(proposer, speculator="auto")
+    engine.speculator._clock = lambda: clock.now
+    run_step, propose = engine.runner.run, proposer.propose
+
+    def stepping(slices, on_layer=None):
+        clock.now += 1.0 + 0.1 * sum(len(piece.seq.draft_ids) for piece in slices)
+        return run_step(slices, on_layer)
+
+    def proposing(asks):
+        clock.now += 0.25
+        return propose(asks)
+
+    engine.runner.run, proposer.propose = stepping, proposing
+    check(run(engine, requests), requests)
+    assert 0 < engine.speculator.counts["forced"].num_drafts < 50
+
+
 def test_a_step_that_fails_leaves_nothing_open():
     request = make_request("a", prompt(40), 30)
     proposer = forced([request], 1.0)

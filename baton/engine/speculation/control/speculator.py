@@ -152,7 +152,7 @@ class Speculator:
             name: [seq for seq in decoding if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
             for name in self.proposers
         }
-        fixed = {self._fixed(seq) is not None for seq in decoding}
+        fixed = {self._fixed(seq) is not None for seqs in self._candidates.values() for seq in seqs}
         self._has_fixed, self._has_free = True in fixed, False in fixed
         self._decoding = decoding
 
