@@ -277,17 +277,18 @@ class GroupLifecycle:
         trunk = group.trunk
         num_missing = self.ledger.window.most_blocks(len(trunk.block_ids) - group.num_owned)
         self._give_back_fetching(group)
+        is_past = trunk.recurrent.is_ready and trunk.num_computed >= trunk.num_tokens
         trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
         is_inside = self.ledger.window.num_outside(trunk.num_computed) >= trunk.num_outside
         # A state stands behind the last token, which is computed again, or what the next token sees was skipped: from the
         # cache on.
-        if trunk.recurrent.is_ready or not is_inside:
+        if is_past or not is_inside:
             num_missing = self.ledger.window.most_blocks(self.layout.num_blocks(trunk.num_tokens))
             group.num_owned = group.num_cached_tokens = 0
             trunk.give_back(self.ledger)
         if self.ledger.states is not None:
-            lacking = group.request.sampling.n - trunk.recurrent.reserve
-            if not trunk.recurrent.promise(self.ledger.states, lacking):
+            num_own = trunk.recurrent.reserve + (trunk.recurrent.block_id is not None)
+            if not trunk.recurrent.promise(self.ledger.states, group.request.sampling.n - num_own):
                 raise Refusal(KV_FULL)
         if not self.ledger.reserve(num_missing):
             raise Refusal(KV_FULL)

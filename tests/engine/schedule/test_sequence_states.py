@@ -104,6 +104,27 @@ def copy_states(source, refs, target, key) -> None:
         target.pool.states.of(theirs.block_id).copy_(source.pool.states.of(ours.block_id))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_decode_worker_goes_on_behind_the_prefix_that_it_pulled(n):
+    """Its checkpoint's block is the prompt's: no more are wanted than were promised."""
+    holder, reader = toy_engine(**OPTIONS), toy_engine(**(OPTIONS | dict(num_states=2)))
+    run(holder, [make_request("before", SHARED, 4)])
+    request, offer = make_request("a", [*SHARED, *range(10, 60)], 6, n=n), make_request("offer", SHARED)
+    offered = holder.admission.offer(offer.key, request.span_hashes)
+    reader.admission.admit(request)
+    reader.admission.fetching(request.key)
+    copy_kv(holder, offered.blocks, reader, reader.admission.set_aside(request.key, 192))
+    copy_states(holder, offered.states, reader, request.key)
+    reader.admission.verified(request.key, 192)
+    reader.admission.fetch_settled(request.key)
+    reader.admission.compute_rest(request.key)
+    reader.check_integrity()
+    assert run(reader)[request.key].answer() == toy_answer(request)
+    assert sum(tokens for _, tokens in reader.runner.model.batch_sizes) == 250 - 192 + n * 5
+    holder.admission.release_lease(offer.key)
+    assert reader.ledger.states.num_available == 2
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_prefix_is_pulled_with_its_checkpoint(arrives):
     holder, reader = toy_engine(**OPTIONS), toy_engine(**OPTIONS)
