@@ -13,6 +13,7 @@ from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
 
 # A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
 END = "<|end of the grammar|>"
+EMPTY_MASK = "NoExtensionBias"  # what the library says where no token may be next
 WORD_BITS = 32
 
 
@@ -42,12 +43,9 @@ class Vocabulary:
         if matcher.is_error():
             raise BadConstraint("", _one_line(matcher.get_error()))
         cursor, mask = GrammarCursor(self, matcher.deep_copy()), self.new_masks(1)[0]
-        is_followed = cursor.fill(mask)
-        if cursor.is_over and not cursor.may_end:  # rules that need themselves, a sum of bounds that leaves nothing
-            raise BadConstraint("", "no text of this vocabulary keeps to it")
-        if not is_followed:
+        if not cursor.fill(mask) and cursor.problem != EMPTY_MASK:
             raise BadConstraint("", cursor.problem)
-        if not mask.any():
+        if cursor.problem or not mask.any():  # rules that need themselves, a sum of bounds that leaves nothing
             raise BadConstraint("", "no text of this vocabulary keeps to it")
         return Grammar(self, matcher)
 
@@ -80,7 +78,7 @@ class GrammarCursor:
     @property
     def is_over(self) -> bool:
         """Return whether nothing may follow."""
-        return self._matcher.is_stopped()
+        return _is_over(self._matcher)
 
     @property
     def problem(self) -> str:
@@ -97,7 +95,7 @@ class GrammarCursor:
         """Return whether nothing may follow this token, which is the next."""
         following = self._matcher.deep_copy()
         following.consume_token(token_id)
-        return following.is_stopped()
+        return _is_over(following)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens may follow, one after the other; any ids may be asked about."""
@@ -132,6 +130,11 @@ class GrammarCursor:
             matcher = matcher.deep_copy()
             matcher.consume_token(token_id)
             yield GrammarCursor(self._vocabulary, matcher, self.num_read + index)
+
+
+def _is_over(matcher: LLMatcher) -> bool:
+    """Return whether nothing may follow: what cannot be followed any further has stopped too, and is not over."""
+    return matcher.is_stopped() and not matcher.is_error()
 
 
 def _one_line(error: str) -> str:

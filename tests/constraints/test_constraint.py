@@ -1,9 +1,11 @@
 """Constraints as data: what a look at them refuses, and what compiling does."""
 
 import json
+from functools import partial
 
 import pytest
 
+from baton.constraints import grammar
 from baton.constraints.constraint import (
     MAX_BYTES,
     MAX_CHOICES,
@@ -101,6 +103,12 @@ def test_a_vocabulary_that_cannot_say_it():
     vocabulary.compile(Constraint("regex", "[a-z]+"))
     with pytest.raises(BadConstraint, match="no text of this vocabulary"):
         vocabulary.compile(Constraint("regex", "[0-9]+"))
+
+
+def test_what_is_too_complex_is_not_said_to_have_no_text(monkeypatch):
+    monkeypatch.setattr(grammar, "LLParserLimits", partial(grammar.LLParserLimits, step_max_items=1))
+    with pytest.raises(BadConstraint, match="Too many items"):
+        VOCABULARY.compile(Constraint("json_object", ""))
 
 
 def test_a_tokenizer_without_bytes_is_refused_in_one_line():

@@ -1,11 +1,13 @@
 """Grammars over a vocabulary: which tokens may be next, from any beginning."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from baton.constraints import grammar
 from baton.constraints.constraint import Constraint
 from baton.constraints.grammar import GrammarCursor, Vocabulary
 from tests.support.gateway.vocabularies import byte_vocabulary
@@ -73,6 +75,18 @@ def test_it_may_end_and_go_on():
     assert not cursor.may_end
     cursor.read(ids_of("12"))
     assert ids_of("1")[0] in allowed(cursor) and cursor.may_end and not cursor.is_over
+
+
+def test_what_can_be_followed_no_further_is_not_over(monkeypatch):
+    """Right recursion makes each row of the parser larger, to more than a row may have."""
+    monkeypatch.setattr(grammar, "LLParserLimits", partial(grammar.LLParserLimits, max_items_in_row=20))
+    cursor = VOCABULARY.compile(Constraint("grammar", 'start: "a" | "a" start')).cursor()
+    token_ids = ids_of("a") * 20
+    over_behind = []
+    for num_tokens in range(1, 21):
+        over_behind.append(cursor.is_over_behind(token_ids[0]))
+        cursor.read(token_ids[:num_tokens])
+    assert "has 21 items" in cursor.problem and not cursor.is_over and not any(over_behind)
 
 
 @pytest.mark.parametrize("vocab_size", [SIZE - 60, SIZE, SIZE + 100])

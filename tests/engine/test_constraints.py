@@ -6,11 +6,13 @@ import random
 import re
 import threading
 from dataclasses import replace
+from functools import partial
 
 import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
+from baton.constraints import grammar
 from baton.constraints.constraint import Constraint
 from baton.engine.core.request import FinishReason, Request
 from baton.engine.schedule import grammars
@@ -240,6 +242,12 @@ def test_where_no_token_is_left_the_request_ends_with_the_reason(folders):
     stop = TOKENIZER.token_to_id("b")
     _, _, message = ask(folders[0], "regex", "ab+c", stop_token_ids=frozenset([stop]))
     assert message == "constraint: it leaves no token"
+
+
+def test_an_answer_that_can_be_followed_no_further_is_not_whole(folders, monkeypatch):
+    monkeypatch.setattr(grammar, "LLParserLimits", partial(grammar.LLParserLimits, max_items_in_row=20))
+    _, reason, message = ask(folders[0], "grammar", 'start: "a" | "a" start', stop_token_ids=frozenset())
+    assert reason is None and message.startswith("constraint: Parser Error: Current row has 21 items")
 
 
 def test_a_constraint_that_does_not_compile_ends_its_request_alone(folders):
