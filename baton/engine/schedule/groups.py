@@ -13,7 +13,7 @@ from kvtransfer.naming import SPAN_TOKENS
 
 LEAST_SEQS = 8  # of a turn: a step of 4 takes about as long as one of 8, which for the most part reads weights
 _turns = count(1)
-_NUM_SPARE = 64  # deadlines kept of keys that have ended, and as many again as there are live ones
+_NUM_SPARE = 64  # deadlines kept that are past or of keys that have ended, and as many again as there are live ones
 
 
 class Groups(dict[Key, Group]):
@@ -35,8 +35,13 @@ class Groups(dict[Key, Group]):
             return
         heapq.heappush(self._deadlines, (group.deadline, group.arrival, group.key))
         if len(self._deadlines) > 2 * (len(self) + _NUM_SPARE):
-            self._deadlines = [entry for entry in self._deadlines if self.find(entry[2], entry[1])]
+            self._deadlines = list({entry for entry in self._deadlines if self._is_present(*entry)})
             heapq.heapify(self._deadlines)
+
+    def _is_present(self, deadline: float, arrival: int, key: Key) -> bool:
+        """Return whether it is the deadline of a live group, not one that it had."""
+        group = self.find(key, arrival)
+        return group is not None and group.deadline == deadline
 
     def is_due(self, now: float) -> bool:
         """Return whether a deadline has passed, perhaps that of a key which has ended."""

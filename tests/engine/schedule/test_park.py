@@ -156,6 +156,17 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     assert records[late.key].ended.error == "deadline"
 
 
+def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
+    engine, request = toy_engine(), make_request("a", prompt(70), 40)
+    engine.submit(request)
+    groups, group = engine.lifecycle.groups, engine.lifecycle.groups[request.key]
+    for number in range(2000):
+        group.deadline = 1000.0 + number // 1000
+        groups.expect(group)
+        assert len(groups._deadlines) < 200
+    assert groups.pop_expired(1000.5) is None and groups.pop_expired(1001.0) is group
+
+
 def test_a_failed_step_ends_what_is_parked_too():
     engine = toy_engine()
     request = make_request("a", prompt(70), 40)
