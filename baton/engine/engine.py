@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from baton.engine.adapters.adapters import Adapters
@@ -33,7 +34,7 @@ from baton.engine.models.registry import read_spec
 from baton.engine.ranks.spawn import Joining, Ranks
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
-from baton.engine.schedule.grammars import Grammars, read_grammars
+from baton.engine.schedule.grammars import Compiling, Grammars, read_grammars
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, Resume, Start, Stop
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
@@ -97,7 +98,7 @@ class Engine:
         self._computing: list[Slice] = []  # by it, and not collected yet
         self._flights: deque[Flight] = deque()  # steps that were launched and not read, the first first
         self._deferred: deque[Command] = deque()  # commands for keys in flight
-        self._compiling: dict[Command, None] = {}  # commands that wait for the grammars of their groups
+        self._compiling = Compiling(self.inbox.ring)
         self.work = StepWork()
         self._rate = Rate()
         self._stepping = threading.Lock()
@@ -236,7 +237,7 @@ class Engine:
                     return self._outputs
             while self._deferred:
                 self._obey(self._deferred.popleft())
-            for command in self.inbox.drain():
+            for command in chain(self.inbox.drain(), self._compiling.take_ready()):
                 self._obey(command)
             self._end_expired(now)
             slices = self.scheduler.schedule(launcher.num_stages if self._overlaps else 1)
@@ -298,7 +299,7 @@ class Engine:
         passed."""
         aloft = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
         aloft |= {command.key for command in self._deferred}
-        for command in self.inbox.drain():
+        for command in chain(self.inbox.drain(), self._compiling.take_ready()):
             if command.key in aloft:
                 self._deferred.append(command)
             else:
@@ -352,9 +353,8 @@ class Engine:
 
     def _obey_for(self, group: Group, command: GroupCommand) -> None:
         match command:
-            case Enter() | Start() if group.grammar is not None and not group.grammar.done():
-                self._compiling[command] = None
-                group.grammar.add_done_callback(lambda grammar: self._compiled(command))
+            case Enter() | Start() | Park() | Resume() if self._compiling.keeps(group.grammar, command):
+                pass
             case Enter() | Start() if group.grammar is not None and (error := group.grammar.exception()):
                 self._end(group, "constraint", f"constraint: {error}")
             case Enter():
@@ -368,11 +368,6 @@ class Engine:
                     self.lifecycle.happen(group, GroupEvent.PARK)
             case Resume():
                 self.lifecycle.happen(group, GroupEvent.RESUME)
-
-    def _compiled(self, command: GroupCommand) -> None:
-        """Obey a command again, whose grammar is there now. On any thread."""
-        self.inbox.post(command)
-        self._compiling.pop(command)
 
     def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer
 
 from baton.constraints import grammar
 from baton.constraints.constraint import Constraint
-from baton.engine.core.request import FinishReason, Request
+from baton.engine.core.request import FinishReason, FirstToken, Request
 from baton.engine.schedule import grammars
+from baton.engine.schedule.states import GroupState
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 from tests.support.gateway.vocabularies import END, byte_vocabulary
+from tests.support.pace import patience
 
 TOKENIZER_JSON = byte_vocabulary(only='{}[]":,0123456789.-+abcdefghijlnorstuxyE \n', words=("true", "false", "null"))
 TOKENIZER = Tokenizer.from_buffer(TOKENIZER_JSON)
@@ -47,6 +49,22 @@ def folders(tmp_path_factory):
     for folder in made:
         (folder / "tokenizer.json").write_bytes(TOKENIZER_JSON)
     return made
+
+
+@pytest.fixture
+def gated(folders, monkeypatch):
+    """(an engine, the gate before its grammars, the constraints that were compiled)."""
+    engine, gate, compiled = load(folders[0]), threading.Event(), []
+    compile = engine.grammars.vocabulary.compile
+
+    def compile_behind(constraint):
+        compiled.append(constraint)
+        assert gate.wait(patience(30))
+        return compile(constraint)
+
+    monkeypatch.setattr(engine.grammars.vocabulary, "compile", compile_behind)
+    yield engine, gate, compiled
+    gate.set()
 
 
 def constrained(count: int, max_tokens: int = 50, seed: int = 0, free: bool = True) -> list[Request]:
@@ -277,6 +295,32 @@ def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
     while engine.has_work():
         records.take(engine.step())
     assert records[slow.key].ended.error == ""
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_parked_while_its_grammar_compiles(gated, is_read_again):
+    """Of what was posted meanwhile each counts, in order."""
+    engine, gate, _ = gated
+    request = replace(make_request("a", [1, 2, 3], 6), constraint=CONSTRAINTS[4])
+    admission, records = engine.admission, Collector(first_index=1)
+    admission.admit(request)
+    admission.set_aside(request.key, 3)
+    admission.verified(request.key, 3)
+    admission.fetch_settled(request.key)
+    admission.start(request.key, (FirstToken(0, TOKENIZER.token_to_id("a")),))
+    for post in [admission.park, admission.resume, admission.park][: 2 if is_read_again else 3]:
+        post(request.key)
+        records.take(engine.step())
+    gate.set()
+    while engine.has_work():
+        records.take(engine.step())
+    if not is_read_again:
+        assert admission.groups[request.key].state is GroupState.PARKED
+        assert engine.ledger.num_available == engine.num_blocks and not records[request.key].tokens
+        admission.resume(request.key)
+        run(engine, collector=records)
+    assert records[request.key].ended.error == ""
     check_empty(engine)
 
 
