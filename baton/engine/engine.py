@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+from baton import failpoints
 from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
@@ -227,6 +228,7 @@ class Engine:
         launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
         with self._stepping, self.runner.launcher.place():
             self._outputs, self._computing = [], []
+            failpoints.hit("engine.step")
             now, launcher = time.monotonic(), self.runner.launcher
             if self._flights:
                 self._obey_behind()

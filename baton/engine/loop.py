@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton import failpoints, system
+from baton import system
 from baton.engine.core.device import is_lost
 from baton.engine.core.request import Output
 from baton.engine.engine import Engine
@@ -74,7 +74,6 @@ class EngineLoop:
 
     def _step(self) -> list[Output]:
         try:
-            failpoints.hit("engine.step")
             return self.engine.step()
         except RankLost:
             # Who watches the ranks ends this process. No key ends before: their streams go on elsewhere.

@@ -6,9 +6,11 @@ import time
 import pytest
 import torch
 
+from baton import failpoints
 from baton.engine.core.device import is_lost
 from baton.engine.core.request import PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
+from baton.failpoints import FailpointError
 from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
 from tests.support.pace import patience
@@ -166,6 +168,22 @@ def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
     assert errors == {"g": "cancelled", "d": "failed_together", "r": "failed_together"}
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks and not engine.has_work()
+
+
+def test_what_a_step_gave_out_is_given_out_once(monkeypatch):
+    """The next step fails at its very beginning."""
+    engine, request, records = toy_engine(), make_request("a", prompt(40)), Collector()
+    loop = EngineLoop(engine, records.take)
+    engine.submit(request)
+    records.take(loop._step())
+
+    def hit(name):
+        raise FailpointError(name)
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    records.take(loop._step())
+    assert len(records[request.key].tokens[0]) == 1 and records[request.key].ended.error == "failed"
+    assert engine.ledger.num_available == engine.num_blocks
 
 
 def test_a_command_that_fails_ends_its_key_alone():
