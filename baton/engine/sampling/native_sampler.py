@@ -16,7 +16,6 @@ from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, token_logprobs
 
 SEEN = 1 << 30  # of native/sampling/draw.h
-CHANGE_BYTES = 12
 NO_CHANGES = np.empty(0, np.int32)
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 

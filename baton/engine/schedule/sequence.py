@@ -345,10 +345,6 @@ class Group:
     def is_held(self) -> bool:
         return self.holder is Holder.LEASED
 
-    @property
-    def in_loop(self) -> bool:
-        return self.state in (GroupState.WAITING, GroupState.RUNNING)
-
     def preempted(self) -> None:
         self.num_preemptions += 1
         if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
