@@ -1,6 +1,7 @@
 """A constraint as data, and its grammar in the words of llguidance. What a look at the text can refuse is refused here."""
 
 import json
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from llguidance import LLMatcher
@@ -120,6 +121,6 @@ def _check_depth(text: str) -> None:
 
 def _check_directives(text: str) -> None:
     for number, line in enumerate(text.splitlines(), 1):
-        word = line.strip().partition(" ")[0]
-        if word.startswith("%") and word not in _DIRECTIVES:
-            raise BadConstraint(f"line {number}", f"{word[:40]} is not supported, only {', '.join(_DIRECTIVES)}")
+        found = re.match(r"\s*(%\w*)", line)
+        if found and found[1] not in _DIRECTIVES:
+            raise BadConstraint(f"line {number}", f"{found[1][:40]} is not supported, only {', '.join(_DIRECTIVES)}")

@@ -27,6 +27,7 @@ GOOD = [
     Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe"])),
     Constraint("grammar", 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/'),
     Constraint("grammar", "%import common.INT\nstart: INT"),
+    Constraint("grammar", "%import\tcommon.INT\nstart: INT\n%ignore/ /"),
 ]
 # What is wrong -> a word of the message.
 BAD = [
