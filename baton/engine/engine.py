@@ -81,10 +81,10 @@ class Engine:
         self.runner = Runner(model, pool, sampler, launcher)
         copies = Copies(self.runner.copy_block, self.runner.copy_state)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths, copies)
-        self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
+        self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler, grammars)
         self.grammars = grammars  # None: it keeps no answer to a constraint
         self.adapters = Adapters(model, config.adapter_slots)
-        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
+        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters)
         self.ranks = ranks  # that share the model with this process
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from baton.constraints import grammar
 from baton.constraints.constraint import Constraint
-from baton.engine.core.request import FinishReason, FirstToken, Request
+from baton.engine.core.request import FinishReason, FirstToken, Key, Refusal, Request
 from baton.engine.schedule import grammars
 from baton.engine.schedule.states import GroupState
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
@@ -321,6 +321,29 @@ def test_parked_while_its_grammar_compiles(gated, is_read_again):
         admission.resume(request.key)
         run(engine, collector=records)
     assert records[request.key].ended.error == ""
+    check_empty(engine)
+
+
+def test_what_nobody_waits_for_is_not_compiled(gated, monkeypatch):
+    """Its requests ended before its turn came, or were refused."""
+    engine, gate, compiled = gated
+    regexes = [Constraint("regex", f"a{{{n}}}") for n in range(1, 23)]
+    requests = [replace(make_request(each.text, [1, 2, 3], 2), constraint=each) for each in regexes]
+    slow, gone, last = requests[0], requests[1:-1], requests[-1]
+    engine.submit(slow)
+    for request in gone:
+        engine.submit(request)
+        engine.cancel(request.key)
+        engine.step()
+    with monkeypatch.context() as patched, pytest.raises(Refusal):
+        patched.setattr(engine.admission.shares, "has_blocks", lambda *_: False)
+        engine.submit(replace(make_request("refused", [1, 2, 3]), constraint=Constraint("regex", "b")))
+    engine.submit(last)
+    engine.submit(replace(gone[0], key=Key("again")))
+    gate.set()
+    while engine.has_work():
+        engine.step()
+    assert compiled == [slow.constraint, last.constraint, gone[0].constraint]
     check_empty(engine)
 
 

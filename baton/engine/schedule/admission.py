@@ -12,7 +12,6 @@ from baton.engine.adapters.adapters import Adapter, Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
-from baton.engine.schedule.grammars import Grammars
 from baton.engine.schedule.inbox import Park, Resume
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
@@ -33,9 +32,8 @@ class Admission:
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths,
         adapters: Adapters | None = None,
-        grammars: Grammars | None = None,
     ):  # fmt: skip
-        """Without `grammars` no request may have a constraint, without `adapters` none may name one."""
+        """Without `adapters` no request may name one."""
         self.config = config
         self.layout = layout
         self.lifecycle = lifecycle
@@ -44,7 +42,6 @@ class Admission:
         self.shares = shares
         self.lengths = lengths
         self.adapters = adapters
-        self.grammars = grammars
 
     # ---- the decode side: credit first, blocks as they are announced ----
 
@@ -230,17 +227,15 @@ class Admission:
             self.lifecycle.inbox.post(ended)
 
     def _group(self, request: Request, holder: Holder) -> Group:
-        """Return a new group, whose grammar is being compiled where it has a constraint. Raises Refusal: no_adapter,
-        adapter_loading, adapter_slots."""
+        """Return a new group. Raises Refusal: no_adapter, adapter_loading, adapter_slots; ValueError where there are no
+        grammars for its constraint."""
         group = Group(request, holder)
         if request.adapter:
             if self.adapters is None:
                 raise Refusal("no_adapter", retry_after_s=0.0)
             group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
-        if request.constraint is not None:
-            if self.grammars is None:
-                raise ValueError("constraint: there are no grammars over this model's tokenizer")
-            group.grammar = self.grammars.compile(request.constraint)
+        if request.constraint is not None and self.lifecycle.grammars is None:
+            raise ValueError("constraint: there are no grammars over this model's tokenizer")
         return group
 
     def _adapters_in_use(self) -> set[Adapter]:

@@ -1,7 +1,7 @@
 """The grammars of constraints, compiled in a thread of their own: what waits for one waits alone."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,17 +25,28 @@ class Grammars:
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
+        self._num_users = Counter[Future[Grammar]]()
         self._lock = Lock()
 
     def compile(self, constraint: Constraint) -> Future[Grammar]:
-        """Return the grammar of a constraint, as soon as it is compiled. The future raises BadConstraint."""
+        """Return a constraint's grammar, as soon as it is compiled; leave it once. The future raises BadConstraint."""
         with self._lock:
-            if constraint not in self._kept:
-                self._kept[constraint] = self._thread.submit(self.vocabulary.compile, constraint)
+            grammar = self._kept.get(constraint)
+            if grammar is None or grammar.cancelled():
+                grammar = self._kept[constraint] = self._thread.submit(self.vocabulary.compile, constraint)
             self._kept.move_to_end(constraint)
             while len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
-            return self._kept[constraint]
+            self._num_users[grammar] += 1
+            return grammar
+
+    def leave(self, grammar: Future[Grammar]) -> None:
+        """Let go of a grammar: what nobody waits for any more is not compiled, and keeps nobody waiting."""
+        with self._lock:
+            self._num_users[grammar] -= 1
+            if not self._num_users[grammar]:
+                del self._num_users[grammar]
+                grammar.cancel()
 
 
 class Compiling:

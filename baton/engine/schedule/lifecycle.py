@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from baton.engine.core.request import FirstToken, Key, Refusal, RequestEnded
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.grammars import Grammars
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Enter, Inbox, Start, Stop
 from baton.engine.schedule.scheduler import Scheduler
@@ -29,12 +30,17 @@ class Ending(NamedTuple):
 class GroupLifecycle:
     """Every live group of one engine, and what its events do. Thread-safe: `happen` takes the ledger's lock."""
 
-    def __init__(self, layout: KVLayout, ledger: Ledger, inbox: Inbox, groups: Groups, scheduler: Scheduler):
+    def __init__(
+        self, layout: KVLayout, ledger: Ledger, inbox: Inbox, groups: Groups, scheduler: Scheduler,
+        grammars: Grammars | None = None,
+    ):  # fmt: skip
+        """Without `grammars` no group has a constraint."""
         self.layout = layout
         self.ledger = ledger
         self.inbox = inbox
         self.groups = groups
         self.scheduler = scheduler
+        self.grammars = grammars
         self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
         self.num_choices = 0  # admitted, and neither parked nor ended
         self._quarantined: dict[Key, list[int]] = {}
@@ -111,6 +117,8 @@ class GroupLifecycle:
     def register(self, group: Group, subject: object) -> None:
         self.groups[group.key] = group
         self.groups.expect(group)
+        if self.grammars is not None and group.request.constraint is not None:
+            group.grammar = self.grammars.compile(group.request.constraint)
 
     def admit(self, group: Group, subject: object) -> None:
         self.num_choices += group.request.sampling.n
@@ -243,6 +251,8 @@ class GroupLifecycle:
     def end(self, group: Group, ending: Ending) -> RequestEnded:
         """The one place where a key ends: all it holds goes back."""
         del self.groups[group.key]
+        if self.grammars is not None and group.grammar is not None:
+            self.grammars.leave(group.grammar)
         self.num_waiting_tokens -= group.num_waiting_tokens
         for seq in group.live:
             seq.give_back(self.ledger)
