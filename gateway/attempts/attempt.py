@@ -79,7 +79,7 @@ class Attempt:
     def read_on_decode_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes]) -> None:
         """Have the decode worker read the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
         self.prefix_holder = holder
-        self.decode.num_prefill_tokens = self._record.num_prompt_tokens - self.num_granted_tokens
+        self.decode.num_prefill_tokens = len(self.spec.token_ids) - self.num_granted_tokens
         if self.reads_prompt:
             return
         self._prefix_source = PrefixSource(self._send_local_prefill)
@@ -89,7 +89,7 @@ class Attempt:
         """Have `prefill_link`, which holds `num_matched` tokens, read the prompt; it may pull `hashes` from
         `holder`."""
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
-        self.prefill.num_prefill_tokens = self._record.num_prompt_tokens - num_matched
+        self.prefill.num_prefill_tokens = len(self.spec.token_ids) - num_matched
         self._prefix_source = PrefixSource(self._send_prefill)
         self._prefix_source.ask(holder, self.prefill_link, hashes, new_key(self._key_id), self._deadline)
 

@@ -90,10 +90,12 @@ class Cluster:
         return self.pipeline.fleet
 
     async def idle(self) -> None:
-        """Every worker has everything back, and the gateway has no leg open."""
+        """Every worker has everything back, and the gateway has no leg open and waits for no prompt to be read."""
+        links = self.gateway.registry.links
         async with asyncio.timeout(patience(10)):
-            while any(worker.held for worker in self.workers) or any(link.legs for link in self.gateway.registry.links):
+            while any(worker.held for worker in self.workers) or any(link.legs for link in links):
                 await asyncio.sleep(0.005)
+        assert not any(link.num_prefill_tokens for link in links)
 
     async def until(self, is_true) -> None:
         async with asyncio.timeout(patience(10)):

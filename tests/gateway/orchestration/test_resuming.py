@@ -67,6 +67,25 @@ async def test_a_worker_that_knows_nothing_any_more(cluster):
         await c.idle()
 
 
+async def test_a_worker_that_has_cached_a_part_of_the_answer(cluster):
+    """It has little to read, and not less than nothing: that would stay there as a prompt that waits."""
+    async with cluster(num_prefill=0) as c:
+        (worker,) = c.decode
+        running = start(c, max_tokens=400)
+        await c.until(lambda: any(each.request.record.num_output_tokens > 20 for each in c.pipeline.running.values()))
+        for gate in ("decode", "attach"):
+            worker.hold(gate)
+        hang_up(worker)
+        await c.until(lambda: "attach" in worker.kinds())
+        worker.parked.clear()
+        worker.num_cached_tokens = lambda spec: len(spec.token_ids) - 1
+        for gate in ("decode", "attach"):
+            worker.release(gate)
+        assert ids_of(await running) == tokens_of(PROMPT, 400, 400)
+        assert worker.kinds().count("admit") == 2
+        await c.idle()
+
+
 @pytest.mark.parametrize("received", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("is_parked", [True, False])
 async def test_a_client_resumes(cluster, received, is_parked):
