@@ -28,13 +28,15 @@ def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
 
 
 def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
-    """Read the prompt here, or what of it a chain of spans has left to compute."""
+    """Read the prompt here, or what of it a chain of spans has left to compute. One that is not answered was not asked for
+    by Admit: Granted says that it is taken."""
     leg.prefill_at = time.monotonic()
     if leg.request is not None:
         compute_rest(keys, leg, None)
     else:
         keys.engine.submit(open_request(keys, leg, message.spec))
         leg.owed.add(Owed.ENGINE)
+        leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))
     keys.on_change()
 
 

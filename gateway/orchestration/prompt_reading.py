@@ -94,8 +94,10 @@ class PromptReading:
             source, message = entry or (None, None)
             if source is not leg:
                 continue  # of one that was asked before
-            if isinstance(message, pb.Done) and self._is_whole(message):
+            if isinstance(message, pb.Granted):
                 self._place.leave(served=True)
+            if isinstance(message, pb.Done) and self._is_whole(message):
+                self._place.leave(served=True)  # an older worker has sent no Granted
                 leg.note_success()
                 self.num_read_tokens = self._routing.num_tokens
                 return message

@@ -13,6 +13,7 @@ from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.orchestration.test_resuming import hang_up
+from tests.support.gateway.fake_worker import FakeWorker
 
 IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
 
@@ -90,6 +91,30 @@ async def test_it_waits_its_turn_while_workers_are_full(cluster):
         for worker in c.prefill:
             worker.refusals += ["queue_full", "kv_full"]
         assert vectors(await embed(c, *IDS)) == [expected(ids) for ids in IDS]
+        await c.idle()
+
+
+async def test_a_line_of_them_is_not_read_one_at_a_time(cluster):
+    """The first of a line leaves it once a worker has taken its prompt, not when that is read."""
+    async with cluster() as c:
+        (worker,), line = c.prefill, c.pipeline.queues.prefill
+        worker.hold("prefill")
+        worker.refusals = ["queue_full"] * 3
+        call = asyncio.create_task(embed(c, *IDS))
+        await c.until(lambda: len(worker.held) == 3 and not line)
+        assert line._served_tokens
+        worker.release("prefill")
+        assert vectors(await call) == [expected(ids) for ids in IDS]
+        await c.idle()
+
+
+async def test_a_worker_that_does_not_say_that_it_has_taken_a_prompt(cluster, monkeypatch):
+    """As those did before."""
+    monkeypatch.setattr(FakeWorker, "says_granted", False)
+    async with cluster() as c:
+        c.prefill[0].refusals = ["queue_full"] * 3
+        assert vectors(await embed(c, *IDS)) == [expected(ids) for ids in IDS]
+        assert not c.pipeline.queues.prefill
         await c.idle()
 
 

@@ -74,6 +74,8 @@ class _Session:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    says_granted = True  # of a prompt that it need not answer
+
     def __init__(self, role: str, tokenizer_digest: bytes, vocab_size: int, *, context: int = 1024, **hello):
         self.role, self.vocab_size = role, vocab_size
         self.instance, self.epoch = secrets.token_bytes(16), secrets.randbits(64)
@@ -326,6 +328,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self._refuses(session, message, len(message.spec.token_ids)):
             return
         self.held.add(key)
+        if self.says_granted:
+            session.send(granted=pb.Granted(key=message.key))
         await self._pass("prefill")
         session.send(done=pb.Done(key=message.key, queue_s=0.001, prefill_s=0.002, pooled=vector_of(message.spec)))
         self._end(session, key)

@@ -89,6 +89,20 @@ def test_blocks_are_given_back_when_their_lease_is_over(state, event):
     run(check)
 
 
+def test_a_prompt_that_is_not_answered_is_granted_once_it_is_taken():
+    """Its gateway lets the next in line ask; its end is not the first that it hears."""
+
+    def check(bench):
+        spec = make_spec()
+        spec.pooling.SetInParent()
+        key = pb.Key(request_id=KEY[0], attempt=KEY[1])
+        bench.obey(prefill=pb.Prefill(key=key, spec=spec))
+        assert bench.outbox.kinds() == ["granted"] and bench.outbox.only("granted").key == key
+        assert bench.engine.count("submit") == 1
+
+    run(check)
+
+
 def test_another_gateways_key_is_not_touched():
     def check(bench):
         let(bench, KeyEvent.ADMIT)
