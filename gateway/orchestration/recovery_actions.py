@@ -19,7 +19,7 @@ def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestStat
     request.failures.judge(occurred, attempt)
     if is_draining(occurred.message) and attempt.is_decoding and len(choices) == 1:
         request.router.note_holder(attempt.decode.worker_id, len(choices[0].token_ids))
-    request.leave_line()
+    request.place.leave(served=False)
     attempt.close()
     request.begin_attempt()
     return ask_for_credit(request, occurred)

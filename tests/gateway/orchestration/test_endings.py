@@ -310,6 +310,24 @@ async def test_no_worker_comes_for_longer_than_a_queue_s_wait(cluster, role):
         await c.idle()
 
 
+async def test_a_request_that_loses_its_decode_worker_in_line_is_not_served(cluster):
+    """Its prompt counts for neither the line's speed nor its tenant's turns."""
+    async with cluster(num_decode=2) as c:
+        c.prefill[0].refusals = ["queue_full"] * 100_000
+        running, line = start(c), c.pipeline.queues.prefill
+        await c.until(lambda: len(line))
+        dead = next(worker for worker in c.decode if worker.held)
+        await dead.stop()
+        c.workers.remove(dead)
+        (machine,) = c.pipeline.running.values()
+        await c.until(lambda: machine.request.record.num_attempts == 2 and len(line))
+        assert not line._served_tokens
+        c.prefill[0].refusals = []
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert line._served_tokens
+        await c.idle()
+
+
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill):
     """One that runs goes on, those that come meanwhile are answered, for longer than a queue's wait."""
