@@ -134,10 +134,10 @@ class Attempt:
         self.is_decoding = bool(first_tokens)
 
     def resume(self, leg: WorkerLeg) -> None:
-        """Decode in a leg that is attached to a running sequence."""
+        """Decode in a leg that is attached to a running sequence, which has all its KV."""
         self.decode = leg
         self.decode.promise(self._record.routing_request.slo.tpot_s)
-        self.is_decoding = True
+        self.is_decoding = self.is_fetched = True
 
     def close(self) -> None:
         """Close all legs. Idempotent."""

@@ -164,7 +164,7 @@ class RequestMachine:
             self._entered_at = now()  # it may still answer
         elif self.state in _IN_LINE:
             self.happen(RequestEvent.SILENCE if request.place.is_over else RequestEvent.ROOM)
-        elif attempt.is_in_doubt:
+        elif self.state is RequestState.DECODING and attempt.is_in_doubt:
             self.happen(RequestEvent.DOUBT_OVER)
         elif self.state in (RequestState.FETCHING, RequestState.DECODING) and attempt.has_lease:
             attempt.renew_lease()

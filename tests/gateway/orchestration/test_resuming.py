@@ -8,7 +8,9 @@ import pytest
 
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
+from gateway.attempts import attempt
 from gateway.link import worker_link
+from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
@@ -83,6 +85,27 @@ async def test_a_worker_that_has_cached_a_part_of_the_answer(cluster):
             worker.release(gate)
         assert ids_of(await running) == tokens_of(PROMPT, 400, 400)
         assert worker.kinds().count("admit") == 2
+        await c.idle()
+
+
+async def test_a_sequence_that_is_attached_to_has_all_its_kv(cluster, monkeypatch):
+    """Both sessions break before Fetched has come: it is not started over for a fetch that nobody hears of any more."""
+    monkeypatch.setattr(attempt, "_DOUBT_S", 0.1)
+    async with cluster() as c:
+        hold(c, "decode")
+        running = start(c)
+        await c.until(lambda: any(each.request.attempt.is_fetched for each in c.pipeline.running.values()))
+        (machine,) = c.pipeline.running.values()
+        request = machine.request
+        request.attempt.is_fetched = False
+        request.mailbox.post(request.attempt.prefill, Lost("no word from it"))
+        hang_up(c.decode[0])
+        await c.until(lambda: request.record.num_attached)
+        await asyncio.sleep(0.3)
+        assert not request.attempt.has_lease
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert request.record.num_attempts == 1 and c.decode[0].kinds().count("admit") == 1
         await c.idle()
 
 

@@ -17,6 +17,7 @@ from gateway.orchestration.states import RequestEvent, RequestState
 from gateway.orchestration.transitions import TABLE, RequestTransition, state_table_markdown
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.pace import patience
 
 MAX_TOKENS = 4
 EXPECTED = tokens_of(PROMPT, MAX_TOKENS, 400)
@@ -162,6 +163,20 @@ async def test_a_state_that_the_cell_does_not_list_is_an_error(cluster, monkeypa
             made[0].happen(RequestEvent.OTHER)
         let_go(c)
         assert ids_of(await running) == EXPECTED
+        await c.idle()
+
+
+async def test_a_fetch_in_doubt_does_not_keep_an_answer_from_its_end(cluster, monkeypatch):
+    made = machines_made(monkeypatch)
+    async with cluster() as c:
+        await bring_to(c, RequestState.ENDING)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].state is RequestState.ENDING)
+        attempt = made[0].request.attempt
+        attempt.is_fetched, attempt.doubt_until = False, 0.0
+        async with asyncio.timeout(patience(5)):
+            assert ids_of(await running) == EXPECTED
+        let_go(c)
         await c.idle()
 
 
