@@ -64,6 +64,12 @@ class Attempt:
         """Return whether the source of an unfinished fetch may be gone."""
         return self.doubt_until is not None and not self.is_fetched
 
+    @property
+    def has_lost_decode_worker(self) -> bool:
+        """Return whether the session with the decode worker has ended. What comes before Lost in the mailbox finds a link
+        that says nothing of its worker any more."""
+        return self.decode.link.worker_id != self.decode.worker_id
+
     def admit(self, link: WorkerLink, reads_prompt: bool) -> None:
         """Ask a decode worker for credit; if `reads_prompt` to read the prompt as soon as it has granted that."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
@@ -73,7 +79,7 @@ class Attempt:
 
     def drop_decode(self) -> None:
         """Close the decode leg, whose worker has refused."""
-        self.decode.close()
+        self.close()
         self.decode = None
 
     def read_on_decode_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes]) -> None:
@@ -156,6 +162,8 @@ class Attempt:
             self.prefill_rest()
 
     def _send_prefill(self, sources: list[pb.KVSource], holder: str | None) -> None:
+        if self.has_lost_decode_worker:
+            return
         self._record.source = holder
         self.spec.budget_ms = budget_ms(self._deadline)
         taker = make_taker(self.decode.link, self.num_granted_tokens)

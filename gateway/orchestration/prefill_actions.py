@@ -58,17 +58,22 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
     attempt.num_granted_tokens = min(occurred.message.num_cached_tokens, len(attempt.spec.token_ids))
     record.stamps.granted = record.stamps.granted or now()
     request.leave_line()
+    if attempt.has_lost_decode_worker:  # Lost is next
+        return RequestState.AWAITING_PREFILL
     if _is_rest_short(request):
         attempt.prefill_link = None
     if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
         request.place.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
-    return ask_for_prefill(request, occurred)
+    ask_for_prefill(request, occurred)
+    return None
 
 
 def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> None:
     """Have a prefill worker read the prompt, or the decode worker. Raises Unavailable."""
     attempt, router = request.attempt, request.router
+    if attempt.has_lost_decode_worker:  # Lost is next
+        return
     if not request.answer.begun:
         request.record.stamps.prefill_sent = now()
     if attempt.prefill_link is not None and not router.is_usable(attempt.prefill_link):
@@ -84,16 +89,20 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> No
         attempt.read_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
 
 
-def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
-    """Ask the next prefill worker, or wait in line once all have refused. Raises Overloaded."""
+def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
+    """Ask the next prefill worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
     refused, router = occurred.message, request.router
+    if request.attempt.prefill is None:  # the decode worker, whose key has ended since it was granted
+        await_credit(request, occurred)
+        return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.call_room()  # where no prefill worker can read it, the decode worker can
-        return
+        return None
     router.forget_refusals()
     request.place.join(request.queues.prefill)
+    return None
 
 
 def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> None:

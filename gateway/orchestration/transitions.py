@@ -94,7 +94,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         (s.AWAITING_PREFILL, e.ROOM): to(ask_for_prefill, s.PREFILLING, s.ENDED),
         (s.AWAITING_PREFILL, e.SILENCE): to(end_full, s.ENDED),
         (s.PREFILLING, e.ACCEPTED): to(fetch, s.FETCHING),
-        (s.PREFILLING, e.REFUSED): to(await_prefill, s.AWAITING_PREFILL, s.ENDED),
+        (s.PREFILLING, e.REFUSED): to(await_prefill, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),
         (s.PREFILLING, e.SILENCE): retry,
         (s.PREFILLING, e.FETCHED): to(note_prefix, s.PREFILLING),
         (s.FETCHING, e.FETCHED): to(note_fetched, s.FETCHING),

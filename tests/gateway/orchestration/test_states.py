@@ -166,6 +166,62 @@ async def test_a_state_that_the_cell_does_not_list_is_an_error(cluster, monkeypa
         await c.idle()
 
 
+@pytest.mark.parametrize(
+    "state", [RequestState.ADMITTING, RequestState.AWAITING_PREFILL], ids=lambda state: state.value
+)
+async def test_what_comes_before_the_news_that_its_decode_worker_is_lost(cluster, monkeypatch, state):
+    """It is still in the mailbox, and the link has no Hello any more."""
+    made = machines_made(monkeypatch)
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        await bring_to(c, state)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].state is state)
+        request = made[0].request
+        link = request.attempt.decode.link
+        if state is RequestState.ADMITTING:
+            request.mailbox.post(request.attempt.decode, pb.Granted())
+        else:
+            request.call_room()
+        link._lose("gone")
+        link.hang_up()
+        let_go(c)
+        assert ids_of(await running) == EXPECTED
+        assert request.record.num_attempts == 2
+        assert not any(each.legs or each.num_prefill_tokens for each in c.gateway.registry.links)
+
+
+async def test_an_offer_is_answered_when_the_decode_worker_is_lost(cluster, monkeypatch):
+    made = machines_made(monkeypatch)
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        await bring_to(c, RequestState.PREFILLING)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].state is RequestState.PREFILLING)
+        request = made[0].request
+        link = request.attempt.decode.link
+        link._lose("gone")
+        request.attempt._send_prefill([], None)  # by its timer, or by the one that holds a prefix
+        link.hang_up()
+        let_go(c)
+        assert ids_of(await running) == EXPECTED
+        assert not any(each.legs or each.num_prefill_tokens for each in c.gateway.registry.links)
+
+
+async def test_a_decode_worker_does_not_read_what_it_has_granted(cluster, monkeypatch):
+    made = machines_made(monkeypatch)
+    async with cluster(num_prefill=0, num_decode=2) as c:
+        for worker in c.decode:
+            worker.hold("prefill")
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].state is RequestState.PREFILLING)
+        machine = made[0]
+        machine.happen(RequestEvent.REFUSED, pb.Refused(reason="in_use", retry_after_ms=20))
+        assert machine.state is RequestState.AWAITING_CREDIT
+        let_go(c)
+        assert ids_of(await running) == EXPECTED
+        assert all(worker.kinds()[0] == "admit" for worker in c.decode)
+        await c.idle()
+
+
 async def test_a_fetch_in_doubt_does_not_keep_an_answer_from_its_end(cluster, monkeypatch):
     made = machines_made(monkeypatch)
     async with cluster() as c:
