@@ -78,7 +78,7 @@ class Attempt:
         self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.reads_prompt))
 
     def drop_decode(self) -> None:
-        """Close the decode leg, whose worker has refused."""
+        """Close the decode leg, whose worker has refused, or cannot be given the prompt."""
         self.close()
         self.decode = None
 

@@ -65,19 +65,24 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
     if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
         request.place.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
-    ask_for_prefill(request, occurred)
-    return None
+    return ask_for_prefill(request, occurred)
 
 
-def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> None:
-    """Have a prefill worker read the prompt, or the decode worker. Raises Unavailable."""
+def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> RequestState | None:
+    """Have a prefill worker read the prompt, or the decode worker; where none serves that could, give the credit back and
+    wait for one. Raises Unavailable, Overloaded."""
     attempt, router = request.attempt, request.router
     if attempt.has_lost_decode_worker:  # Lost is next
-        return
+        return None
     if not request.answer.begun:
         request.record.stamps.prefill_sent = now()
     if attempt.prefill_link is not None and not router.is_usable(attempt.prefill_link):
-        attempt.prefill_link = router.prefill_for(attempt.decode.link)
+        try:
+            attempt.prefill_link = router.prefill_for(attempt.decode.link)
+        except Unavailable as error:
+            attempt.drop_decode()
+            request.place.leave(served=False)
+            return _await_worker(request, error)
     if attempt.prefill_link is None:
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
@@ -87,6 +92,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> No
         holder = router.prefix_holder_for(attempt.prefill_link)
         num_matched = router.num_matched_tokens(attempt.prefill_link)
         attempt.read_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
+    return None
 
 
 def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:

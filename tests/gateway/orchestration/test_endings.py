@@ -310,6 +310,30 @@ async def test_no_worker_comes_for_longer_than_a_queue_s_wait(cluster, role):
         await c.idle()
 
 
+@pytest.mark.parametrize("waits", ["for its turn", "for credit"])
+async def test_the_only_prefill_worker_goes_while_a_request_waits_for_it(cluster, waits):
+    """No leg of the request is on it, whose end would tell."""
+    async with cluster() as c:
+        (worker,), (link,), queues = c.prefill, c.gateway.registry.prefill, c.pipeline.queues
+        if waits == "for credit":
+            hold(c, "admit")
+        else:
+            worker.refusals = ["kv_full"] * 1000
+        running = start(c)
+        await c.until(lambda: "admit" in c.decode[0].kinds() and (waits == "for credit" or len(queues.prefill)))
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        release(c, "admit")
+        await c.until(lambda: len(queues.credit))
+        await c.until(lambda: not c.decode[0].held)
+        worker.refusals = []
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert not queues.prefill and not queues.credit
+        await c.idle()
+
+
 async def test_a_request_that_loses_its_decode_worker_in_line_is_not_served(cluster):
     """Its prompt counts for neither the line's speed nor its tenant's turns."""
     async with cluster(num_decode=2) as c:
