@@ -149,7 +149,10 @@ def shortlist(
     for item in rng.sample(everyone, NUM_DRAWN):
         if is_usable(item):
             chosen[item] = None
-    return list(chosen)
+    if chosen:
+        return list(chosen)
+    usable = [item for item in everyone if is_usable(item)]
+    return rng.sample(usable, min(NUM_DRAWN, len(usable)))
 
 
 def can_prefill(request: RoutingRequest, limits: WorkerLimits) -> bool:

@@ -353,6 +353,13 @@ def test_a_request_looks_at_a_bounded_number(num_workers, num_holders, rng):
     assert set([item for item in holders if item not in dead][:NUM_HOLDERS]) <= set(chosen)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_those_that_may_be_asked_are_found_among_many_that_may_not(seed):
+    assert shortlist((), range(20), lambda item: item == 7, random.Random(seed)) == [7]
+    few = shortlist((), range(1000), lambda item: item < 30, random.Random(seed))
+    assert 1 <= len(set(few)) == len(few) <= NUM_DRAWN and max(few) < 30
+
+
 # ---- prefixes to be pulled ----
 
 KV = {"kv_token_bytes": 100_000, "pace": LinearCost(token_s=1e-4)}
