@@ -139,12 +139,14 @@ class Answer:
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
         return min(held, default=math.inf) + self._interval_s
 
+    @property
+    def has_due(self) -> bool:
+        """Return whether `flush` has something to send."""
+        return bool(self._due())
+
     async def flush(self) -> None:
         """Send what has come, and is not held back: one message a choice."""
-        pending = [choice for choice in self.choices if choice.has_pending]
-        if self._interval_s:
-            latest = now() - self._interval_s
-            pending = [choice for choice in pending if choice.is_due(latest)]
+        pending = self._due()
         if not pending:
             return
         self._num_flushes += 1
@@ -167,6 +169,14 @@ class Answer:
         durations = timing(self._stamps, measured, self.num_longest)
         durations.bound_s.update(bound_seconds(self._stamps, measured))
         await self._send(last, at, usage, durations)
+
+    def _due(self) -> list[Choice]:
+        """Return the choices of which something has come that is not held back."""
+        pending = [choice for choice in self.choices if choice.has_pending]
+        if self._interval_s:
+            latest = now() - self._interval_s
+            pending = [choice for choice in pending if choice.is_due(latest)]
+        return pending
 
     def _add_prompt(self, message: pb.GenerateResponse) -> None:
         """Add what was asked of the prompt, and forget it."""

@@ -52,7 +52,7 @@ class RequestMachine:
             self._receive_all(entry)
             if self.error is None:
                 request.note_output()
-                await request.answer.flush()
+                await self._write()
         if self.error is not None:
             raise self.error
 
@@ -86,6 +86,17 @@ class RequestMachine:
             self._enter(state)
         if self.state is RequestState.ENDED:
             self.request.release()
+
+    async def _write(self) -> None:
+        """Send the client what is due: from outside of any line, since a client that does not read would hold up those
+        behind it. Then ask again."""
+        place, answer = self.request.place, self.request.answer
+        steps_out = place.is_in_line and answer.has_due
+        if steps_out:
+            place.leave(served=False)
+        await answer.flush()
+        if steps_out and self.state in _IN_LINE:
+            self.happen(RequestEvent.ROOM)
 
     def _enter(self, state: RequestState) -> None:
         self.state, self._entered_at = state, now()

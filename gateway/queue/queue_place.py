@@ -24,6 +24,11 @@ class QueuePlace:
         self.waited_s = defaultdict[str, float](float)  # in lines that it has left, by what was waited for there
 
     @property
+    def is_in_line(self) -> bool:
+        """Return whether it is in a queue."""
+        return self._entry is not None
+
+    @property
     def is_over(self) -> bool:
         """Return whether it has waited for `max_wait_s`."""
         return now() >= self._until

@@ -11,6 +11,7 @@ from gateway.link.mailbox import Mailbox
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.pace import patience
 
 GATES = {"admit": "decode", "accept": "prefill", "prefill": "prefill", "fetch": "decode", "decode": "decode"}
 
@@ -349,6 +350,40 @@ async def test_a_request_that_loses_its_decode_worker_in_line_is_not_served(clus
         c.prefill[0].refusals = []
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
         assert line._served_tokens
+        await c.idle()
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
+    async with cluster() as c:
+        worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.credit
+        hold(c, "decode")
+        first = start(c)
+        await reached(c, "decode")
+        (machine,) = c.pipeline.running.values()
+        await worker.stop()
+        await c.until(lambda: not link.serving and len(line) == 1)
+        second = start(c)
+        await c.until(lambda: len(line) == 2)
+        answer, reads = machine.request.answer, asyncio.Event()
+        emit = answer._emit
+
+        async def emit_slowly(message) -> None:
+            await reads.wait()
+            await emit(message)
+
+        answer._emit = emit_slowly
+        answer.push(0, 1, tokens_of(PROMPT, 2, 400)[1:], (), 0)  # as its last, beside the news of its end
+        machine.request.call_room()
+        await c.until(lambda: not answer.choices[0].has_pending)
+        release(c, "decode")
+        worker.held.clear()
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        async with asyncio.timeout(patience(5)):
+            assert ids_of(await second) == tokens_of(PROMPT, 6, 400)
+        assert not first.done()
+        reads.set()
+        assert ids_of(await first) == tokens_of(PROMPT, 6, 400)
         await c.idle()
 
 
