@@ -201,6 +201,7 @@ class Pipeline:
             readings = await self._readings(batch, model, deadline, record, reservation)
             done = await read_all(readings, num_at_once)
             record.measured.queue_s, record.measured.prefill_s = done[-1].queue_s, done[-1].prefill_s
+            record.measured.in_line_s = readings[-1].waited_s
             record.stamps.first_sent = record.stamps.last_sent = now()
             return [each.pooled for each in done]
         finally:

@@ -56,6 +56,7 @@ class PromptReading:
     async def run(self) -> pb.Done:
         """Return what a worker has made of the prompt. Raises BatonError. Nothing of it is left on workers."""
         record, queue = self._parts.record, self._parts.queues.prefill
+        record.stamps.routed = record.stamps.granted = record.stamps.routed or now()
         try:
             if not queue.is_open_to(record.tenant):
                 await self._wait_for_room()
@@ -83,7 +84,6 @@ class PromptReading:
         """Return the worker's answer, or None where another must be asked. Raises BatonError where none must."""
         record, stamps = self._parts.record, self._parts.record.stamps
         record.phase, record.num_attempts = "prefilling", max(1, record.num_attempts)
-        stamps.routed = stamps.granted = stamps.routed or now()
         stamps.prefill_sent = stamps.prefill_sent or now()
         leg.num_prefill_tokens = self._routing.num_tokens
         self._spec.budget_ms = budget_ms(self._parts.deadline)
@@ -108,6 +108,11 @@ class PromptReading:
                 await self._note_failure(leg, message)
                 return None
 
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """Seconds in line, by what was waited for there."""
+        return dict(self._place.waited_s)
+
     def _is_whole(self, done: pb.Done) -> bool:
         """Return whether it brings as many numbers as were asked for."""
         num, asked = len(done.pooled), self._spec.pooling
@@ -118,6 +123,8 @@ class PromptReading:
         if refused.reason in NEVER_HERE:
             self._too_short.add(leg.worker_id)
         self._place.note_refusal(refused)
+        self._parts.queues.prefill.refused_for = refused.reason
+        self._parts.record.phase = "awaiting prefill"
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
     async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done) -> None:

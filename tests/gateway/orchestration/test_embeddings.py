@@ -5,12 +5,14 @@ import asyncio
 
 import pytest
 
+from baton.protocol import KV_FULL
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
 from gateway.link import worker_link
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths
+from gateway.request.bounds import bound_seconds
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.orchestration.test_resuming import hang_up
 from tests.support.gateway.fake_worker import FakeWorker
@@ -115,6 +117,31 @@ async def test_a_worker_that_does_not_say_that_it_has_taken_a_prompt(cluster, mo
         c.prefill[0].refusals = ["queue_full"] * 3
         assert vectors(await embed(c, *IDS)) == [expected(ids) for ids in IDS]
         assert not c.pipeline.queues.prefill
+        await c.idle()
+
+
+@pytest.mark.parametrize("reason, bound", [("queue_full", "prefill queue"), (KV_FULL, "kv pool")])
+async def test_what_the_time_in_line_is_told_as(cluster, reason, bound):
+    async with cluster() as c:
+        c.prefill[0].refusals = [reason] * 10  # asked again after 20 ms each
+        await embed(c, IDS[1])
+        ((record, _, _),) = c.gateway.recent._ended
+        assert bound_seconds(record.stamps, record.measured)[bound] >= 0.15
+        await c.idle()
+
+
+async def test_one_that_comes_behind_a_line_waits_there_too(cluster):
+    async with cluster() as c:
+        c.prefill[0].refusals = ["queue_full"] * 1000
+        first = asyncio.create_task(embed(c, IDS[0], request_id="first"))
+        await c.until(lambda: len(c.pipeline.queues.prefill))
+        second = asyncio.create_task(embed(c, IDS[1], request_id="second"))
+        await c.until(lambda: len(c.pipeline.queues.prefill) == 2)
+        await asyncio.sleep(0.2)
+        c.prefill[0].refusals = []
+        await asyncio.gather(first, second)
+        for record, _, _ in c.gateway.recent._ended:
+            assert bound_seconds(record.stamps, record.measured)["prefill queue"] >= 0.15
         await c.idle()
 
 
