@@ -184,9 +184,7 @@ class Router:
             # Perhaps no worker was drawn that has KV for these, or a transport to them.
             prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split)
-        source, taker = prefill.get(decision.prefill or ""), decode[decision.decode]
-        _note_work(decision, source, taker)
-        return decision, source, taker
+        return decision, prefill.get(decision.prefill or ""), decode[decision.decode]
 
     def _route_to_stand_in(
         self, request: RoutingRequest, matches: Matches, avoid: Set[bytes]
@@ -198,7 +196,6 @@ class Router:
                 decision = choose(request, (), self._candidates.seen(near.values(), matches, request), "never")
             except NoRoute:
                 continue
-            _note_work(decision, None, near[decision.decode])
             return replace(decision, reason="stand_in"), None, near[decision.decode]
         return None
 
@@ -212,8 +209,3 @@ class Router:
     ) -> Decision:
         sources, takers = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
         return choose(request, sources, takers, split)
-
-
-def _note_work(decision: Decision, source: WorkerLink | None, taker: WorkerLink) -> None:
-    (source or taker).recent.add(decision.read_s, now())
-    taker.recent.add(decision.write_s, now())

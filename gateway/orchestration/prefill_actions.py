@@ -33,12 +33,14 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     request.attempt.prefill_link = prefill_link
     # A later attempt may pull what others hold.
     request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
+    _note_work(request, 1)
     return RequestState.ADMITTING
 
 
 def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
     """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
     _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
+    _note_work(request, -1)
     request.attempt.drop_decode()
     router = request.router
     if router.has_untried("decode"):
@@ -80,6 +82,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         try:
             attempt.prefill_link = router.prefill_for(attempt.decode.link)
         except Unavailable as error:
+            _note_work(request, -1)
             attempt.drop_decode()
             request.place.leave(served=False)
             return _await_worker(request, error)
@@ -188,6 +191,14 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
         request.place.wait_longer(request.router.max_start_wait_s)
     request.place.join_for_worker(request.queues.credit)
     return RequestState.AWAITING_CREDIT
+
+
+def _note_work(request: RequestContext, sign: int) -> None:
+    """Count what the chosen workers are asked for as their recent work, at once, since others choose meanwhile; -1: take it
+    out again, for it was refused."""
+    decision, attempt = request.record.decision, request.attempt
+    (attempt.prefill_link or attempt.decode.link).recent.add(sign * decision.read_s, now())
+    attempt.decode.link.recent.add(sign * decision.write_s, now())
 
 
 def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused, queue: WaitingQueue) -> None:

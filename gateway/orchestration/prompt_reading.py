@@ -96,6 +96,7 @@ class PromptReading:
                 continue  # of one that was asked before
             if isinstance(message, pb.Granted):
                 self._place.leave(served=True)
+                leg.link.recent.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
                 self._place.leave(served=True)  # an older worker has sent no Granted
                 leg.note_success()

@@ -158,7 +158,8 @@ class Recent:
         self._seconds = self._at = 0.0
 
     def add(self, seconds: float, at: float) -> None:
-        self._seconds, self._at = self._left(at) + seconds, at
+        """Add work, or take it out again where `seconds` are negative."""
+        self._seconds, self._at = max(0.0, self._left(at) + seconds), at
 
     def share(self, at: float) -> float:
         # Work that comes evenly settles at half-life / ln 2 seconds of it.

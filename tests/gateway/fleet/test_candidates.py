@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.service.clock import now
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.config.settings import GatewaySettings
@@ -120,9 +121,12 @@ def test_who_serves_no_longer_is_not_chosen():
 
 def test_work_that_was_given_is_spread():
     """A worker without measurements is not given all new requests at once."""
-    registry = fleet(4)
-    chosen = [registry.fleets[0].router.route(ASK, Matches(), ())[1].address for _ in range(40)]
-    assert {chosen.count(link.address) for link in registry.prefill} == {10}
+    registry, chosen = fleet(4), []
+    for _ in range(40):
+        decision, source, _ = registry.fleets[0].router.route(ASK, Matches(), ())
+        source.recent.add(decision.read_s, now())
+        chosen.append(source)
+    assert {chosen.count(link) for link in registry.prefill} == {10}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

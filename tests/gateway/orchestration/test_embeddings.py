@@ -6,6 +6,7 @@ import asyncio
 import pytest
 
 from baton.protocol import KV_FULL
+from baton.service.clock import now
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
@@ -99,12 +100,12 @@ async def test_it_waits_its_turn_while_workers_are_full(cluster):
 async def test_a_line_of_them_is_not_read_one_at_a_time(cluster):
     """The first of a line leaves it once a worker has taken its prompt, not when that is read."""
     async with cluster() as c:
-        (worker,), line = c.prefill, c.pipeline.queues.prefill
+        (worker,), (link,), line = c.prefill, c.gateway.registry.prefill, c.pipeline.queues.prefill
         worker.hold("prefill")
         worker.refusals = ["queue_full"] * 3
         call = asyncio.create_task(embed(c, *IDS))
         await c.until(lambda: len(worker.held) == 3 and not line)
-        assert line._served_tokens
+        assert line._served_tokens and link.recent.share(now()) > 0
         worker.release("prefill")
         assert vectors(await call) == [expected(ids) for ids in IDS]
         await c.idle()

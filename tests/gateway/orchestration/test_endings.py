@@ -1,6 +1,7 @@
 """Cancels, losses, refusals and deadlines in every phase; nothing is left on any worker."""
 
 import asyncio
+from collections import Counter, defaultdict
 
 import grpc
 import pytest
@@ -8,6 +9,7 @@ from grpc._cython import cygrpc
 
 from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
+from gateway.routing.latency_model import Recent
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
@@ -385,6 +387,21 @@ async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
         reads.set()
         assert ids_of(await first) == tokens_of(PROMPT, 6, 400)
         await c.idle()
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_who_refuses_has_no_more_work(cluster, monkeypatch, num_prefill):
+    """It is asked many times, and would pass for busy beside a worker that joins."""
+    given = defaultdict[Recent, float](float)
+    monkeypatch.setattr(Recent, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
+    async with cluster(num_prefill) as c:
+        for worker in c.workers:
+            worker.refusals = ["kv_full"] * 5
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        ((record, _, _),) = c.gateway.recent._ended
+        reader, writer = (c.gateway.registry.prefill or c.gateway.registry.decode)[0], c.gateway.registry.decode[0]
+        expected = Counter({reader.recent: record.decision.read_s}) + Counter({writer.recent: record.decision.write_s})
+        assert given == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
