@@ -17,7 +17,7 @@ from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import ModelIdentities
 from gateway.prefix.cluster_secret import derived_secret
 from gateway.routing.latency_model import WorkerRates
-from gateway.routing.routing import RoutingRequest, can_decode
+from gateway.routing.routing import RoutingRequest, can_decode, needs
 from kvtransfer.naming import ModelIdentity
 
 _RETRY_AFTER_S = 1.0
@@ -113,6 +113,8 @@ class ModelFleet:
         for feature in sorted(request.features) if known else ():
             if not any(feature in limits.features for limits in known):
                 raise InvalidRequest(_FEATURE_FIELDS.get(feature, "model"), "no decode worker that serves can do this")
+        if known and not any(can_decode(request._replace(num_choices=1), limits) for limits in known):
+            raise InvalidRequest("model", f"no decode worker that serves can hold {needs(request)}")
         if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"

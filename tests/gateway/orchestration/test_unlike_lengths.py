@@ -6,6 +6,7 @@ import asyncio
 import grpc
 import pytest
 
+from baton.protocol import PROMPT_LOGPROBS
 from baton.v1 import inference_pb2 as pb
 from tests.gateway.orchestration.test_answers import generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
@@ -120,6 +121,15 @@ async def test_choices_need_blocks(cluster):
         said = await refused(generate(c, prompt=prompt, max_tokens=4, n=8))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("sampling.n",)
         assert "the largest decode worker has 33 blocks" in said.message
+
+
+async def test_one_worker_is_long_enough_and_another_can_do_it(cluster):
+    async with cluster(0, (1024, 512)) as c:
+        c.decode[0].hello.features.remove(PROMPT_LOGPROBS)
+        await say_again(c, c.decode[0])
+        said = await refused(generate(c, prompt=PROMPT, max_tokens=600, prompt_logprobs=0))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("model",)
+        assert said.message.endswith("no decode worker that serves can hold 650 tokens and has prompt_logprobs")
 
 
 @pytest.mark.parametrize("split", ["auto", "always"])
