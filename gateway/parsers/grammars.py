@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from baton.constraints.constraint import MAX_BYTES
+from baton.service.errors import InvalidRequest
 from gateway.parsers.schema_types import types_of
 
 # Between two words of JSON, as constraints have it.
@@ -21,13 +23,15 @@ def _quoted(text: str) -> str:
 
 
 class GrammarWriter:
-    """Write rules in the words of llguidance."""
+    """Write rules in the words of llguidance. Raises InvalidRequest where they become longer than a constraint may be: a
+    schema may stand in them once for each argument."""
 
     def __init__(self, control_ids: Mapping[str, int]):
         """`control_ids`: markers that are tokens."""
         self._control_ids = control_ids
         self._split = re.compile("|".join(map(re.escape, sorted(control_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
+        self._num_written = 0  # characters, in about
 
     def text(self, text: str) -> str:
         """Return an expression for just this text; markers in it are tokens where the tokenizer has them."""
@@ -36,22 +40,28 @@ class GrammarWriter:
             parts += [_quoted(text[at : found.start()]), f"<[{self._control_ids[found[0]]}]>"]
             at = found.end()
         parts.append(_quoted(text[at:]))
-        return " ".join(part for part in parts if part != '""')
+        return self._counted(" ".join(part for part in parts if part != '""'))
 
     def until(self, end: str) -> str:
         """Return an expression for any text, and this one that ends it."""
         if end in self._control_ids:
             return f"{_ANY_TEXT} {self.text(end)}"
-        self._rules.append(f"until{len(self._rules)}[suffix={_quoted(end)}]: {_ANY_TEXT}")
+        self._rules.append(self._counted(f"until{len(self._rules)}[suffix={_quoted(end)}]: {_ANY_TEXT}"))
         return f"until{len(self._rules) - 1}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return an expression for a value of JSON."""
-        return f"%json {json.dumps({**schema, **_GUIDANCE})}"
+        return self._counted(f"%json {json.dumps({**schema, **_GUIDANCE})}")
 
     def grammar(self, start: str) -> str:
         """Return the grammar."""
         return "\n".join((f"start: {start}", *self._rules))
+
+    def _counted(self, expression: str) -> str:
+        self._num_written += len(expression)
+        if self._num_written > MAX_BYTES:
+            raise InvalidRequest("messages.tools", f"need a grammar of more than {MAX_BYTES} bytes, which is the most")
+        return expression
 
 
 def either(expressions: Iterable[str]) -> str:

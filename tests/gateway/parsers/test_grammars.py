@@ -1,6 +1,7 @@
 """Grammars of answers: whatever keeps to one is read as calls of its tools, or keeps to its constraint."""
 
 import json
+import tracemalloc
 
 import jsonschema
 import numpy as np
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.constraints.constraint import Constraint
 from baton.constraints.grammar import Vocabulary
+from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.formats import FORMATS, format_named
 from tests.gateway.parsers.test_parsers import joined
@@ -145,3 +147,15 @@ def test_nothing_is_bound_where_nothing_has_to_be():
     plain = Model("hermes", has_tokens=False)  # no reasoning, and no tools: the constraint alone
     asked = GrammarAsked({}, False, True, ("regex", "x"))
     assert answer_grammar(plain.form, plain.control_ids, "", asked) is None
+
+
+def test_a_definition_that_stands_in_many_arguments_is_not_written_until_it_fills_the_memory():
+    model = Model("qwen-xml")
+    shared = {"n": {"description": "x" * 10_000, "type": "integer"}}
+    properties = {f"a{n}": {"$ref": "#/$defs/n"} for n in range(10_000)}
+    tools = {"find": {"properties": properties, "$defs": shared}}
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="grammar of more than"):
+        answer_grammar(model.form, model.control_ids, "", GrammarAsked(tools, True, True, None))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
