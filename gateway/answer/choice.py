@@ -72,7 +72,7 @@ class Choice:
         self._matched_stop = ""
         self._parser = form.new_parser and form.new_parser()
         self._reasoning = ""
-        self._calls: list[pb.ToolCall] = []
+        self._calls: list[tuple[pb.ToolCall, list[str]]] = []  # to be sent, each with its arguments in parts
         self._num_calls = self._num_whole = 0
         self._call = pb.ToolCall()  # the last one that began
         self._arguments: list[str] = []  # of it, where it goes out whole
@@ -114,9 +114,10 @@ class Choice:
             message.text, self._text = self._text, ""
         if self._reasoning:
             message.reasoning, self._reasoning = self._reasoning, ""
-        if self._calls:
-            message.tool_calls.extend(self._calls)
-            self._calls = []
+        for call, texts in self._calls:
+            call.arguments = "".join(texts)
+            message.tool_calls.append(call)
+        self._calls.clear()
         if self.num_pending:
             message.token_ids.extend(self.token_ids[-self.num_pending :])
             self.num_pending = 0
@@ -176,9 +177,11 @@ class Choice:
         self._arguments.append(part.arguments)
         if not (self._streams_arguments or part.is_last):
             return
-        self._call.arguments, self._arguments = "".join(self._arguments), []
-        if is_new and (self._call.name or self._call.arguments):
-            self._calls.append(self._call)
+        text, self._arguments = "".join(self._arguments), []
+        if is_new and (self._call.name or text):
+            if self._call.name or not self._calls:
+                self._calls.append((self._call, []))
+            self._calls[-1][1].append(text)
         self._call = pb.ToolCall()
 
     def _call_id(self) -> str:

@@ -120,3 +120,10 @@ def test_an_answer_of_one_call_ends_with_it(sizes):
     num_tokens = sum(len(message.token_ids) for message in messages[: ended[0] + 1])
     quoted, end = [index for index, id_ in enumerate(IDS) if id_ == TOKENS.token_to_id("</tool_call>")][:2]
     assert quoted < num_tokens <= end
+
+
+def test_a_message_has_the_parts_of_a_call_as_one():
+    """Also where tokens are read one by one, as those of an answer that its first call ends."""
+    for size in (3, 40, len(IDS)):
+        for message in messages_of([size] * len(IDS), asked=streaming(is_parallel=False)):
+            assert all(call.name for call in message.tool_calls[1:])
