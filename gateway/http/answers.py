@@ -20,8 +20,8 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def to_bytes(value: Json) -> bytes:
-    """Return the value as JSON."""
-    return _dumps(value).encode()
+    """Return the value as JSON. Half of a surrogate pair, which is no text, is escaped."""
+    return _dumps(value).encode(errors="backslashreplace")
 
 
 def event(value: Json) -> bytes:

@@ -1,6 +1,7 @@
 """Anthropic's Messages API in the same words of baton.v1: its requests, its answers and its errors."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _NAMES = {"messages.tool_name": "tool_choice.name"}
 _STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
 _ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+_MOST = sys.float_info.max
 
 
 def read_request(values: Mapping[str, Any]) -> Asked:
@@ -247,7 +249,7 @@ class MessageForm:
         content = [_block("text", choice.text)] if choice.text or not (choice.reasoning or choice.tool_calls) else []
         if choice.reasoning:
             content.insert(0, _block("thinking", choice.reasoning))
-        content += [{**_use(call), "input": json.loads(call.arguments)} for call in choice.tool_calls]
+        content += [{**_use(call), "input": _input(call)} for call in choice.tool_calls]
         return {**self._message(content, _usage(response.usage)), **_end(choice)}
 
     def _within(self, kind: str) -> bytes:
@@ -294,6 +296,12 @@ def _block(kind: str, text: str) -> Json:
 
 def _use(call: pb.ToolCall) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _input(call: pb.ToolCall) -> Json:
+    """Return the arguments of a call. A number beyond all floats is the last of them: JSON has no infinity."""
+    found: Json = json.loads(call.arguments, parse_float=lambda text: max(-_MOST, min(float(text), _MOST)))
+    return found
 
 
 def _end(part: pb.GenerateResponse | pb.Choice) -> Json:

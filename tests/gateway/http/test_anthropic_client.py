@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import sys
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
 from baton.v1 import inference_pb2 as pb
+from gateway.http.answers import to_bytes
 from gateway.http.anthropic import MessageForm
 from gateway.http.requests import Asked
 from tests.gateway.http.test_openai_client import over_grpc
@@ -244,3 +246,11 @@ def test_arguments_of_the_call_before_come_before_the_text():
         (0, "input_json_delta", '{"n"'), (0, "input_json_delta", ": 1}"), (1, "text_delta", "and"),
         (2, "input_json_delta", "{}"),
     ]  # fmt: skip
+
+
+def test_arguments_are_json_whatever_the_model_wrote():
+    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}), "fake")
+    call = pb.ToolCall(id="a", name="find", arguments='{"half": "\\ud83d", "n": [1e999, -1e999, 0.5]}')
+    told = to_bytes(form.whole([pb.CompleteResponse(choices=[pb.Choice(tool_calls=[call])])]))
+    (block,) = json.loads(told, parse_constant=pytest.fail)["content"]
+    assert block["input"] == {"half": "\ud83d", "n": [sys.float_info.max, -sys.float_info.max, 0.5]}

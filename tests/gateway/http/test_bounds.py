@@ -45,6 +45,7 @@ def with_length(body: bytes, length: int | None = None) -> bytes:
         (with_length(ASK).replace(b"/v1/completions", b"/v1/nothing"), 404, None),
         (with_length(ASK).replace(b"POST", b"PUT"), 405, "method"),
         (with_length(b'{"prompt": "a", "nonsense": 1}'), 400, "nonsense"),
+        (with_length(b'{"prompt": "a", "\\ud800": 1}'), 400, "\ud800"),
         (with_length(b'{"prompt": "a", "model": "other"}'), 404, None),
         (with_length(b'{"prompt": "a", "max_tokens": 2000}'), 400, "max_tokens"),
         (with_length(ASK).replace(b"host:", b"x-request-timeout: 0\r\nhost:"), 504, None),
