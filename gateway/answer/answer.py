@@ -133,8 +133,9 @@ class Answer:
 
     @property
     def due_at(self) -> float:
-        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none."""
-        if not self._interval_s:
+        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none. The last message waits for `finish`
+        alone."""
+        if not self._interval_s or self.finished:
             return math.inf
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
         return min(held, default=math.inf) + self._interval_s
