@@ -35,6 +35,8 @@ def check_schema(schema: object) -> tuple[str, str] | None:
             where = f"{place}/{keyword[:40]}"
             if keyword not in KEYWORDS:
                 return where, "is no keyword of JSON Schema that is known here"
+            if keyword == "enum" and not isinstance(value, list):
+                return where, "must be a list"
             waiting += _inner(KEYWORDS[keyword], where, value)
     return None
 

@@ -37,6 +37,7 @@ BAD = [
     ("json_schema", "[1]", "not a schema"),
     ("json_schema", '{"properties": {"x": {"minimun": 3}}}', "/properties/x/minimun: is no keyword"),
     ("json_schema", '{"x-guidance": {"lenient": true}, "uniqueItems": true}', "/x-guidance: is no keyword"),
+    ("json_schema", '{"properties": {"x": {"enum": "abc"}}}', "/properties/x/enum: must be a list"),
     ("json_schema", '{"items": [{}, {"anyOf": [{"typo": 1}]}]}', "/items/1/anyOf/0/typo"),
     ("json_schema", '{"uniqueItems": true}', "uniqueItems"),
     ("json_schema", '{"not": {"type": "string"}}', "not"),

@@ -105,10 +105,12 @@ async def test_a_constraint_and_tools_are_one_grammar(saying, capable):
 
 
 BAD_TOOL = pb.Tool(name="find", parameters='{"properties": {"a": {"minimun": 1}}}')
+BAD_ENUM = pb.Tool(name="find", parameters='{"properties": {"a": {"type": "string", "enum": 5}}}')
 REFUSED = [
     ("hermes", asked(BAD_TOOL, tool_name="find"), "messages.tools[0].parameters"),
     ("hermes", asked(pb.Tool(name="find", parameters='{"properties": 5}'), tool_name="find"), "messages.tools"),
     ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), BAD_TOOL, tool_name="a"), "messages.tools[1].parameters"),
+    ("qwen-xml", asked(BAD_ENUM, tool_name="find"), "messages.tools[0].parameters"),
     ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("hermes", asked(*TOOLS, tool_name="find", constraint=pb.Constraint(json_object=True)), "constraint"),
