@@ -37,7 +37,10 @@ class CallSink:
         self._spellings, self._parts, self._held = spellings, list[_Part](), ""
 
     def begin(self, name: str) -> None:
-        """Begin a call: no text in its place can make it undone."""
+        """Begin a call: no text in its place can make it undone. Raises Malformed for one without a name, which would
+        continue the call before."""
+        if not name:
+            raise Malformed
         self._parts.append(_Part(name))
         self._held = ""
 
@@ -79,7 +82,7 @@ class CallReader:
         self.spelled, self.tools, self.sink = spelled, tools, sink
 
     def emit(self, call: ParsedCall) -> None:
-        """Put a whole call out. Raises Malformed for arguments that are no object."""
+        """Put a whole call out. Raises Malformed for one without a name, and for arguments that are no object."""
         text = dump(call.arguments)
         self.sink.begin(call.name)
         self.sink.add(text)

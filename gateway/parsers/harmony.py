@@ -38,9 +38,9 @@ class HarmonyParser(AnswerParser):
         channel = head.rpartition(self._channel)[2].replace(self._constrain, " ").split()
         recipients = _RECIPIENT.findall(head.replace(self._channel, " ").replace(self._constrain, " "))
         name = channel[0] if channel and self._channel in head else ""
-        to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "")
+        to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "").removeprefix(_FUNCTIONS)
         if to:
-            yield from self._arguments(to.removeprefix(_FUNCTIONS))
+            yield from self._arguments(to)
         elif name == "analysis":
             yield from self._text(self._think)
         elif not recipients:  # what else is sent to a tool is for nobody here

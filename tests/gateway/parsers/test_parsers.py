@@ -14,11 +14,11 @@ from gateway.parsers.formats import FORMATS, format_named, format_of
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
 ALPHABET = {
-    "harmony": ("analysis", "final", "commentary", " to=functions.find", " ", "{}", '{"n": 1}', '{"a": [', '"x", ', "x"),
+    "harmony": ("analysis", "final", "commentary", " to=functions.find", " to=functions. ", " ", "{}", '{"n": 1}', '{"a": [', '"x", ', "x"),
     "mistral": ("find", '{"text": "\t', '"', "}, ", '[{"name": "find", "arguments": {"n": 1}}]', '{"n": 1}', "{", "[", " ", "x"),
-    "deepseek-dsml": ('<｜DSML｜invoke name="find">', '<｜DSML｜parameter name="n" string="false">1</｜DSML｜parameter>', "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "\n", "x"),
+    "deepseek-dsml": ('<｜DSML｜invoke name="find">', '<｜DSML｜invoke name="">', '<｜DSML｜parameter name="n" string="false">1</｜DSML｜parameter>', "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "\n", "x"),
     "deepseek-v3": ("function", '{"a": [true, ', "nul", "find", "\n```json\n", '{"n": 1}', "\n```", "\n", "x"),
-    "qwen-xml": ("<function=find>", "<parameter=n>\n1\n</parameter>", "<parameter=text>", "</function>", "\n", "x"),
+    "qwen-xml": ("<function=find>", "<function=>", "<parameter=n>\n1\n</parameter>", "<parameter=text>", "</function>", "\n", "x"),
     "hermes": ('{"name": "find", "arguments": {"n": 1}}', '{"name": "find", "arguments": ', '{"a": "', "\\u00e9", '"}', "[", ", ", "-1e5", "}", "]", "\n", "x"),
     "pythonic": ("[find(n=1)]", "[find(text='a]\\'", "[", "]", ", ", "x"),
     "llama-json": ('{"name": "find", "parameters": {"n": 1}}', '{"name": "find", "parameters": {"a": ', ', "id": 1}', "{", "}", ";", "\n", "x"),
@@ -81,6 +81,21 @@ def test_arguments_that_no_call_ends_behind_are_no_json(name, text):
     for pieces in ([text], text):
         (call,) = parse(name, pieces).calls
         assert not call.is_last and not is_object(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-xml", "<tool_call><function={}></function></tool_call>"),
+        ("deepseek-dsml", '<｜DSML｜calls><｜DSML｜invoke name="{}"></｜DSML｜invoke></｜DSML｜calls>'),
+        ("harmony", "<|channel|>commentary to=functions.{}<|message|>{{}}<|call|>"),
+    ],
+)
+def test_what_has_no_name_is_no_call(name, text):
+    """A part without a name would continue the call before."""
+    text = text.format("find") + text.format("")
+    for pieces in ([text], text):
+        assert parse(name, pieces).calls == [CallPart("find", "{}", True)]
 
 
 @pytest.mark.parametrize("name", [name for name in ALPHABET if name != "harmony"])
