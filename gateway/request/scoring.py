@@ -9,9 +9,10 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
 from gateway.request.prompt_batch import PromptBatch, in_place
-from gateway.request.validation import check, check_model, check_size
+from gateway.request.validation import MAX_REQUEST_BYTES, check, check_model, check_size
 
 LABELS = ("yes", "no")
+_MAX_CHARACTERS = 4 * MAX_REQUEST_BYTES  # of all prompts of a call: the query stands in each
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -37,6 +38,7 @@ def check_score(
     shared.messages.messages.add(role="system", content=_SYSTEM)
     shared.messages.messages.add(role="user")
     head = f"<Instruct>: {request.instruction or _INSTRUCTION}\n<Query>: {request.query}\n<Document>: "
+    _check_length(head, request.documents)
     prompts = []
     for index, document in enumerate(request.documents):
         if not document:
@@ -48,6 +50,14 @@ def check_score(
             raise error if error.field in ("request_id", "slo_class") else in_place(error, _place(index, "")) from None
         shared.request_id = prompts[0].request_id  # where it is drawn, once
     return PromptBatch(prompts, worker_pb2.PoolingSpec(label_token_ids=label_ids), _place)
+
+
+def _check_length(head: str, documents: Sequence[str]) -> None:
+    """Raises InvalidRequest where `head` before each of the documents is too much text to keep while the call waits."""
+    num_characters = len(documents) * len(head) + sum(map(len, documents))
+    if num_characters > _MAX_CHARACTERS:
+        told = f"stands before each of {len(documents)} documents, {num_characters} characters in all"
+        raise InvalidRequest("query", f"{told}: at most {_MAX_CHARACTERS} are allowed")
 
 
 def score_of(logprobs: Sequence[float]) -> float:

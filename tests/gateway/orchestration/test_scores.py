@@ -38,6 +38,7 @@ async def test_each_document_is_a_conversation_in_the_model_s_words(cluster, lab
     "field, request_",
     [
         ("query", asked("a", query="")),
+        ("query", asked(*"a" * 128, query="which " * 10_000)),
         ("documents", asked()),
         ("documents", asked(*["a"] * 129)),
         ("documents", asked("a" * (1 << 20))),
