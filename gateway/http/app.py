@@ -135,7 +135,9 @@ class HttpApi:
     async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
         call.names = asked.names
         boxes = [[request] for request in asked.requests]
-        asked.requests.clear()  # the handler takes each out of its box: a prompt is not kept for the length of its answer
+        # The handler takes each out of its box: a prompt is not kept for the length of its answer.
+        asked.requests.clear()
+        call.values.clear()
         if asked.stream:
             return await self._stream(call, form, boxes)
         context = call.context
@@ -143,9 +145,9 @@ class HttpApi:
 
     async def _stream(self, call: HttpCall, form: Form, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
         context, usages = call.context, list[pb.Usage]()
-        for (request,) in boxes:
-            if request.WhichOneof("input") == "messages":
-                request.messages.stream_tool_arguments = True
+        for box in boxes:
+            if box[0].WhichOneof("input") == "messages":
+                box[0].messages.stream_tool_arguments = True
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
             if message.HasField("usage"):

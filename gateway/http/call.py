@@ -43,7 +43,7 @@ class HttpCall:
     def __init__(self, scope: Scope, receive: Receive, send: Send, to_error: ToError):
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
-        self.values: dict[str, Any] = {}  # the body's
+        self.values: dict[str, Any] = {}  # the body's, until they were read
         self.names: Mapping[str, str] = {}
         self.has_begun = False  # its answer
         self._has_ended = False
@@ -62,6 +62,7 @@ class HttpCall:
                 body = await slot.first(self._body())
                 if self._scope["method"] == "POST":
                     self.values = parse(body)
+                del body  # a prompt is not kept for the length of its answer
                 is_served = True
                 await self._while_connected(serve(self))
         except BatonError as error:

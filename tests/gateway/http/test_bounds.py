@@ -1,6 +1,8 @@
 """What strangers send, over bare sockets: one clear answer, in bounded time and memory, and the connection ends."""
 
 import asyncio
+import gc
+import inspect
 import json
 import re
 import socket
@@ -9,7 +11,9 @@ import struct
 import pytest
 
 from baton.service.net import http_server as server_module
+from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
+from gateway.http.call import HttpCall
 from tests.gateway.http.conftest import decoded
 from tests.support.pace import patience
 
@@ -195,3 +199,20 @@ async def test_pages_of_other_origins_are_let_in_by_name_alone(served):
     async with served(http_origins=("https://app.example",)) as (c, _):
         assert b"access-control-allow-origin: https://app.example" in await said(c, ask)
         assert b"access-control-allow-origin" not in await said(c, ask.replace(b"app.example", b"evil.example"))
+
+
+async def test_a_prompt_is_not_kept_for_the_length_of_its_answer(served):
+    """Neither as bytes nor as JSON nor as a message; what is left of it is what was checked."""
+    text = "a fox " * 50
+    async with served() as (c, client):
+        c.decode[0].hold("decode")
+        stream = await client.completions.create(model="fake", prompt=text, max_tokens=4, stream=True)
+        coroutines = [each for each in gc.get_objects() if inspect.iscoroutine(each) and each.cr_frame]
+        kept = [value for each in coroutines for value in each.cr_frame.f_locals.values()]
+        calls = [value for value in kept if isinstance(value, HttpCall)]
+        assert calls and not any(call.values for call in calls)
+        assert not [value for value in kept if isinstance(value, pb.GenerateRequest)]
+        assert not [value for value in kept if isinstance(value, bytes | bytearray) and text.encode() in value]
+        c.decode[0].release("decode")
+        async for _ in stream:
+            pass
