@@ -45,7 +45,7 @@ class Answer:
         self.num_slow_writes, self.slow_writes_s = 0, 0.0  # how many, and what they took in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
-        stops = StopStrings(checked.stops) if checked.stops else None
+        stops = StopStrings(checked.stops, form.spellings) if checked.stops else None
         ends = None if checked.constraint is None else checked.stop_token_ids
         self.choices = [
             Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id, ends)

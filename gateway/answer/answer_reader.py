@@ -1,6 +1,6 @@
 """How the answers of one model are read: as plain text, or by the parser of its chat template's form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from baton.constraints.constraint import Constraint
 from baton.constraints.json_schema import check_schema
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
-from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.answer_parser import NO_SPELLINGS, AnswerParser
 from gateway.parsers.formats import AnswerFormat
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatOptions, Conversation
@@ -26,6 +26,7 @@ class ReaderForm(NamedTuple):
     ends_with_call: bool = False  # the first one
     streams_arguments: bool = False  # of calls
     constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
+    spellings: Mapping[str, str] = NO_SPELLINGS  # of characters that stand for control tokens, their text
 
 
 class AnswerReader:
@@ -65,7 +66,8 @@ class AnswerReader:
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
         new_parser = partial(form.parser, self._spellings, tools, prompt_end)
-        return ReaderForm(self._detokenizer, new_parser, ends_with_call, options.streams_arguments, constraint)
+        streams = options.streams_arguments
+        return ReaderForm(self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings)
 
 
 def _check_tools(options: ChatOptions) -> None:

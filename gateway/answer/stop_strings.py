@@ -1,21 +1,26 @@
 """Find stop strings in an answer, across its pieces: one step a character, however many and long they are
 (Aho-Corasick)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from gateway.parsers.answer_parser import NO_SPELLINGS, spell
 
 
 class StopStrings:
     """The automaton of one request, shared by its choices. A state is the longest end of the text with which a stop
     string begins; 0: there is none."""
 
-    def __init__(self, stops: Iterable[str]):
+    def __init__(self, stops: Iterable[str], spellings: Mapping[str, str] = NO_SPELLINGS):
+        """`spellings`: of characters that stand for control tokens, their text: a stop string is found in both."""
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]  # the next shorter state that the text is also in
         self.depths = [0]  # characters
         self.ends = [0]  # characters of the longest stop string that ends here; 0: none does
         for stop in stops:
             self._add(stop)
+            self._add(spell(stop, spellings))
+        self.spellings = str.maketrans(dict(spellings))
         self._link()
 
     def step(self, state: int, character: str) -> int:
@@ -72,7 +77,7 @@ class StopMatcher:
             if ends[state]:
                 begin = position - ends[state]
                 self._state, self._held = 0, ""
-                return Stopped(text[:begin], text[begin:position])
+                return Stopped(text[:begin], text[begin:position].translate(stops.spellings))
         self._state, num_sure = state, len(text) - stops.depths[state]
         self._held = text[num_sure:]
         return Stopped(text[:num_sure], None)

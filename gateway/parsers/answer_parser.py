@@ -11,6 +11,7 @@ from gateway.parsers.calls import CallPart, CallReader, CallSink
 from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Reading
 
 _BLANKS = " \t\r\n"
+NO_SPELLINGS: Mapping[str, str] = {}
 
 
 @dataclass
