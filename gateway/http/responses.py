@@ -105,12 +105,17 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
             raise InvalidRequest(where, "must be an object with role and content")
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning = read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",))
+            thought = read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",))
+            reasoning = f"{reasoning}\n{thought}" if reasoning else thought
             continue
         is_call = kind == "function_call"
         # An answer's reasoning, text and calls are items, and one message.
         if not (is_call and not reasoning and len(messages) > num_before and messages[-1].role == "assistant"):
-            messages.append(pb.Message(role="assistant") if is_call else _message(where, kind, item))
+            message = pb.Message(role="assistant") if is_call else _message(where, kind, item)
+            if reasoning and message.role != "assistant":
+                messages.add(role="assistant", reasoning=reasoning)  # of an answer that ended in it
+                reasoning = ""
+            messages.append(message)
             here = f"messages.messages[{len(messages) - 1}]"
             names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
         if is_call:
@@ -121,6 +126,8 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
             messages[-1].reasoning, reasoning = reasoning, ""
     if len(messages) == num_before:
         raise InvalidRequest("input", "has no message")
+    if reasoning:
+        messages.add(role="assistant", reasoning=reasoning)
 
 
 def _call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:

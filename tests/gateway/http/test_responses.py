@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
-from gateway.http.responses import ResponseForm
+from gateway.http.responses import ResponseForm, read_response
 from tests.gateway.http.conftest import openai_client
 from tests.gateway.http.test_openai_client import over_grpc
 
@@ -118,6 +118,18 @@ async def test_reasoning_is_an_item_before_the_message(saying):
         )
         assert again.output_text == "A fox."
         assert final.output_text == "A fox." and final.output[0].content[0].text == "I look."
+
+
+def test_reasoning_is_kept_where_no_message_follows_it():
+    def thought(text: str) -> dict:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    items = [user, thought("x"), thought("y"), answer, thought("z"), user, thought("w")]
+    messages = read_response({"input": items}).requests[0].messages.messages
+    assert [(message.role, message.reasoning, message.content) for message in messages] == [
+        ("user", "", "a"), ("assistant", "x\ny", "b"), ("assistant", "z", ""), ("user", "", "a"), ("assistant", "w", ""),
+    ]  # fmt: skip
 
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
