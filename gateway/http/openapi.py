@@ -115,12 +115,13 @@ def _list_of(kind: Json, *others: Json, **bounds: int) -> Json:
     return {"type": "array", "items": {"anyOf": [kind, *others]} if others else kind, **bounds}
 
 
-def _parts(*kinds: str) -> Json:
-    return _closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=_OBJECT)
+def _parts(*kinds: str, **others: Json) -> Json:
+    return _closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=_OBJECT, **others)
 
 
 def _content(*kinds: str) -> Json:
-    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds))]}
+    notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
+    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes))]}
 
 
 _CONTENT = _content("text")
@@ -194,6 +195,11 @@ _ITEMS = _conversation(
             "output": _content(*PARTS),
         },
     ),
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"const": "reasoning"}, "content": _content("reasoning_text")},
+    },
 )
 _OF_RESPONSES = {
     "input": {"anyOf": [STRING.schema, _ITEMS]},

@@ -65,13 +65,6 @@ class AnswerSource:
         """Drop what was read."""
         self.text, self.at = self.text[self.at :], 0
 
-    def need(self, num_chars: int) -> Reading:
-        """Wait for as many characters. Raises Cut."""
-        while len(self.text) - self.at < num_chars:
-            if self.has_ended:
-                raise Cut
-            yield
-
     def peek(self) -> Generator[None, None, str]:
         """Return the next character behind blanks; "" at the end."""
         while True:

@@ -2,11 +2,13 @@
 
 import json
 
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
+from gateway.http.openapi import document
 from gateway.http.requests import Asked
 from gateway.http.responses import ResponseForm, read_response
 from tests.gateway.http.conftest import openai_client
@@ -253,3 +255,16 @@ def test_arguments_of_the_call_before_come_before_the_text():
     assert [(item["type"], item["id"], item["status"]) for item in output] == [
         ("function_call", "fc_1", "completed"), ("message", "msg_1", "completed"), ("function_call", "fc_1_1", "completed"),
     ]  # fmt: skip
+
+
+def test_an_answer_that_comes_back_is_as_the_document_has_it():
+    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", lambda _: ("a", b"a"))
+    call = pb.ToolCall(id="a", name="find", arguments="{}")
+    logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
+    choice = pb.Choice(reasoning="so", text="a", logprobs=logprobs, tool_calls=[call])
+    body = {"input": form.whole([pb.CompleteResponse(choices=[choice])])["output"]}
+    paths = json.loads(json.dumps(document()))["paths"]
+    schema = paths["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.validate(body, schema)
+    (message,) = read_response(body).requests[0].messages.messages
+    assert (message.reasoning, message.content, message.tool_calls[0].name) == ("so", "a", "find")
