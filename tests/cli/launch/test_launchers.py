@@ -8,6 +8,7 @@ import pytest
 
 from baton.cli.launch.control import ControlServer, RemoteLauncher
 from baton.cli.launch.placing.gpus import VISIBLE
+from baton.cli.launch.placing.keeper import Life
 from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts, PortError
@@ -88,6 +89,17 @@ async def test_a_failed_start_is_told_and_not_tried_again(folder):
         (folder / "decode_worker.fails").unlink()
         await launcher.start("decode", 1)
         await until(launcher, all_serve(1), "what failed is forgotten once another starts")
+
+
+async def test_a_drain_that_finds_the_worker_gone(folder):
+    """It stays away in the same turn of the loop, before the drain has begun."""
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        (worker,) = await until(launcher, all_serve(1))
+        await launcher.drain(worker.name)
+        launcher._note(worker.name, Life("gone"))
+        await until(launcher, lambda workers: not workers)
+    assert not launcher._drains
 
 
 async def test_only_operators_scale(folder, tmp_path):

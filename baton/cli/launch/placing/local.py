@@ -100,10 +100,12 @@ class LocalLauncher:
     def _begin_drain(self, name: str) -> None:
         if name in self._kept and name not in self._drains:
             self._board.change(name, state="draining")
-            self._drains[name] = asyncio.create_task(self._drain(name), name=f"drain {name}")
+            # Its keeper is passed: before the task begins the worker may be let go.
+            drain = self._drain(name, self._kept[name].keeper)
+            self._drains[name] = asyncio.create_task(drain, name=f"drain {name}")
 
-    async def _drain(self, name: str) -> bool:
-        well = await self._kept[name].keeper.stop(DRAIN_S)
+    async def _drain(self, name: str, keeper: Keeper) -> bool:
+        well = await keeper.stop(DRAIN_S)
         self._let_go(name)
         self._board.remove(name)
         del self._drains[name]
