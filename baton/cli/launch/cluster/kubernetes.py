@@ -18,6 +18,7 @@ from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker
 NAME_LABEL, ROLE_LABEL, RELEASE_LABEL = (f"app.kubernetes.io/{each}" for each in ("name", "component", "instance"))
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _GOES_FIRST = "-1000"
+_ENDED = ("Failed", "Succeeded")  # phases of pods whose containers do not start again
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PORT_NAME = "grpc"
 _WATCH_S = 60  # then it is opened again: a connection may be dead without a word
@@ -115,9 +116,9 @@ class KubernetesLauncher:
             found = await self._api.call("GET", self._pods_path({}))
         except ApiError as error:
             raise LaunchError(str(error)) from None
-        items = sorted(
-            found["items"], key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"])
-        )
+        # One that was evicted stays listed until it is collected; its Deployment counts it no more.
+        living = [pod for pod in found["items"] if pod.get("status", {}).get("phase") not in _ENDED]
+        items = sorted(living, key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
         return [_worker(pod) for pod in items], found["metadata"]["resourceVersion"]
 
     def _pods_path(self, asked: Mapping[str, str]) -> str:

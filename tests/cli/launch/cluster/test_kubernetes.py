@@ -4,7 +4,7 @@ import pytest
 
 from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
 from baton.cli.launch.cluster.kubernetes_api import KubernetesApi
-from baton.cli.launch.placing.launcher import LaunchError
+from baton.cli.launch.placing.launcher import LaunchError, scale
 from baton.cli.main import main
 from tests.support.launch.kubernetes import ApiServer
 from tests.support.launch.launchers import all_serve, check_launcher, until
@@ -74,6 +74,20 @@ async def test_why_a_pod_does_not_serve():
         pod["status"] = {"containerStatuses": [{"restartCount": 2, "state": waiting}]}
         (worker,) = await launcher.list()
         assert (worker.state, worker.reason, worker.address) == ("lost", "CrashLoopBackOff back-off 10s", "")
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+async def test_a_pod_that_has_ended_for_good_is_no_worker(phase):
+    """One that was evicted stays listed until it is collected, and its Deployment has another in its place."""
+    server = ApiServer(*BOTH)
+    async with server.serve() as url:
+        launcher = KubernetesLauncher.find("llm", None, url)
+        await launcher.start("decode", 4)
+        await until(launcher, all_serve(4))
+        server.pods["b-decode-0"]["status"] = {"phase": phase, "reason": "Evicted", "message": "low on memory"}
+        server.deployments["b-decode"]["replicas"] = 3  # the fake's controller counts the dead one, theirs does not
+        await scale(launcher, "decode", 3)
+        assert len(await launcher.list()) == 3 and server.deployments["b-decode"]["replicas"] == 3
 
 
 async def test_without_an_answer():
