@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from baton.cli.launch.placing.launcher import LaunchError, WorkerLauncher
+from baton.planning.scaling.counters import Placed
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-_DRAIN_S = 10.0
+_CALL_S = 10.0
 
 
 class FleetPerformer:
@@ -16,6 +19,13 @@ class FleetPerformer:
 
     def __init__(self, access: Access, launcher: WorkerLauncher | None = None):
         self._access, self._launcher = access, launcher
+
+    async def placed(self) -> list[Placed]:
+        """Raises LaunchError, TimeoutError."""
+        if self._launcher is None:
+            return []
+        async with asyncio.timeout(_CALL_S):
+            return [Placed(worker.role, worker.address) for worker in await self._launcher.list() if worker.stays]
 
     async def start(self, role: str, number: int) -> None:
         """Raises LaunchError."""
@@ -38,7 +48,7 @@ class FleetPerformer:
     async def _drain(self, address: str, next_role: str) -> None:
         async with open_channel(address, self._access, WORKER_NAME) as channel:
             request = worker_pb2.DrainRequest(next_role=next_role, stay_away=not next_role)
-            await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=_DRAIN_S)
+            await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=_CALL_S)
 
 
 async def _name_of(address: str, launcher: WorkerLauncher) -> str:

@@ -26,6 +26,13 @@ class FleetCounters(NamedTuple):
     starting: Mapping[str, int] = dict.fromkeys(ROLES, 0)
 
 
+class Placed(NamedTuple):
+    """A worker as what started it knows it; `address` is empty before it is known."""
+
+    role: str
+    address: str
+
+
 def is_number(value: float) -> bool:
     """Return whether a counter says something: finite, and not below zero."""
     return math.isfinite(value) and value >= 0

@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from baton.loadgen.summary import percentile
-from baton.planning.scaling.counters import NAN, FleetCounters
+from baton.planning.scaling.counters import NAN, FleetCounters, Placed
 from baton.planning.scaling.load_model import LoadModel
 from baton.protocol import ROLES
 from baton.v1 import fleet_pb2 as pb
@@ -39,6 +40,7 @@ class FleetWatch:
         self._at_s = NAN
         self._since: dict[str, float] = {}  # when a worker was first seen to serve
         self._absent: dict[str, float] = {}  # since when an address of a worker has no session
+        self._known: set[str] = set()  # addresses that gateways know of
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
     def note(self, looks: Mapping[str, GatewayLook], at_s: float) -> FleetCounters | None:
@@ -71,6 +73,12 @@ class FleetWatch:
             starting,
         )
 
+    def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:
+        """Return the counters, with those that no gateway knows of yet among the workers that start: one registers, or has its
+        address in the DNS, only with its model loaded."""
+        unknown = Counter(worker.role for worker in placed if worker.address not in self._known)
+        return seen._replace(starting={role: seen.starting[role] + unknown[role] for role in ROLES})
+
     def _count_workers(
         self, looks: Mapping[str, GatewayLook], at_s: float, is_first: bool
     ) -> tuple[dict[str, int], dict[str, int]]:
@@ -80,6 +88,7 @@ class FleetWatch:
             for view in look.workers.workers:
                 if view.address not in found or view.state == "serving":
                     found[view.address] = view
+        self._known = {*found}
         serving: dict[str, int] = dict.fromkeys(ROLES, 0)
         starting: dict[str, int] = dict.fromkeys(ROLES, 0)
         self.workers = {role: [] for role in ROLES}

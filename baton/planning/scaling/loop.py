@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Protocol
 
+from baton.planning.scaling.counters import FleetCounters, Placed
 from baton.planning.scaling.lease import LeaderLease
-from baton.planning.scaling.live import FleetWatch, GatewayLook
+from baton.planning.scaling.live import FleetWatch, GatewayLook, WorkerLoad
 from baton.planning.scaling.scaler import DECIDE_S, ScaleChange, ScaleDecision, Scaler
+from baton.protocol import ROLES
 from baton.service.clock import now
 from baton.service.logs import fields
 
@@ -19,7 +21,11 @@ Look = Callable[[], Awaitable[Mapping[str, GatewayLook]]]  # of the gateways tha
 
 
 class Performer(Protocol):
-    """What carries changes out. Each call returns when it is begun; what it failed at is tried again in the next minute."""
+    """What carries changes out. Each change returns when it is begun; what it failed at is tried again in the next minute."""
+
+    async def placed(self) -> list[Placed]:
+        """Return the workers that it has started and keeps, those that load their model among them."""
+        ...
 
     async def start(self, role: str, number: int) -> None: ...
 
@@ -55,7 +61,7 @@ class ScalerLoop:
     async def turn(self, leads: bool = True) -> ScaleDecision | None:
         """Look once; where this one `leads`, decide. Those that follow keep their counters, so that one of them can lead at
         once."""
-        seen = self._watch.note(await self._look(), now())
+        seen = await self._seen()
         if seen is None:
             return None
         decision = self._scaler.decide(seen)
@@ -67,26 +73,47 @@ class ScalerLoop:
             self._told = words
             self._tell(f"{'scale' if self._performer else 'would scale'}: {words or 'nothing'}")
         if self._performer is not None:
+            leaving = {role: iter(sorted(self._watch.workers[role], key=_load_of)) for role in ROLES}
             for change in changes:
-                await self._perform(self._performer, change)
+                await _perform(self._performer, change, leaving[change.role])
         return decision
 
-    async def _perform(self, performer: Performer, change: ScaleChange) -> None:
-        """Least loaded workers go first. What fails is told and done without: one that cannot be reached holds up no other."""
-        if change.kind == "start":
-            await _told_if_it_fails(performer.start(change.role, change.number), change.words)
-            return
-        leaving = sorted(self._watch.workers[change.role], key=lambda each: (each.num_running, each.address))
-        num_left = change.number
-        for worker in leaving:
-            if num_left and await _told_if_it_fails(performer.drain(worker.address, change.next_role), worker.address):
-                num_left -= 1
+    async def _seen(self) -> FleetCounters | None:
+        """Return what happened since the last look; None for the first, and where it is unknown which workers start."""
+        seen = self._watch.note(await self._look(), now())
+        if seen is None or self._performer is None:
+            return seen
+        try:
+            return self._watch.with_placed(seen, await self._performer.placed())
+        except Exception as error:
+            log.error("which workers start is unknown: nothing is decided %s", fields(error=_words_of(error)))
+            return None
+
+
+async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad]) -> None:
+    """`leaving`: the role's workers, the first to go first, without those that were asked for another change. What fails is told
+    and done without: one that cannot be reached holds up no other."""
+    if change.kind == "start":
+        await _told_if_it_fails(performer.start(change.role, change.number), change.words)
+        return
+    num_left = change.number
+    while num_left and (worker := next(leaving, None)):
+        num_left -= await _told_if_it_fails(performer.drain(worker.address, change.next_role), worker.address)
+
+
+def _load_of(worker: WorkerLoad) -> tuple[int, str]:
+    """Return by what workers are sorted that may go: the least loaded goes first."""
+    return worker.num_running, worker.address
 
 
 async def _told_if_it_fails(call: Awaitable[None], what: str) -> bool:
     try:
         await call
     except Exception as error:
-        log.error("a change failed %s", fields(change=what, error=f"{type(error).__name__}: {error}"))
+        log.error("a change failed %s", fields(change=what, error=_words_of(error)))
         return False
     return True
+
+
+def _words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -57,19 +57,21 @@ class ScaleDecision(NamedTuple):
     reasons: dict[str, str]
 
     def changes(self, serving: Mapping[str, int], starting: Mapping[str, int]) -> list["ScaleChange"]:
-        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing."""
+        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing. None goes for
+        those that start: they may for long."""
         missing = {role: self.wanted[role] - serving[role] - starting[role] for role in ROLES}
+        spare = {role: serving[role] - self.wanted[role] for role in ROLES}
         found: list[ScaleChange] = []
         for role, other in (ROLES, ROLES[::-1]):
-            if (moved := min(missing[role], -missing[other], serving[other])) > 0:
+            if (moved := min(missing[role], spare[other])) > 0:
                 found.append(ScaleChange("change", other, moved, role))
                 missing[role] -= moved
-                missing[other] += moved
+                spare[other] -= moved
         for role in ROLES:
             if missing[role] > 0:
                 found.append(ScaleChange("start", role, missing[role]))
-            elif missing[role] < 0:
-                found.append(ScaleChange("drain", role, -missing[role]))
+            elif spare[role] > 0:
+                found.append(ScaleChange("drain", role, spare[role]))
         return found
 
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from baton.cli.main import main
+from baton.planning.scaling.counters import Placed
 from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.planning.scaling.live import WARM_S, FleetWatch, GatewayLook
 from baton.planning.scaling.loop import ScalerLoop
@@ -129,8 +130,15 @@ async def test_without_redis_nobody_leads(tmp_path):
 
 
 class Hands:
-    def __init__(self):
-        self.done = []
+    """`all`: the workers that these hands have placed; None: nobody can say."""
+
+    def __init__(self, workers=()):
+        self.done, self.all = [], [Placed(each.role, each.address) for each in workers]
+
+    async def placed(self):
+        if self.all is None:
+            raise ConnectionError("no launcher answers")
+        return self.all
 
     async def start(self, role, number):
         self.done.append(("start", role, number))
@@ -167,6 +175,47 @@ async def test_what_is_missing_is_started(monkeypatch):
     await loop.turn()
     assert hands.done == [("start", "prefill", 2), ("start", "decode", 1)]
     assert told[0].startswith("scale: start 2 prefill: ")
+
+
+async def test_what_was_started_and_no_gateway_sees_yet_is_not_started_again(monkeypatch):
+    """A model that loads for longer than a minute: its worker registers only afterwards."""
+    there = [worker(1), worker(2, "prefill")]
+    hands = Hands(there)
+    loop, _ = loop_of(Gateway(monkeypatch, there, 20), performer=hands)
+    for _ in range(2):
+        await loop.turn()
+    hands.all += [
+        Placed("prefill", ""),
+        Placed("prefill", ""),
+        Placed("decode", "10.0.0.8:1"),
+    ]  # not all have an address yet
+    for _ in range(5):
+        await loop.turn()
+    assert hands.done == [("start", "prefill", 2), ("start", "decode", 1)]
+
+
+async def test_nothing_is_changed_while_it_is_unknown_what_there_is(monkeypatch, caplog):
+    hands = Hands()
+    hands.all = None
+    loop, told = loop_of(Gateway(monkeypatch, [worker(1), worker(2, "prefill")], 20), performer=hands)
+    for _ in range(3):
+        assert await loop.turn() is None
+    assert not told and not hands.done and "no launcher answers" in caplog.text
+    hands.all = []
+    assert await loop.turn() is not None
+
+
+async def test_a_worker_is_asked_once_where_a_role_changes_and_shrinks(monkeypatch):
+    hands = Hands()
+    workers = [worker(number, num_running=number) for number in range(1, 7)]
+    loop, told = loop_of(Gateway(monkeypatch, [*workers, worker(7, "prefill")], 20), performer=hands)
+    for _ in range(2):
+        await loop.turn()
+    assert told[0].startswith("scale: change 2 decode into prefill: ") and "drain 2 decode" in told[0]
+    assert hands.done == [
+        ("drain", "10.0.0.1:1", "prefill"), ("drain", "10.0.0.2:1", "prefill"),
+        ("drain", "10.0.0.3:1", ""), ("drain", "10.0.0.4:1", ""),
+    ]  # fmt: skip
 
 
 async def test_without_apply_it_is_told_once(monkeypatch):

@@ -6,6 +6,7 @@ from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.main import main
 from baton.cli.planning.performer import FleetPerformer
+from baton.planning.scaling.counters import Placed
 from baton.service.security.access import Access
 from tests.support.launch.kubernetes import ApiServer
 from tests.support.launch.launchers import all_serve, until
@@ -17,7 +18,10 @@ async def test_starts_drains_and_changes_roles():
         performer = FleetPerformer(Access(), launcher)
         await performer.start("decode", 3)
         three = await until(launcher, all_serve(3))
+        assert await performer.placed() == [Placed("decode", worker.address) for worker in three]
+        assert await FleetPerformer(Access()).placed() == []
         await performer.drain(three[0].address, "")
+        assert len(await performer.placed()) == 2, "one that is drained is none of them"
         await performer.drain(three[1].address, "prefill")
         left = await until(
             launcher, lambda workers: all_serve(2)(workers) and len({each.role for each in workers}) == 2

@@ -225,6 +225,15 @@ def test_a_worker_too_many_of_one_role_becomes_one_of_the_other():
     ]
 
 
+def test_none_goes_for_those_that_start():
+    """They may wait for a GPU that does not come, while what serves is what is wanted."""
+    decision = ScaleDecision({"prefill": 1, "decode": 2}, {})
+    assert decision.changes({"prefill": 1, "decode": 2}, {"prefill": 3, "decode": 4}) == []
+    assert decision.changes({"prefill": 0, "decode": 3}, {"prefill": 0, "decode": 4}) == [
+        ScaleChange("change", "decode", 1, "prefill")
+    ]
+
+
 def test_without_prefill_workers_decode_workers_read_too():
     bounds = ScalerBounds({"prefill": 0, "decode": 1}, {"prefill": 0, "decode": 20})
     fleet = Fleet(bounds, prefill=0)
