@@ -105,7 +105,7 @@ def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask:
     found = False
     known = efficiencies.forms("linear")
     for form in ask.forms:
-        if ("*" not in known and form not in known) or (form == "fp8" and device.kind == "cpu"):
+        if "*" not in known and form not in known:
             continue
         for kv_form in ask.kv_forms:
             for degree in DEGREES if device.kind == "cpu" and device.cores else (1,):

@@ -29,8 +29,11 @@ class Roofs:
     """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of products."""
 
     def __init__(self, spec: ModelSpec, device: Device, form: str, kv_form: str):
+        """Raises ValueError where the device has no products of this form."""
         self.spec, self.device = spec, device
-        self._flops_per_s = device.flops_per_s[_COMPUTES[form]]
+        if (computes := _COMPUTES[form]) not in device.flops_per_s:
+            raise ValueError(f"{device.name} computes no {computes}")
+        self._flops_per_s = device.flops_per_s[computes]
         self.head_form = "int8" if form.startswith("int4-") else form
         self.head_bytes = spec.vocab_size * spec.hidden_size * (2 if self.head_form == "none" else 1)
         self.all_layer_bytes = kernel_bytes(spec, form, device.kind == "cpu") - self.head_bytes

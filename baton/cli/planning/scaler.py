@@ -16,6 +16,7 @@ from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model
 from baton.cli.planning.performer import FleetPerformer
+from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
         model, scaler, bounds = _scaler(args)
-    except (SettingsError, ValueError, TraceError) as error:
+    except (SettingsError, ModelError, ValueError, TraceError) as error:
         print(f"baton scaler: {error}", file=sys.stderr)
         return 2
     if args.dry_run:

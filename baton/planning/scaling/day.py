@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.loadgen.trace import TraceEntry
 from baton.planning.scaling.counters import FleetCounters
 from baton.planning.scaling.load_model import LoadModel
-from baton.planning.scaling.scaler import DECIDE_S, MOST_BUSY, Scaler, ScalerBounds
+from baton.planning.scaling.scaler import DECIDE_S, MOST_BUSY, Scaler, ScalerBounds, role_work
 from baton.protocol import ROLES
 
 MINUTES = 24 * 60
@@ -88,7 +88,7 @@ def run_day(
         starting = [(when, role) for when, role in starting if when > at_s]
         least = needed_workers(minute, model, bounds)
         asked += minute.requests_per_s
-        missed += minute.requests_per_s * (1 - _served_part(minute, model, serving))
+        missed += minute.requests_per_s * (1 - _served_part(role_work(model, bounds, *minute), serving))
         coming = {role: sum(each == role for _, each in starting) for role in ROLES}
         for role in ROLES:
             workers[role].append(serving[role] + coming[role])
@@ -123,21 +123,13 @@ def needed_workers(minute: LoadMinute, model: LoadModel, bounds: ScalerBounds) -
     """Return the fewest workers that hold a minute's load."""
     return {
         role: min(max(math.ceil(work / MOST_BUSY - 1e-9), bounds.least[role]), bounds.most[role])
-        for role, work in _work(minute, model).items()
+        for role, work in role_work(model, bounds, *minute).items()
     }
 
 
-def _work(minute: LoadMinute, model: LoadModel) -> dict[str, float]:
-    rate, prompt, output = minute
-    if not rate:
-        return dict.fromkeys(ROLES, 0.0)
-    return {"prefill": rate * model.read_s(prompt), "decode": rate * model.write_s(prompt, output)}
-
-
-def _served_part(minute: LoadMinute, model: LoadModel, serving: dict[str, int]) -> float:
+def _served_part(work: dict[str, float], serving: dict[str, int]) -> float:
     """Return the share of a minute's requests that the workers hold."""
-    parts = [serving[role] * MOST_BUSY / work for role, work in _work(minute, model).items() if work]
-    return min([1.0, *parts])
+    return min([1.0, *(serving[role] * MOST_BUSY / each for role, each in work.items() if each)])
 
 
 def _num_turns(changes: Sequence[tuple[int, int]]) -> int:

@@ -50,6 +50,19 @@ class ScalerBounds:
             raise ValueError(f"{sum(self.least.values())} workers at least, and {self.most_together} at most together")
 
 
+def role_work(
+    model: LoadModel, bounds: ScalerBounds, requests_per_s: float, prompt_tokens: float, output_tokens: float
+) -> dict[str, float]:
+    """Return the work of each role, in workers that would do nothing else."""
+    if not requests_per_s:
+        return dict.fromkeys(ROLES, 0.0)
+    read = requests_per_s * model.read_s(prompt_tokens)
+    write = requests_per_s * model.write_s(prompt_tokens, output_tokens)
+    if not bounds.most["prefill"]:  # decode workers read prompts too
+        return {"prefill": 0.0, "decode": read + write}
+    return {"prefill": read, "decode": write}
+
+
 class ScaleDecision(NamedTuple):
     """How many of each role there should be, and why, a short sentence for each role."""
 
@@ -136,18 +149,9 @@ class Scaler:
             return None
         self._note_lengths(seen)
         self._note_ratios(seen)
-        if not seen.requests_per_s:
-            work = dict.fromkeys(ROLES, 0.0)
-        elif not all(map(is_number, self._lengths)):
+        if seen.requests_per_s and not all(map(is_number, self._lengths)):
             return None  # something comes, and nothing is known of it yet
-        else:
-            prompt, output = self._lengths
-            work = {
-                "prefill": seen.requests_per_s * self._model.read_s(prompt),
-                "decode": seen.requests_per_s * self._model.write_s(prompt, output),
-            }
-            if not self._bounds.most["prefill"]:  # decode workers read prompts too
-                work = {"prefill": 0.0, "decode": work["prefill"] + work["decode"]}
+        work = role_work(self._model, self._bounds, seen.requests_per_s, *self._lengths)
         wanted, reasons = {}, {}
         for role in ROLES:
             self._roles[role].note(seen.at_s, work[role] * self._roles[role].ratio)

@@ -278,6 +278,8 @@ def test_a_dry_run_prints_the_day(capsys, tmp_path):
         (["--dry-run", "--prefill", "4"], "--prefill 4: MIN-MAX"),
         (["--dry-run", "--load", "many"], "--load many: three numbers"),
         (["--dry-run", "--device", "TPU"], "device 'TPU': one of"),
+        (["--dry-run", "--model", "nowhere"], "nowhere: no such model folder"),
+        (["--dry-run", "--quantization", "fp8"], "computes no fp8"),
     ],
 )
 def test_wrong_use_is_told_in_one_line(options, words, capsys):

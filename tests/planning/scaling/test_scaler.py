@@ -263,6 +263,14 @@ def test_a_generated_day_is_of_its_seed():
     assert generated_day(1, 10, 100, 10) == generated_day(1, 10, 100, 10) != generated_day(2, 10, 100, 10)
 
 
+def test_a_day_without_prefill_workers():
+    """Decode workers read the prompts, so they are what a request needs, and what an oracle has."""
+    bounds = ScalerBounds({"prefill": 0, "decode": 1}, {"prefill": 0, "decode": 200})
+    day = generated_day(0, 60, 2000, 200)
+    found = run_day(day, FlatModel(), Scaler(FlatModel(), bounds, Slo(), 90), bounds, 90)
+    assert found.missed <= 0.0005 and found.oracle_hours <= found.hours <= 1.15 * found.oracle_hours
+
+
 def test_a_trace_by_minutes():
     found = minutes_of([TraceEntry(0, 100, 10), TraceEntry(59, 300, 30), TraceEntry(121, 50, 5)])
     assert [minute.requests_per_s for minute in found] == [2 / 60, 0, 1 / 60]
