@@ -1,7 +1,7 @@
 """A plan in words, in JSON, and as what starts it: command lines, a compose override, Helm values."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.planning.devices import Device
 from baton.planning.search import Ask, LoadOutcome, StackChoice, WorkerPlan
@@ -32,7 +32,7 @@ def as_text(
         "compose.yaml, beside it as compose.override.yaml:",
         *(f"  {line}" for line in compose_override(best, device)),
         "Helm values:",
-        *(f"  {line}" for line in helm_values(best)),
+        *(f"  {line}" for line in helm_values(best, device)),
     ]
     return "\n".join(lines)
 
@@ -64,7 +64,7 @@ def as_json(
                     "curve": [vars(outcome) for outcome in choice.curve],
                     "command_lines": command_lines(choice, device, model),
                     "compose_override": "\n".join(compose_override(choice, device)) + "\n",
-                    "helm_values": "\n".join(helm_values(choice)) + "\n",
+                    "helm_values": "\n".join(helm_values(choice, device)) + "\n",
                 }
                 for choice in choices
             ],
@@ -83,44 +83,65 @@ def cost(choice: StackChoice, price: float | None) -> float | None:
 
 def command_lines(choice: StackChoice, device: Device, model: str) -> list[str]:
     """Return what starts the stack on one machine, whose workers take turns on its devices."""
-    options = " ".join(_options(choice.worker))
+    options = " ".join(f"--{name}={value}" for name, value in _flags(choice.worker).items())
     roles = f"--prefill {choice.num_prefill} --decode {choice.num_decode}"
     return [f"baton up --model {model} {roles} {options} --device {device.kind}"]
 
 
 def compose_override(choice: StackChoice, device: Device) -> list[str]:
-    """Return the numbers of containers and the workers' settings, for compose.override.yaml."""
-    lines, kind = ["services:"], "_cpu" if device.kind == "cpu" else ""
-    for role, number in (("prefill", choice.num_prefill), ("decode", choice.num_decode)):
-        lines += [f"  {role}_worker{kind}:", f"    deploy: {{ replicas: {number} }}"]
-        lines += ["    environment:"] if number else []
-        lines += [f"      {name}: {value!r}" for name, value in _environment(choice.worker).items() if number]
+    """Return one host's workers and their settings, for compose.override.yaml. On GPUs each is a service: the containers of one
+    compute on the same GPU."""
+    lines, gpus = ["services:"], list(map(str, range(choice.num_devices)))
+    own = _environment(choice.worker)
+    for role, number in _numbers(choice):
+        service = f"{role}_worker"
+        if device.kind == "cpu":
+            lines += [f"  {service}_cpu:", f"    deploy: {{ replicas: {number} }}", *_in_compose(own)]
+            continue
+        if not number:
+            lines += [f"  {service}:", "    deploy: { replicas: 0 }"]
+        for index in range(number):
+            further = [f"  {service}_{index + 1}:", f"    extends: {{ file: compose.yaml, service: {service} }}"]
+            lines += further if index else [f"  {service}:"]
+            lines += _in_compose({"CUDA_VISIBLE_DEVICES": ",".join(gpus), **own})
+            gpus.append(gpus.pop(0))  # a worker computes on the first and copies KV from the others
     return lines
 
 
-def helm_values(choice: StackChoice) -> list[str]:
-    lines: list[str] = []
-    for role, number in (("prefill", choice.num_prefill), ("decode", choice.num_decode)):
-        lines += [f"{role}:", f"  replicas: {number}"]
-        lines += ["  extraArgs:"] if number else []
-        lines += [f"    - {option}" for option in _options(choice.worker) if number]
+def helm_values(choice: StackChoice, device: Device) -> list[str]:
+    """Return the values of deploy/helm."""
+    lines = ["workers:"]
+    for role, number in _numbers(choice):
+        lines += [f"  {role}:", f"    replicas: {number}"]
+        if not number:
+            continue
+        lines += ["    tag: cuda", "    gpu: {count: 1}"] if device.kind == "cuda" else []
+        lines += ["    flags:", *(f"      {name}: {value}" for name, value in _flags(choice.worker).items())]
     return lines
 
 
-def _options(worker: WorkerPlan) -> list[str]:
-    options = [f"--max-num-seqs={worker.batch}", f"--max-model-len={worker.configs['decode'].max_model_len}"]
+def _numbers(choice: StackChoice) -> list[tuple[str, int]]:
+    return [("prefill", choice.num_prefill), ("decode", choice.num_decode)]
+
+
+def _in_compose(environment: Mapping[str, str]) -> list[str]:
+    return ["    environment:", *(f"      {name}: {value!r}" for name, value in environment.items())]
+
+
+def _flags(worker: WorkerPlan) -> dict[str, str | int]:
+    max_model_len = worker.configs["decode"].max_model_len
+    flags: dict[str, str | int] = {"max-num-seqs": worker.batch, "max-model-len": max_model_len}
     if worker.form != "none":
-        options.append(f"--quantization={worker.form}")
+        flags["quantization"] = worker.form
     if worker.kv_form != "bf16":
-        options.append(f"--kv-dtype={worker.kv_form}")
+        flags["kv-dtype"] = worker.kv_form
     if worker.degree > 1:
-        options.append(f"--tensor-parallel={worker.degree}")
-    return options
+        flags["tensor-parallel"] = worker.degree
+    return flags
 
 
 def _environment(worker: WorkerPlan) -> dict[str, str]:
-    pairs = (option.removeprefix("--").split("=") for option in _options(worker))
-    return {f"BATON_{name.replace('-', '_').upper()}": value for name, value in pairs}
+    return {f"BATON_{name.replace('-', '_').upper()}": str(value) for name, value in _flags(worker).items()}
 
 
 def _memory(worker: WorkerPlan) -> list[str]:

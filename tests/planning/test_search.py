@@ -1,5 +1,6 @@
 """The plan: the smallest that holds, said so that it can be started."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from baton.planning.efficiency import shipped
 from baton.planning.picture import day_picture, goodput_picture
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
+from tests.chart.rendering import container, named, render
 
 SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
 SLO = Slo(ttft_s=1.0, tpot_s=0.03)
@@ -86,13 +88,40 @@ def test_the_command_lines_are_ones_that_baton_up_takes(plan, capsys):
             assert "max_num_seqs" in capsys.readouterr().out.replace("-", "_")
 
 
-def test_overrides_are_yaml_with_the_numbers(plan):
-    choice = plan[0][0]
+@pytest.mark.parametrize("num_prefill", [0, 2])
+def test_the_override_has_a_gpu_for_each_worker(plan, num_prefill):
+    """As compose.4gpu.yaml has them: a service for each, which computes on the first of its list."""
+    choice = dataclasses.replace(plan[0][0], num_prefill=num_prefill, num_decode=3)
     services = yaml.safe_load("\n".join(answer.compose_override(choice, GPUS["H100"])))["services"]
-    assert services["decode_worker"]["deploy"]["replicas"] == choice.num_decode
-    assert services["decode_worker"]["environment"]["BATON_MAX_NUM_SEQS"] == str(choice.worker.batch)
-    values = yaml.safe_load("\n".join(answer.helm_values(choice)))
-    assert values["prefill"]["replicas"] == choice.num_prefill and values["decode"]["replicas"] == choice.num_decode
+    if not num_prefill:
+        assert services.pop("prefill_worker") == {"deploy": {"replicas": 0}}
+    visible = [service["environment"]["CUDA_VISIBLE_DEVICES"].split(",") for service in services.values()]
+    assert [first for first, *_ in visible] == list("01234"[: num_prefill + 3])
+    assert all(sorted(each) == sorted(visible[0]) for each in visible)
+    assert services["decode_worker_3"]["extends"] == {"file": "compose.yaml", "service": "decode_worker"}
+    assert all(
+        service["environment"]["BATON_MAX_NUM_SEQS"] == str(choice.worker.batch) for service in services.values()
+    )
+
+
+@pytest.mark.parametrize("num_prefill", [0, 2])
+def test_the_chart_takes_the_values(plan, num_prefill):
+    choice = dataclasses.replace(plan[0][0], num_prefill=num_prefill, num_decode=3)
+    objects = render(yaml.safe_load("\n".join(answer.helm_values(choice, GPUS["H100"]))))
+    for role, number in (("prefill", num_prefill), ("decode", 3)):
+        spec = named(objects, "Deployment", role)["spec"]
+        worker = container(spec["template"])
+        assert spec["replicas"] == number
+        if number:
+            assert {"--device=cuda", f"--max-num-seqs={choice.worker.batch}"} <= set(worker["args"])
+            assert worker["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_on_a_cpu_containers_of_one_service_share_the_cores(plan):
+    device = dataclasses.replace(GPUS["H100"], kind="cpu")
+    services = yaml.safe_load("\n".join(answer.compose_override(plan[0][0], device)))["services"]
+    assert services["decode_worker_cpu"]["deploy"]["replicas"] == plan[0][0].num_decode
+    assert services["decode_worker_cpu"]["environment"]["BATON_MAX_NUM_SEQS"] == str(plan[0][0].worker.batch)
 
 
 def test_the_picture_has_a_line_for_each_of_the_best(plan):
@@ -116,7 +145,7 @@ def test_the_command_prints_a_plan(tmp_path, capsys):
     assert main([*argv, "--quantization", "none", "--kv-dtype", "auto", "--price", "1", "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
     assert (
-        "1 devices" in out and "extrapolated" in out and "baton up --model llama-3.2-1b" in out and "$/M tokens" in out
+        "1 devices" in out and "extrapolated" in out and "baton up --model DIR --prefill" in out and "$/M tokens" in out
     )
     assert picture.read_text().startswith("<svg")
 

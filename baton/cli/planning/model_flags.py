@@ -44,6 +44,11 @@ def model_name(args: argparse.Namespace) -> str:
     return args.model or str(SHIPPED_MODEL)
 
 
+def name_to_start(args: argparse.Namespace) -> str:
+    """Return what other commands take for the model: DIR, for its folder, where only shapes of it are here."""
+    return "DIR" if args.model in shape_names() else model_name(args)
+
+
 def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencies]:
     """Return what the flags name. Raises ModelError or ValueError, one line."""
     # Here: they need torch, and wrong use is told before.

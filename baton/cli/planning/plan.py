@@ -7,7 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, model_name, read_model
+from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, name_to_start, read_model
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Shape
 from baton.service.arguments import add_command, positive, whole
@@ -109,7 +109,6 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     from baton.planning.picture import goodput_picture
     from baton.planning.workload import at_rate
 
-    name = model_name(args)
     try:
         spec, device, efficiencies = read_model(args)
         if args.trace is not None:
@@ -133,7 +132,7 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     say("")
     sure = search.confidence(efficiencies, device)
     show = answer.as_json if args.json else answer.as_text
-    print(show(choices, ask, device, sure, args.price, name))
+    print(show(choices, ask, device, sure, args.price, name_to_start(args)))
     if args.picture is not None:
         title = f"{spec.name} on {device.name}, {slo}: {sure}"
         args.picture.write_text(goodput_picture(title, answer.curves_of(choices), rate))
