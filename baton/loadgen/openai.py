@@ -85,9 +85,9 @@ class OpenAIBackend:
         num_told, usage = 0, None
         lines = self._client.lines("POST", "/completions", request, self._plan.timeout_s)
         async for line in lines:
-            if not line.startswith(b"data:") or line == b"data: [DONE]":
+            if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
                 continue
-            event = json.loads(line[5:])
+            event = _event_of(data)
             if "error" in event:
                 raise CallFailed("UNAVAILABLE", printable(str(event["error"])))
             usage = event.get("usage") or usage
@@ -99,6 +99,17 @@ class OpenAIBackend:
             outcome.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             if num_told and (more := (usage.get("completion_tokens") or 0) - num_told) > 0:
                 outcome.num_output += more
+
+
+def _event_of(data: bytes) -> dict[str, Any]:
+    """Raises CallFailed."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise CallFailed("UNAVAILABLE", f"no event: {printable(data[:_MOST_OF_AN_ERROR].decode(errors='replace'))}")
+    return event
 
 
 def _body(server: OpenAIServer, prompt: str, max_tokens: int, *, stream: bool) -> bytes:

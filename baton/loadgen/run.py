@@ -87,7 +87,7 @@ async def _unless_stopped(sending: Coroutine, stop: Event) -> None:
 
 def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
     context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
-    parts = shares(jobs, plan.num_processes)
+    parts = shares(jobs, min(plan.num_processes, plan.concurrency or plan.num_processes))
     ended, begin, stop = context.SimpleQueue(), context.Value("d", 0.0), context.Event()
     ready = context.Barrier(len(parts) + 1)
     with contextlib.ExitStack() as exits:
@@ -111,7 +111,7 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
 def _split(concurrency: int | None, num: int) -> list[int | None]:
     if concurrency is None:
         return [None] * num
-    return [max(1, (concurrency + index) // num) for index in range(num)]
+    return [(concurrency + index) // num for index in range(num)]
 
 
 _shared: tuple = ()

@@ -35,12 +35,22 @@ def test_a_server_that_tells_no_usage():
     assert {outcome.num_output for outcome in send(OpenAIStub(usage=False))} == {3}, "events with text"
 
 
+def test_the_last_line_without_its_blank():
+    assert all(outcome.ok for outcome in send(OpenAIStub(done=b"data:[DONE]"), num=2))
+
+
+def test_no_more_at_a_time_than_asked_for_whatever_the_processes():
+    stub = OpenAIStub(step_s=0.01)
+    assert len(send(stub, num=4, concurrency=1, num_processes=2)) == 4 and stub.num_connections == 1
+
+
 @pytest.mark.parametrize(
     "stub, status, reason",
     [
         (dict(refuses=("prompt",)), "HTTP 400", "unknown field prompt"),
         (dict(breaks="close"), "UNAVAILABLE", "closed the connection"),
         (dict(breaks="error"), "UNAVAILABLE", "out of memory"),
+        (dict(breaks="garbage"), "UNAVAILABLE", "no event: <html>"),
         (dict(breaks="hang"), "DEADLINE_EXCEEDED", "no answer within 0.5 s"),
     ],
 )

@@ -275,9 +275,9 @@ class _Bench:
 
     def _warm_up(self, jobs: Sequence[Job]) -> None:
         """The first requests of a process pay for imports, compilation and connections. They share no prompt with the
-        run's: another seed."""
+        run's, nor with any step's of a sweep: a seed that none of them has."""
         self._warmed = True
-        plan = replace(self._plan, concurrency=_WARM_UP, num_processes=1, seed=self._plan.seed + 1)
+        plan = replace(self._plan, concurrency=_WARM_UP, num_processes=1, seed=self._seed + 1)
         if run_jobs(plan, jobs[:_WARM_UP]).is_interrupted:
             raise KeyboardInterrupt
 

@@ -56,22 +56,26 @@ def test_a_sweep_ends_where_the_objective_is_missed(target, tmp_path):
 
 def test_a_sweep_closes_in_on_the_highest_rate(target, tmp_path, monkeypatch, capsys):
     """A stack that takes 11 requests a second: doubled up to 16, then halved to within a tenth. No step finds the
-    prompts of another in the cache."""
-    measure, seeds = bench_module._Bench._measure, []
+    prompts of another, or of the warm-up, in the cache."""
+    measure, run_jobs, seeds = bench_module._Bench._measure, bench_module.run_jobs, []
+
+    def recorded(plan, *arguments):
+        seeds.append(plan.seed)
+        return run_jobs(plan, *arguments)
 
     def limited(self, jobs, name):
-        seeds.append(self._plan.seed)
         summary, ran = measure(self, jobs[:2], name)
         return {**summary, "valid": True, "slo_met_share": float(float(name.split()[-2]) <= 11)}, ran
 
     monkeypatch.setattr(bench_module._Bench, "_measure", limited)
+    monkeypatch.setattr(bench_module, "run_jobs", recorded)
     arguments = ("--slo", "ttft=10s", "--output-tokens", "2", "--out", str(tmp_path / "s"))
     assert bench("--target", target, "--sweep", "--seed", "5", *arguments) == 0
     summary = json.loads((tmp_path / "s" / "summary.json").read_text())
     assert [step["rate"] for step in summary["sweep"]] == [1, 2, 4, 8, 10, 11, 12, 16]
     assert summary["highest_rate_within_slo"] == 11 and summary["lowest_rate_beyond_slo"] == 12
     assert "highest rate within the SLO: 11/s; 12/s was not" in capsys.readouterr().out
-    assert len(set(seeds)) == len(seeds)
+    assert len(set(seeds)) == len(seeds) == 9
 
 
 def test_two_runs_are_compared(target, tmp_path, capsys):

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 class OpenAIStub:
     """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens there
-    were. `breaks`: "error" in mid-stream, "hang" or "close" after the first token."""
+    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token. `done`: its last line."""
 
-    def __init__(self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = ""):
-        self.step_s, self.refuses, self.usage, self.breaks = step_s, refuses, usage, breaks
+    def __init__(
+        self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = "",
+        done: bytes = b"data: [DONE]",
+    ):  # fmt: skip
+        self.step_s, self.refuses, self.usage, self.breaks, self.done = step_s, refuses, usage, breaks, done
         self.requests: list[dict] = []
         self.num_connections = 0
         self.keys: set[str] = set()
@@ -49,13 +52,15 @@ class OpenAIStub:
                 await asyncio.sleep(3600)
             elif self.breaks == "close":
                 raise ConnectionResetError
+            elif self.breaks == "garbage":
+                _chunk(writer, b"data: <html>\n\n")
             elif self.breaks == "error":
                 _event(writer, {"error": {"message": "out of memory"}})
         if self.usage:
             words = len(request["prompt"].split())
             told = {"prompt_tokens": words + 1, "completion_tokens": num, "prompt_tokens_details": {"cached_tokens": 3}}
             _event(writer, {"choices": [], "usage": told})
-        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, self.done + b"\n\n")
         writer.write(b"0\r\n\r\n")
 
 
