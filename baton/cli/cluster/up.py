@@ -89,11 +89,13 @@ async def _announce(stack: Stack) -> bool:
 
 
 async def _unless_signalled(work, signals: asyncio.Queue) -> bool:
-    """The result of `work`, or False when a signal came first."""
+    """The result of `work`, or False when a signal came first. One that came with the end of `work` is left to the next."""
     task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(signals.get())
     await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
-    signalled.cancel()
+    was_signalled = not signalled.cancel()
     if task.done():
+        if was_signalled:
+            signals.put_nowait(None)
         return task.result()
     task.cancel()
     await asyncio.wait([task])

@@ -3,6 +3,7 @@
 The stand-ins are packages of the same names in the folder that it runs in. The real ones are in tests/e2e.
 """
 
+import asyncio
 import os
 import signal
 import socket
@@ -68,6 +69,17 @@ def test_ready_line_options_and_drain_order(folder):
     listens = [argv[argv.index("--listen") + 1] for argv in decode]
     assert sorted(gateway[gateway.index("--decode-workers") + 1].split(",")) == sorted(listens)
     assert "--admin=127.0.0.1:0" in gateway and not any(argument.startswith("--redis") for argument in gateway)
+
+
+async def test_a_signal_that_comes_as_the_start_ends_is_heard_by_the_next():
+    signals: asyncio.Queue[None] = asyncio.Queue()
+
+    async def start() -> bool:
+        signals.put_nowait(None)
+        return True
+
+    assert await up._unless_signalled(start(), signals)
+    assert not signals.empty()
 
 
 def test_several_gateways(folder):
