@@ -2,7 +2,6 @@
 names."""
 
 import hashlib
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -127,7 +126,3 @@ def fitted(jobs: Sequence[Job], context: int) -> tuple[list[Job], int]:
 def shares(jobs: Sequence[Job], num: int) -> list[list[Job]]:
     """Every `num`-th job to each of `num` senders."""
     return [list(jobs[first::num]) for first in range(min(num, max(1, len(jobs))))]
-
-
-def duration_s(jobs: Sequence[Job]) -> float:
-    return max((job.at_s for job in jobs), default=0.0) or math.nan

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from baton import system
 from baton.engine import native
 from baton.engine.core import cpu
-from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, product_dtype
+from baton.engine.core.device import product_dtype
 from baton.planning.efficiency import Efficiencies
 
 GB = 10**9
@@ -38,13 +38,6 @@ class Device:
     threads: int = 1
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
-
-    @property
-    def usable_bytes(self) -> int:
-        """Return what weights, steps and KV may take together."""
-        if self.kind == "cpu":
-            return self.memory_bytes
-        return int(self.memory_bytes * UTILIZATION) - CONTEXT_BYTES
 
 
 def _gpu(name: str, gib: int, gb_per_s: int, bf16: int, eight_bit: int | None, link_gb_per_s: int) -> Device:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("measured")
-CLASSES = ("linear", "head", "decode_attention", "prefill_attention")
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _ORDER = (MEASURED, INTERPOLATED, EXTRAPOLATED)
 _NEAR = 0.05  # of the logarithm: so near a point counts as measured
