@@ -43,9 +43,7 @@ class Leg:
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None
         # for spans and reports
-        self.prefill_at: float | None = (
-            None  # its prompt, or what no fetch has brought of it, is read here from then on
-        )
+        self.prefill_at: float | None = None  # from when on its prompt, or the rest behind a fetch, is read here
         self.prefill_done_at: float | None = None
         self.prefill_done: PrefillDone | None = None
         self.fetch_at: float | None = None
