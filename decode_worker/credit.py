@@ -36,7 +36,8 @@ def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     else:
         keys.engine.submit(open_request(keys, leg, message.spec))
         leg.owed.add(Owed.ENGINE)
-        leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))
+        if leg.request.pooling is not None:
+            leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))
     keys.on_change()
 
 
