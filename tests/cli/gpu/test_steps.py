@@ -1,5 +1,6 @@
 """The steps of `baton doctor --gpu` on stand-ins: what each calls right, and what it finds wrong."""
 
+import argparse
 import os
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
+from baton.cli.cluster import up
 from baton.cli.gpu.random_engine import RandomEngine
-from baton.cli.gpu.steps import copies, engine, faults, graphs, groups, host, kernels
+from baton.cli.gpu.steps import copies, engine, faults, graphs, groups, host, kernels, workers
 from baton.cli.gpu.steps import model as model_step
 from baton.engine import kernels as triton_kernels
 from kvtransfer.memory.cuda_runtime import CudaRuntime
@@ -260,6 +262,32 @@ class Counting:
         return self._step * len(self._reads)
 
 
+# ---- stacks ----
+
+
+class Stacks(list):
+    """The flags of each stack that a step starts; what `baton up` does not take ends the test."""
+
+    @contextmanager
+    def __call__(self, folder, *flags):
+        parser = argparse.ArgumentParser()
+        up.add_parser(parser.add_subparsers())
+        parser.parse_args(["up", "--model", str(folder), *flags])
+        self.append(flags)
+        yield "target", None
+
+
+@pytest.mark.parametrize("answers, wrong", [(("text", "text"), []), (("text", "test"), ["split equals whole"])])
+def test_a_split_stack_answers_as_a_whole_one(monkeypatch, tmp_path, answers, wrong):
+    stacks, asked = Stacks(), iter(answers)
+    monkeypatch.setattr(workers, "stack", stacks)
+    monkeypatch.setattr(workers, "answer", lambda target: next(asked))
+    monkeypatch.setattr(workers, "_transport", lambda say, target: None)
+    table = Table()
+    workers.check(table, tmp_path)
+    assert table.wrong == wrong and [("always" in flags) for flags in stacks] == [True, False]
+
+
 # ---- two GPUs ----
 
 SUMS = groups.SumSpeed(12.0, 80e9, 900e9)
@@ -275,15 +303,10 @@ def on_two_gpus(monkeypatch, tmp_path, two=TWO, alone=ALONE, answers=("text", "t
 
     asked = iter(answers)
 
-    @contextmanager
-    def stack(folder, *flags):
-        stacks.append(flags)
-        yield "target", None
-
-    stacks: list[tuple[str, ...]] = []
+    stacks = Stacks()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(groups, "found_with", found_with)
-    monkeypatch.setattr(groups, "stack", stack)
+    monkeypatch.setattr(groups, "stack", stacks)
     monkeypatch.setattr(groups, "answer", lambda target: next(asked))
     table = Table()
     groups.check(table, tmp_path)

@@ -100,7 +100,7 @@ def _continued(engine: Engine) -> list[int]:
 
 def _handoff(say: Say, folder: Path) -> None:
     ranks = ("--prefill.tensor-parallel", "2")
-    with stack(folder, "--prefill", "1", "--decode", "1", "--split", "always", *ranks) as (target, _):
+    with stack(folder, "--prefill", "1", "--decode", "1", "--gateway.split", "always", *ranks) as (target, _):
         split = answer(target)
     with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
         whole = answer(target)

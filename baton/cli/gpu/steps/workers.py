@@ -25,7 +25,7 @@ def check(say: Say, model: Path | None) -> None:
     if not Path(folder).is_dir():
         say("split equals whole", None, "there is no demo model here: give --model DIR")
         return
-    with stack(folder, "--prefill", "1", "--decode", "1", "--split", "always") as (target, _):
+    with stack(folder, "--prefill", "1", "--decode", "1", "--gateway.split", "always") as (target, _):
         split = answer(target)
         _transport(say, target)
     with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
