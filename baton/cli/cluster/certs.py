@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from baton.service.arguments import add_command, whole
@@ -52,7 +52,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--tenant", default="main", metavar="NAME", help="tenant of the API key (default: %(default)s)")
     parser.add_argument("--days", type=whole, default=365, metavar="N", help="days of validity (default: %(default)s)")
-    parser.add_argument("--renew", type=Path, metavar="DIR", help="only new certificates, signed by DIR's authority")
+    parser.add_argument(
+        "--renew",
+        type=Path,
+        metavar="DIR",
+        help="only new certificates, signed by DIR's authority, for the hosts of DIR/gateway.crt, if it is there",
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         return _fail(f"{error.filename}: {error.strerror}", 1)
     except ValueError as error:
         return _fail(str(error), 2)
+    except OverflowError:
+        return _fail(f"--days {args.days}: no certificate is valid beyond the year 9999", 2)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(args.out)
@@ -90,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
 def _write_all(folder: Path, args: argparse.Namespace) -> None:
     authority = Authority.read(args.renew) if args.renew else Authority.make(args.days)
     write(folder / CA_CERT, authority.certificate)
+    earlier = _names_in(args.renew / f"{GATEWAY}.crt") if args.renew else []
     for role, names in NAMES.items():
-        hosts = ["localhost", "127.0.0.1", *args.host] if role == GATEWAY else []
-        certificate, key = authority.issue(role, [*names, *hosts], args.days)
+        hosts = ["localhost", "127.0.0.1", *earlier, *args.host] if role == GATEWAY else []
+        certificate, key = authority.issue(role, dict.fromkeys([*names, *hosts]), args.days)
         write(folder / f"{role}.crt", certificate)
         write(folder / f"{role}.key", key)
     if args.renew:
@@ -119,7 +127,10 @@ class Authority:
     @classmethod
     def read(cls, folder: Path) -> Authority:
         """Raises OSError, ValueError."""
-        return cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
+        try:
+            return cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
+        except TypeError:  # so cryptography asks for a password
+            raise ValueError(f"{folder / CA_KEY} is encrypted: decrypt it first, with openssl pkey") from None
 
     @classmethod
     def make(cls, days: int) -> Authority:
@@ -133,7 +144,7 @@ class Authority:
         builder = builder.add_extension(usage, critical=True)
         return cls(*_signed(builder, key, key))
 
-    def issue(self, role: str, names: Sequence[str], days: int) -> tuple[bytes, bytes]:
+    def issue(self, role: str, names: Iterable[str], days: int) -> tuple[bytes, bytes]:
         """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -196,6 +207,17 @@ def _name(common_name: str):
     from cryptography.x509.oid import NameOID
 
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _names_in(path: Path) -> list[str]:
+    """Return the DNS names and IP addresses of a certificate; none where there is no such file. Raises OSError, ValueError."""
+    from cryptography import x509
+
+    if not path.exists():
+        return []
+    extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name) for kind in (x509.DNSName, x509.IPAddress) for name in names.get_values_for_type(kind)]
 
 
 def _general_name(name: str):

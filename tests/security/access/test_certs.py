@@ -1,5 +1,6 @@
 """`baton certs`: the files it writes, their permissions, and that nothing is ever written over."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -32,9 +33,7 @@ def test_another_implementation_believes_them(installation, role, purpose):
     argv = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", tls.ca, tls.cert]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    argv = ["openssl", "x509", "-in", tls.cert, "-noout", "-ext", "subjectAltName"]
-    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert all(f"DNS:{name}" in text for name in NAMES[role])
+    assert {f"DNS:{name}" for name in NAMES[role]} <= set(names_in(tls))
 
 
 def test_nothing_is_written_over(installation, capsys):
@@ -58,11 +57,35 @@ def test_wrong_use(tmp_path, capsys):
         assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", name]) == 2
     assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]) == 1
     assert baton(["certs", "--out", str(tmp_path / "x"), "--host", "ü.example"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 4 and not list(tmp_path.iterdir())
+    for days in ("9999999", "9999999999"):
+        assert baton(["certs", "--out", str(tmp_path / "x"), "--days", days]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 6 and not list(tmp_path.iterdir())
+
+
+def names_in(tls) -> list[str]:
+    argv = ["openssl", "x509", "-in", tls.cert, "-noout", "-ext", "subjectAltName"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return text.splitlines()[1].strip().split(", ")
 
 
 def test_hosts_of_the_gateway(tmp_path):
+    """They stay when certificates are renewed, whose authority may be kept without them."""
     made = install(tmp_path / "certs", "--host", "llm.example.net", "--host", "192.0.2.7")
-    argv = ["openssl", "x509", "-in", made.tls("gateway").cert, "-noout", "-ext", "subjectAltName"]
-    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert "DNS:llm.example.net" in text and "IP Address:192.0.2.7" in text
+    names = names_in(made.tls("gateway"))
+    assert {"DNS:llm.example.net", "IP Address:192.0.2.7"} < set(names)
+    renewed = install(tmp_path / "new", "--renew", str(made.folder), "--host", "b.example.net", "--host", "192.0.2.7")
+    assert sorted(names_in(renewed.tls("gateway"))) == sorted([*names, "DNS:b.example.net"])
+    (made.folder / "gateway.crt").unlink()
+    apart = install(tmp_path / "apart", "--renew", str(made.folder))
+    assert "DNS:llm.example.net" not in names_in(apart.tls("gateway"))
+
+
+def test_an_authority_that_is_encrypted(installation, tmp_path, capsys):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    shutil.copy(installation.folder / "ca.crt", kept)
+    argv = ["openssl", "pkey", "-in", installation.folder / "ca.key", "-aes256", "-passout", "pass:x"]
+    subprocess.run([*argv, "-out", kept / "ca.key"], check=True)
+    assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(kept)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{kept / 'ca.key'} is encrypted" in line and not (tmp_path / "x").exists()
