@@ -33,6 +33,7 @@ _MEASURING_S = 12.0  # from the start on; what would begin later is left out, so
 _LIMIT_S = 28.0  # of everything
 _NUM_PINGS = 5
 _NUM_RUNS = 3
+_HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Found:
 
 _EXAMPLES = """
 baton doctor
-baton doctor --json --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+baton doctor --json --target host:50052 --tls-ca certs/ca.crt --tls-cert certs/operator.crt --tls-key certs/operator.key
 baton doctor --gpu --model ./Llama-3.1-8B
 """
 
@@ -241,26 +242,34 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
             chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that is not in use yet
             report.say("handoff", where, f"{chosen.rate_beside(bytes_per_s)}, chosen")
             offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
-            for name in sorted(offered - {chosen.transport}):
-                if not CAPABILITIES[name].same_process and time.monotonic() < until:
-                    await _try(prefill, decode, name, proof, bytes_per_s, where, report)
-    except HandoverFailed as error:
-        report.warn("handoff", where, str(error), advice_for(str(error)))
-    except TimeoutError:
-        report.warn("handoff", where, f"no end within {_HANDOFF_S:.0f} s", "look into both workers' logs")
-    except grpc.aio.AioRpcError as error:
-        report.warn("handoff", where, f"{error.code().name}: {error.details()}", "look into both workers' logs")
+        for name in sorted(offered - {chosen.transport}):
+            if not CAPABILITIES[name].same_process and time.monotonic() < until:
+                await _try(channels, source, taker, name, proof, bytes_per_s, report)
+    except _HANDOFF_ERRORS as error:
+        report.warn("handoff", where, _told(error), advice_for(str(error)))
     return works
 
 
 async def _try(
-    prefill: Session, decode: Session, name: str, proof: Handover, bytes_per_s: float, where: str, report: Findings
+    channels: _Channels, source: str, taker: str, name: str, proof: Handover, bytes_per_s: float, report: Findings
 ) -> None:
+    """Measure a transport, in sessions of its own: one that fails takes none of the others with it."""
+    where = f"{source} > {taker}"
     try:
-        tried = await measure(prefill, decode, name, proof, _HANDOFF_S)
+        async with Session(channels.to(source), source) as prefill, Session(channels.to(taker), taker) as decode:
+            tried = await measure(prefill, decode, name, proof, _HANDOFF_S)
         report.say("handoff", where, tried.rate_beside(bytes_per_s))
-    except HandoverFailed as error:
-        report.note("handoff", where, f"{name}: {error}")
+    except _HANDOFF_ERRORS as error:
+        report.note("handoff", where, f"{name}: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    match error:
+        case TimeoutError():
+            return f"no end within {_HANDOFF_S:.0f} s"
+        case grpc.aio.AioRpcError():
+            return f"{error.code().name}: {error.details()}"
+    return str(error)
 
 
 def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -67,6 +68,9 @@ class Session:
         self._call.cancel()
 
     async def send(self, **command) -> None:
+        """Raises HandoverFailed where the session has ended."""
+        if self._call.done():
+            raise self._closed()
         await self._call.write(pb.Command(**command))
 
     async def expect(self, kind: str, key: pb.Key):
@@ -87,8 +91,11 @@ class Session:
     async def _read(self) -> pb.Event:
         event = await self._call.read()
         if event is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
-            raise HandoverFailed(f"{self.address} closed the session")
+            raise self._closed()
         return event
+
+    def _closed(self) -> HandoverFailed:
+        return HandoverFailed(f"{self.address} closed the session")
 
 
 async def prove(prefill: Session, decode: Session, timeout_s: float) -> Handover:
@@ -133,7 +140,8 @@ async def hand_over(
             output = await decode.expect("step_output", key)
     finally:
         for session in (prefill, decode):
-            await session.send(cancel=pb.Cancel(key=key))
+            with contextlib.suppress(HandoverFailed):  # one that has ended keeps nothing
+                await session.send(cancel=pb.Cancel(key=key))
     token_ids = (done.first_tokens[0].token_id, *output.token_ids)
     return Handover(fetched.transport, fetched.num_tokens, fetched.num_bytes, fetched.transfer_s, ttft_s, token_ids)
 

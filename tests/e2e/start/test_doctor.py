@@ -1,15 +1,21 @@
 """`baton doctor` on a healthy stack, and on broken ones: each fault found by name, with the one thing to do."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
 
+from baton.cli.cluster import doctor as doctor_command
+from baton.cli.cluster.findings import Findings
+from baton.cli.cluster.handover import Handover
+from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.support.models import make_model
@@ -187,18 +193,66 @@ class Silent(worker_pb2_grpc.WorkerServicer):
         return iter(())
 
 
-def test_a_worker_that_answers_no_hello_is_named():
-    server, silent = grpc.server(ThreadPoolExecutor(4)), Silent()
-    worker_pb2_grpc.add_WorkerServicer_to_server(silent, server)
+class Faltering(Silent):
+    """Says Hello, and at the first Admit closes the session, or stalls."""
+
+    def __init__(self, stalls: bool):
+        super().__init__()
+        self._stalls = stalls
+
+    def Session(self, request_iterator, context):
+        next(request_iterator)
+        card, limits = pb.ModelCard(vocab_size=9), pb.Limits(block_size=16, max_model_len=99)
+        yield pb.Event(hello=pb.Hello(roles=["prefill", "decode"], epoch=1, model=card, limits=limits))
+        next(request_iterator)
+        if self._stalls:
+            self.over.wait(60)
+
+
+@contextmanager
+def served(worker: Silent):
+    server = grpc.server(ThreadPoolExecutor(4))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        status, output = doctor("--prefill-workers", address, "--decode-workers", address)
+        yield address
     finally:
-        silent.over.set()
+        worker.over.set()
         server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [
+        (Silent(), "opens a session but does not answer its Hello"),
+        (Faltering(stalls=False), "closed the session"),
+        (Faltering(stalls=True), "no end within 6 s"),
+    ],
+    ids=["silent", "closes", "stalls"],
+)
+def test_a_worker_that_falters_is_a_finding(worker, why):
+    with served(worker) as address:
+        status, output = doctor("--prefill-workers", address, "--decode-workers", address)
     assert status == 1
-    assert f"{address} opens a session but does not answer its Hello" in fault(output)
+    assert f"{address} > {address}" in fault(output) and why in fault(output)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_a_transport_that_falters_leaves_the_next_to_be_tried(stalls, monkeypatch):
+    monkeypatch.setattr(doctor_command, "_HANDOFF_S", 1.0)
+    report = Findings(is_json=True)
+
+    async def try_two(address: str) -> None:
+        proof = Handover("shm", 33, 1, 1.0, 1.0, ())
+        async with doctor_command._Channels(Access()) as channels:
+            for name in ("grpc", "tcp"):
+                await doctor_command._try(channels, address, address, name, proof, 1e9, report)
+
+    with served(Faltering(stalls)) as address:
+        asyncio.run(try_two(address))
+    why = "no end within 1 s" if stalls else f"{address} closed the session"
+    assert [(one.status, one.text) for one in report.found] == [("note", f"grpc: {why}"), ("note", f"tcp: {why}")]
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "host:port", "127.0.0.1:99999"])
