@@ -101,7 +101,7 @@ def _read_line(line: str) -> tuple[Json, str]:
         raise _NoRequest("custom_id is missing or no text")
     if value.get("method", "POST") != "POST":
         raise _NoRequest(f"method is {str(value['method'])[:20]!r}: only POST is possible")
-    if value.get("url") not in _KINDS:
+    if str(value.get("url")) not in _KINDS:
         raise _NoRequest(f"url is {str(value.get('url'))[:80]!r}: known are {', '.join(_KINDS)}")
     if not isinstance(value.get("body"), dict):
         raise _NoRequest("body is missing or no object")

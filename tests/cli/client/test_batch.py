@@ -114,7 +114,8 @@ def test_a_failing_line_ends_nothing(run, echo):
     echo.failures = {"wrong": [InvalidRequest("messages", "is wrong")], "full": [Overloaded("full", 0.01)] * 3}
     bad = [
         b"{no JSON", b"[]", b"\xff", b'{"custom_id": 1}', b'{"custom_id": "\\ud800"}',
-        {**chat("m"), "method": "GET"}, {**chat("u"), "url": "/v1/nowhere"}, {**chat("b"), "body": 1},
+        {**chat("m"), "method": "GET"}, {**chat("u"), "url": "/v1/nowhere"}, {**chat("l"), "url": []},
+        {**chat("b"), "body": 1},
         chat("s", stream=True), chat("k", no_such=1), chat("w", "wrong"),
     ]  # fmt: skip
     status, results = run([chat("first"), *bad, chat("f", "full"), chat("last")])
@@ -122,8 +123,8 @@ def test_a_failing_line_ends_nothing(run, echo):
     assert text_of(results[0]) == "FIRST" and text_of(results[-1]) == "LAST"
     assert text_of(results[-2]) == "FULL", "what is refused for now is sent again"
     assert [result["custom_id"] for result in results[1:6]] == [None] * 5
-    assert all(result["error"]["code"] == "invalid_line" for result in results[1:9])
-    for result, param in zip(results[9:12], ("stream", "no_such", "messages"), strict=True):
+    assert all(result["error"]["code"] == "invalid_line" for result in results[1:10])
+    for result, param in zip(results[10:13], ("stream", "no_such", "messages"), strict=True):
         assert result["response"]["status_code"] == 400 and result["error"] is None
         assert result["response"]["body"]["error"]["param"] == param
 
