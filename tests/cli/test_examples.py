@@ -7,9 +7,14 @@ from importlib import import_module
 
 import pytest
 
+from baton.cli.cluster.certs import API_KEY, CA_CERT, NAMES
 from baton.cli.main import COMMANDS, main
+from baton.cli.models.quantize import SCHEMES
 
 ONE_SCREEN = 56  # rows of 80 columns
+WRITTEN = {f"certs/{name}" for name in (API_KEY, CA_CERT)} | {  # by `baton certs --out certs`
+    f"certs/{role}.{end}" for role in NAMES for end in ("crt", "key")
+}
 
 
 def help_of(name: str, capsys, monkeypatch) -> str:
@@ -43,7 +48,9 @@ def test_the_help_of_a_command_fits_one_screen_and_ends_with_examples_that_parse
     for module in COMMANDS.values():
         import_module(f"baton.cli.{module}").add_parser(subparsers)
     for argv in argvs:
-        assert parser.parse_args(argv).run
+        args = parser.parse_args(argv)
+        assert args.run and getattr(args, "scheme", "fp8") in SCHEMES
+        assert {word for word in argv if word.startswith("certs/")} <= WRITTEN
 
 
 def test_commands_are_found_in_a_line_of_a_shell():

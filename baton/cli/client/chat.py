@@ -18,7 +18,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 _EXAMPLES = """
 baton chat
-baton chat --system "Answer in one sentence." --temperature 0 --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+baton chat --system "Answer in one sentence." --temperature 0 --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api-key
 """
 
 

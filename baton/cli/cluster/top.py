@@ -30,7 +30,7 @@ _HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
 _EXAMPLES = """
 baton top
-baton top --once --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+baton top --once --target host:50052 --tls-ca certs/ca.crt --tls-cert certs/operator.crt --tls-key certs/operator.key
 """
 
 

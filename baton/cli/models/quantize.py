@@ -25,8 +25,8 @@ SCHEMES = (
 
 
 _EXAMPLES = """
-baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4
-baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4 --calibration prompts.jsonl
+baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4-awq
+baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4-awq --calibration prompts.jsonl
 baton up --model ./Llama-3.2-1B-int4
 """
 
