@@ -20,7 +20,7 @@ from baton.v1 import worker_pb2_grpc
 
 _POLL_S = 0.2
 _START_S = 120.0  # a new role reads the weights again
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class NotDrained(Exception):
@@ -98,13 +98,14 @@ async def _drain(args: argparse.Namespace) -> str:
             await asyncio.sleep(_POLL_S)
         if not args.next_role:
             return f"gone after {time.monotonic() - begun:.1f} s; {_what_follows(first.keeper, args.stay_away)}"
-        while hello is None:
-            if time.monotonic() > begun + _START_S:
-                raise NotDrained(
-                    f"it has drained, and does not answer as a {args.next_role} worker after {_START_S:g} s"
-                )
-            await asyncio.sleep(_POLL_S)
-            hello = await _hello(stub)
+        try:
+            async with asyncio.timeout(_START_S):
+                while hello is None or hello.epoch == epoch:
+                    await asyncio.sleep(_POLL_S)
+                    hello = await _hello(stub)
+        except TimeoutError:
+            told = f"it has drained, and does not answer as a {args.next_role} worker after {_START_S:g} s"
+            raise NotDrained(told) from None
     return f"{'/'.join(hello.roles)} worker after {time.monotonic() - begun:.1f} s"
 
 
@@ -117,10 +118,12 @@ def _what_follows(keeper: str, stays_away: bool) -> str:
 
 
 async def _hello(stub: worker_pb2_grpc.WorkerStub) -> pb.Hello | None:
-    """Return None where there is no answer."""
-    try:
-        return await stub.Describe(pb.DescribeRequest(), timeout=2)
-    except grpc.aio.AioRpcError as error:
-        if error.code() in _GONE:
-            return None
-        raise
+    """Return None where nobody is there; one that is only busy is asked again."""
+    while True:
+        try:
+            return await stub.Describe(pb.DescribeRequest(), timeout=2)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _GONE:
+                return None
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
