@@ -12,7 +12,15 @@ from baton.service.security.access import Access, add_access_flags
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _RETRY = RetryPolicy(max_attempts=5)  # under a second in all: a person at a terminal is told soon that nobody is there
-_OPTIONS = ("max_tokens", "temperature", "seed", "stop", "n", "logprobs")  # flags that are the contract's fields
+_OPTIONS = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "stop",
+    "n",
+    "logprobs",
+)  # flags that are the contract's fields
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +35,8 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """How the answer is drawn and where it ends."""
+    """Which model answers, how the answer is drawn and where it ends."""
+    parser.add_argument("--model", metavar="NAME", help="of a gateway that serves several")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens at most (default: the gateway's)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
     parser.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: drawn)")

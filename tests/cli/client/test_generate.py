@@ -23,6 +23,11 @@ def test_text_as_it_comes(gateway):
     assert [field.name for field, _ in request.sampling.ListFields()] == ["seed"]
 
 
+def test_one_of_several_models(gateway):
+    run("a prompt", "--target", gateway.target, "--model", "code")
+    assert gateway.requests[-1].model == "code"
+
+
 def test_json(gateway):
     argv = ["a prompt", "--target", gateway.target, "--json"]
     done = run(*argv, "--max-tokens", "9", "--temperature", "0", "--seed", "18446744073709551615")
