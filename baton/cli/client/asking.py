@@ -12,15 +12,8 @@ from baton.service.security.access import Access, add_access_flags
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _RETRY = RetryPolicy(max_attempts=5)  # under a second in all: a person at a terminal is told soon that nobody is there
-_OPTIONS = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "seed",
-    "stop",
-    "n",
-    "logprobs",
-)  # flags that are the contract's fields
+# Flags that are the contract's fields.
+_OPTIONS = ("model", "max_tokens", "temperature", "seed", "stop", "n", "logprobs")
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
