@@ -128,9 +128,9 @@ def _in_compose(environment: Mapping[str, str]) -> list[str]:
     return ["    environment:", *(f"      {name}: {value!r}" for name, value in environment.items())]
 
 
-def _flags(worker: WorkerPlan) -> dict[str, str | int]:
+def _flags(worker: WorkerPlan) -> dict[str, object]:
     max_model_len = worker.configs["decode"].max_model_len
-    flags: dict[str, str | int] = {"max-num-seqs": worker.batch, "max-model-len": max_model_len}
+    flags: dict[str, object] = {"max-num-seqs": worker.batch, "max-model-len": max_model_len}
     if worker.form != "none":
         flags["quantization"] = worker.form
     if worker.kv_form != "bf16":
