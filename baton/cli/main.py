@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `baton top | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return 0
+    except KeyboardInterrupt:  # of a command that has no more to say about it
+        print(f"baton {argv[0]}: interrupted", file=sys.stderr)
+        return 1
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:

@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
         return say_failed("chat", str(error), 2)
     except OSError as error:
         return say_failed("chat", str(error), 1)
-    except KeyboardInterrupt:
-        return say_failed("chat", "interrupted", 1)
     return 0
 
 

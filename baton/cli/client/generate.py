@@ -71,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
         raise
     except OSError as error:
         return say_failed("generate", str(error), 1)
-    except KeyboardInterrupt:
-        return say_failed("generate", "interrupted", 1)
     return 0
 
 

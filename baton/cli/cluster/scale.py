@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"baton scale: {error}", file=sys.stderr)
         return 1
     except TimeoutError:
-        print(f"baton scale: not done after {args.timeout:g} s; it goes on", file=sys.stderr)
+        print(f"baton scale: not done after {args.timeout:g} s; what was asked for goes on", file=sys.stderr)
         return 1
     return 0
 
@@ -79,9 +79,9 @@ def _wanted(words: list[str]) -> dict[str, int]:
 
 async def _scale(launcher: WorkerLauncher, wanted: Mapping[str, int], timeout_s: float) -> str:
     """Return the workers there are in the end, as a table. Raises LaunchError, TimeoutError."""
-    for role, number in wanted.items():
-        await scale(launcher, role, number)
     async with asyncio.timeout(timeout_s):
+        for role, number in wanted.items():
+            await scale(launcher, role, number)
         told = ""
         async for workers in launcher.watch():
             if not wanted or not (missing := _missing(workers, wanted)):

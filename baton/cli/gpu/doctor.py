@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from baton.cli.gpu.check import Check
@@ -73,14 +74,15 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
         timer = threading.Timer(max(limit_s, 0.1), _end_late, (process, is_late))
         timer.start()
         assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                add(Check.from_json(line))
-            except ValueError:
-                continue  # what a library prints
-        status = process.wait()
-        timer.cancel()
-        _end(process)  # and what it has left behind
+        try:
+            for line in process.stdout:
+                with suppress(ValueError):  # what a library prints
+                    add(Check.from_json(line))
+            status = process.wait()
+        finally:  # Ctrl-C too
+            timer.cancel()
+            _end(process)  # and what it has left behind
+            process.wait()
         if status and is_late.is_set():
             add(Check(name, "time", False, f"not done within {limit_s:.0f} s"))
         elif status:

@@ -64,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     try:
         figures = evaluate(args)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 1)
     except (QuantizeError, ModelError, ValueError) as error:
         return _fail(str(error), 2)
     except (OSError, RuntimeError) as error:

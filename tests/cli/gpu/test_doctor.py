@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 
 from baton.cli.gpu import doctor
@@ -40,6 +42,24 @@ def test_a_step_that_hangs_ends_when_its_time_is_up(capsys):
     status, lines = run(capsys, {"a": HUNG}, seconds=5.0)
     assert status == 1 and time.monotonic() - begun < 30
     assert [line.split()[0] for line in lines] == ["ok", "FAIL", "1"] and "not done within 5 s" in lines[1]
+
+
+def test_what_ends_the_doctor_ends_the_step():
+    """Ctrl-C goes to the doctor alone: a step has a session of its own."""
+    program = "import os, time; from baton.cli.gpu.check import Check"
+    program += "; print(Check('a', 'memory', True, str(os.getpid())).to_json(), flush=True); time.sleep(60)"
+
+    def interrupt(check: Check) -> None:
+        pids.append(int(check.text))
+        raise KeyboardInterrupt
+
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        doctor.run_step("a", [sys.executable, "-c", program], 60, interrupt)
+    assert not psutil.pid_exists(pids[0])
+    assert not any(
+        isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate()
+    )
 
 
 def test_the_steps_fit_into_twelve_minutes():
