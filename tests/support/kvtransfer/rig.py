@@ -90,7 +90,7 @@ class Destination:
 
 class Rig:
     def __init__(
-        self, transport: str | tuple[str, ...], shape: KVLayout, ttl_s: float = 5.0,
+        self, transport: str | tuple[str, ...], shape: KVLayout, ttl_s: float = 30.0,
         taker_shape: KVLayout | None = None,
         source_folder: Path | None = None, taker_folder: Path | None = None,
         on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
