@@ -35,7 +35,7 @@ from baton.engine.models.registry import read_spec
 from baton.engine.ranks.spawn import Joining, Ranks
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
-from baton.engine.schedule.grammars import Compiling, Grammars, read_grammars
+from baton.engine.schedule.grammars import Grammars, PendingCommands, read_grammars
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, Resume, Start, Stop
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
@@ -99,7 +99,7 @@ class Engine:
         self._computing: list[Slice] = []  # by it, and not collected yet
         self._flights: deque[Flight] = deque()  # steps that were launched and not read, the first first
         self._deferred: deque[Command] = deque()  # commands for keys in flight
-        self._compiling = Compiling(self.inbox.ring)
+        self._pending = PendingCommands(self.inbox.ring)
         self.work = StepWork()
         self._rate = Rate()
         self._stepping = threading.Lock()
@@ -218,7 +218,7 @@ class Engine:
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        is_told = bool(self.inbox or self._deferred or self._compiling)
+        is_told = bool(self.inbox or self._deferred or self._pending)
         return is_told or bool(self._flights) or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
@@ -239,7 +239,7 @@ class Engine:
                     return self._outputs
             while self._deferred:
                 self._obey(self._deferred.popleft())
-            for command in chain(self.inbox.drain(), self._compiling.take_ready()):
+            for command in chain(self.inbox.drain(), self._pending.take_ready()):
                 self._obey(command)
             self._end_expired(now)
             slices = self.scheduler.schedule(launcher.num_stages if self._overlaps else 1)
@@ -301,7 +301,7 @@ class Engine:
         passed."""
         aloft = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
         aloft |= {command.key for command in self._deferred}
-        for command in chain(self.inbox.drain(), self._compiling.take_ready()):
+        for command in chain(self.inbox.drain(), self._pending.take_ready()):
             if command.key in aloft:
                 self._deferred.append(command)
             else:
@@ -327,7 +327,7 @@ class Engine:
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
-        several = None if self._compiling else self._multi_step
+        several = None if self._pending else self._multi_step
         on_layer = layer_watermark(slices, self.layout, self.on_progress)
         drawn, num_steps = compute(
             self.runner, several, slices, self.scheduler, on_layer, self.speculator.num_plain_steps
@@ -355,7 +355,7 @@ class Engine:
 
     def _obey_for(self, group: Group, command: GroupCommand) -> None:
         match command:
-            case Enter() | Start() | Park() | Resume() if self._compiling.keeps(group.grammar, command):
+            case Enter() | Start() | Park() | Resume() if self._pending.keeps(group.grammar, command):
                 pass
             case Enter() | Start() if group.grammar is not None and (error := group.grammar.exception()):
                 self._end(group, "constraint", f"constraint: {error}")

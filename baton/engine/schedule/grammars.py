@@ -49,7 +49,7 @@ class Grammars:
                 grammar.cancel()
 
 
-class Compiling:
+class PendingCommands:
     """Commands that wait for the grammars of their groups, in order. The loop's; `ring` wakes it where one is there."""
 
     def __init__(self, ring: Callable[[], None]):
