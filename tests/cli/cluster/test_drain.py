@@ -10,6 +10,7 @@ from baton.cli.cluster import drain
 from baton.cli.main import main
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from tests.support.pace import patience
 
 OLD, NEW = pb.Hello(roles=["prefill"], epoch=1), pb.Hello(roles=["decode"], epoch=2)
 BUSY, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
@@ -41,8 +42,8 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
     ids=["busy", "old", "grace", "gone"],
 )
 def test_a_worker_changes_its_role(answers, start_s, expected, monkeypatch, capsys):
-    monkeypatch.setattr(drain, "_POLL_S", 0.02)
-    monkeypatch.setattr(drain, "_START_S", start_s)
+    monkeypatch.setattr(drain, "_POLL_S", patience(0.02))
+    monkeypatch.setattr(drain, "_START_S", patience(start_s))
     server = grpc.server(ThreadPoolExecutor(2))
     worker_pb2_grpc.add_WorkerServicer_to_server(StandIn(answers), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
