@@ -183,6 +183,10 @@ class AsyncClient:
                 )
             except grpc.RpcError as raised:
                 error = read_call_error(raised)
+            except asyncio.CancelledError:  # of the caller's task, or by close(), which gRPC says alike
+                if is_cancelling():
+                    raise
+                raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
             pause_s = attempts.pause_s(error)
             self._addresses.leave(index, error)
             await asyncio.sleep(pause_s)
@@ -231,8 +235,8 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
             except grpc.RpcError as raised:
                 await self._again(read_call_error(raised))
                 continue
-            except asyncio.CancelledError:  # of the caller's task, or by cancel(), which gRPC says alike
-                if not self._cancelled.is_set() or is_cancelling():
+            except asyncio.CancelledError:  # of the caller's task, by cancel() or the client's close(), which gRPC says alike
+                if is_cancelling():
                     raise
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
             if not isinstance(message, pb.GenerateResponse):

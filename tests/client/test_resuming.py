@@ -11,7 +11,7 @@ import pytest
 from baton.client import AsyncClient, CallError, Client, RetryPolicy
 from baton.client.retries import Addresses
 from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
-from tests.client.conftest import NUM_TOKENS, answer_of
+from tests.client.conftest import NUM_TOKENS, ScriptedGateway, answer_of, serving
 from tests.support.client import gather
 from tests.support.pace import patience
 
@@ -219,6 +219,33 @@ def test_what_runs_ends_with_its_client(gateways, num):
         with pytest.raises(CallError, match="CANCELLED"):
             client.generate("a")
     assert sum(len(gateway.requests) for gateway in found) == 1
+
+
+class Silent(ScriptedGateway):
+    """Answers nothing until its server ends."""
+
+    def Generate(self, request, context):
+        self.Complete(request, context)
+        yield from ()
+
+    def Complete(self, request, context):
+        self._note(request, context)
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        ended.wait()
+
+
+@pytest.mark.parametrize("what", ["stream", "call"])
+async def test_what_waits_for_an_answer_ends_with_its_client_of_asyncio(what):
+    """gRPC says of a closed channel what asyncio says of a task that is cancelled."""
+    with serving(Silent()) as gateway:
+        client = AsyncClient(gateway.target, retry=QUICK)
+        waiting = asyncio.ensure_future(anext(client.stream("a")) if what == "stream" else client.generate("a"))
+        while not gateway.requests:
+            await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(CallError, match="CANCELLED"):
+            await asyncio.wait_for(waiting, patience(10))
 
 
 def test_threads_open_an_address_once():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import boto3
 import pytest
+from moto.backends import get_backend
+from moto.core import DEFAULT_ACCOUNT_ID
 from moto.server import ThreadedMotoServer
 
 from baton.cli.launch import object_store
@@ -121,6 +123,19 @@ def test_a_model_in_s3(s3, capsys):
     s3.stop()
     assert find_model(Path("s3://acme/models/tiny")) == folder
     assert f"cannot be reached; {folder} has it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encryption", ["aws:kms", "AES256"])
+def test_a_tag_that_is_no_md5(s3, encryption):
+    """S3's is none where a key of KMS has encrypted the object; elsewhere it is another object's."""
+    key = "models/tiny/model.safetensors"
+    s3.put_object(Bucket="acme", Key=key, Body=FILES["model.safetensors"], ServerSideEncryption=encryption)
+    get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"].buckets["acme"].keys[key]._etag = "0" * 32
+    if encryption == "aws:kms":
+        folder = find_model(Path("s3://acme/models/tiny"))
+        assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    else:
+        assert "is not what the store names" in refused("s3://acme/models/tiny")
 
 
 def test_what_is_not_in_s3(s3):
