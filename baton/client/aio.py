@@ -235,7 +235,9 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
             except grpc.RpcError as raised:
                 await self._again(read_call_error(raised))
                 continue
-            except asyncio.CancelledError:  # of the caller's task, by cancel() or the client's close(), which gRPC says alike
+            except (
+                asyncio.CancelledError
+            ):  # of the caller's task, by cancel() or the client's close(), which gRPC says alike
                 if is_cancelling():
                     raise
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None

@@ -20,11 +20,11 @@ _PREPARED_TOKENS = 8 << 20  # of prompts: 32 MiB
 _UNTIL_SERVED = RetryPolicy(max_attempts=1000)
 
 
-async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoResponse:
-    """Raises Unreachable."""
+async def model_info(target: str, access: Access = Access(), model: str = "") -> pb.GetModelInfoResponse:
+    """Ask for a model, whose name may be left out where one is served. Raises Unreachable."""
     async with AsyncClient(target, timeout_s=5, retry=NO_RETRIES, **access.for_client()) as client:
         try:
-            return await client.model_info()
+            return await client.model_info(model)
         except CallError as error:
             raise Unreachable(explain_failure(target, error.code(), error.message, access)) from None
 
@@ -42,6 +42,7 @@ class GrpcBackend:
 
     def make(self, job: Job) -> pb.GenerateRequest:
         return pb.GenerateRequest(
+            model=self._plan.model,
             token_ids=pb.TokenIds(ids=prompt_ids(job, self._plan.vocab_size, self._plan.seed)),
             sampling=pb.Sampling(temperature=0.0),
             stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),

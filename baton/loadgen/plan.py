@@ -30,6 +30,7 @@ class RunPlan:
     timeout_s: float = 120.0
     seed: int = 0
     access: Access = Access()
+    model: str = ""  # of the gateway's; empty: the only one
     slo_class: str = ""  # that requests name; empty: none
     retries: bool = False  # sends again what is refused for now, after the pause that the refusal asks for
     openai: OpenAIServer | None = None  # instead of the gateway at `target`

@@ -90,4 +90,3 @@ def test_what_cannot_be_measured_is_one_line(capsys):
             assert bench(*arguments) == 1
             error = capsys.readouterr().err
             assert told in error and error.count("\n") == 1
-    assert bench("--model", "x") == 2 and "--model needs --openai" in capsys.readouterr().err

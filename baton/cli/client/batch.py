@@ -97,9 +97,9 @@ async def _send(args: argparse.Namespace, access: Access, num_done: int, write: 
     answers at first, GatewayGone where none does any more."""
     connection = access.for_client()
     async with AsyncClient(args.target, timeout_s=5, retry=NO_RETRIES, **connection) as client:
-        model = (await client.model_info()).name
+        await client.list_models()
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
-        runner, slots = LineRunner(client, model), asyncio.Semaphore(args.concurrency)
+        runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)
         waiting: deque[asyncio.Task[Json]] = deque()
 
         async def ask(number: int, line: str) -> Json:

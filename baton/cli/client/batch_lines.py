@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,13 +26,20 @@ class GatewayGone(Exception):
     """No gateway answers: the line has no result, and neither would those after it."""
 
 
+@dataclass
+class _LineModel:
+    """Its name in results, and of tokens that results with logprobs show the text and its bytes."""
+
+    name: str
+    texts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+
+
 class LineRunner:
     """Ask what lines say."""
 
-    def __init__(self, client: AsyncClient, model: str):
-        """`model`: its name in results."""
-        self._client, self._model = client, model
-        self._texts: dict[int, tuple[str, bytes]] = {}  # of tokens that results with logprobs show
+    def __init__(self, client: AsyncClient):
+        self._client = client
+        self._models: dict[str, _LineModel] = {}  # by the name that lines give
 
     async def result(self, number: int, line: str) -> Json:
         """Return the result of the line of that number. Raises GatewayGone."""
@@ -60,18 +68,24 @@ class LineRunner:
         for request in asked.requests:
             request.slo_class = request.slo_class or _SLO_CLASS
         responses = await asyncio.gather(*(self._client.complete(request) for request in asked.requests))
-        await self._fetch_texts(responses)
-        return form(asked, self._model, self._texts.__getitem__).whole(list(responses))
+        model = await self._model(asked.requests[0].model)
+        await self._fetch_texts(responses, model)
+        return form(asked, model.name, model.texts.__getitem__).whole(list(responses))
 
-    async def _fetch_texts(self, responses: list[pb.CompleteResponse]) -> None:
+    async def _model(self, asked: str) -> _LineModel:
+        if asked not in self._models:
+            self._models[asked] = _LineModel((await self._client.model_info(asked)).name)
+        return self._models[asked]
+
+    async def _fetch_texts(self, responses: list[pb.CompleteResponse], model: _LineModel) -> None:
         """Learn the text of each token that the results name."""
         for response in responses:
             for choice in response.choices:
                 for logprobs in choice.logprobs:
                     for token in (logprobs.chosen, *logprobs.top):
-                        if token.token_id not in self._texts:
-                            text = await self._client.detokenize([token.token_id])
-                            self._texts[token.token_id] = text, text.encode()
+                        if token.token_id not in model.texts:
+                            text = await self._client.detokenize([token.token_id], model=model.name)
+                            model.texts[token.token_id] = text, text.encode()
 
 
 class _NoRequest(Exception):

@@ -72,7 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="URL",
         help="any server of OpenAI's API instead, for instance http://127.0.0.1:8000/v1; prompts are words there",
     )
-    parser.add_argument("--model", metavar="NAME", help="of --openai (default: the first that it lists)")
+    parser.add_argument(
+        "--model", metavar="NAME", help="of several that are served (default: the only one; of --openai the first)"
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--rate", type=positive, metavar="R", help="requests a second, open loop (default: 4)")
     load.add_argument("--closed", type=whole, metavar="N", help="N requests at a time, closed loop")
@@ -113,8 +115,6 @@ def run(args: argparse.Namespace) -> int:
         if args.compare:
             first, second = map(read_run, args.compare)
             return _compare(first, second, args.out)
-        if args.model and not args.openai:
-            raise ValueError("--model needs --openai: a gateway serves one model")
         if args.sweep and args.slo == Slo():
             raise ValueError("--sweep needs --slo: without one no rate is too high")
         entries = read_trace(args.trace) if args.trace else None
@@ -173,7 +173,7 @@ async def _served(args: argparse.Namespace) -> _Served:
         info = await openai_info(args.openai, args.model, access)
         here = is_loopback(f"{urlsplit(args.openai).hostname}:80")
         return _Served(args.openai, info.server.model, VOCAB_SIZE, info.context or sys.maxsize, here, info.server)
-    info = await model_info(args.target, access)
+    info = await model_info(args.target, access, args.model or "")
     model = f"{info.name}, {info.dtype}, weights {info.quantization}, kv {info.kv_dtype}"
     return _Served(args.target, model, info.vocab_size, info.context, is_loopback(args.target))
 
@@ -192,6 +192,7 @@ class _Bench:
             timeout_s=args.timeout,
             seed=self._seed,
             access=read_access(args),
+            model=args.model or "",
             openai=served.openai,
         )
         self._warmed = False

@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
-from baton.cli.cluster.findings import Findings, advice_for
+from baton.cli.cluster.findings import Findings, advice_for, describe_layout, describe_ranks, describe_worker
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
@@ -38,12 +38,13 @@ _HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
 
 @dataclass
 class Found:
-    """The stack to check: addresses by role, Redis, collector and files."""
+    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector."""
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
     redis: str = ""
     collector: str = ""
+    models: dict[str, str] = field(default_factory=dict)
 
 
 _EXAMPLES = """
@@ -59,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         "doctor",
         summary="check a running stack, part by part, by moving real blocks",
-        description="Sends a request and checks gateway, workers, KV transfer, Redis and collector, within 30 s. "
-        "Exit 0 if the request works (without --target: if a prompt's KV reaches a decode worker), 1 if not.",
+        description="Sends a request to each model and checks gateway, workers, KV transfer, Redis and collector, within 30 s. "
+        "Exit 0 if requests work (without --target: if a prompt's KV reaches a decode worker), 1 if not.",
         examples=_EXAMPLES,
     )
     parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
@@ -107,7 +108,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
     target = args.target or (None if found.prefill or found.decode else DEFAULT_TARGET)
     if target:
         await _gateway(target, access, found, report)
-        report.request_works = await _request(target, access, report)
+        report.request_works = await _requests(target, access, report)
     if found.redis:
         await _redis(found.redis, report)
     if found.collector:
@@ -116,8 +117,10 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         hellos = await _workers(channels, found, report)
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
-        _same_model({address: hellos[address] for address in (*prefill, *decode)}, report)
-        pairs = [(source, taker) for source in prefill for taker in decode]
+        model_of = {address: found.models.get(address, "") for address in (*prefill, *decode)}
+        for model in dict.fromkeys(model_of.values()):
+            _same_model({address: hellos[address] for address in model_of if model_of[address] == model}, report)
+        pairs = [(source, taker) for source in prefill for taker in decode if model_of[source] == model_of[taker]]
         works = [await _handoff(channels, *pair, until, report) for pair in pairs if time.monotonic() < until]
         if len(works) < len(pairs):
             report.note(
@@ -145,6 +148,7 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
         addresses = found.prefill if view.role == "prefill" else found.decode
         if view.address not in addresses:
             addresses.append(view.address)
+        found.models[view.address] = view.model
         if view.state == "refused":
             report.warn("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
     found.redis = found.redis or fleet.redis_url
@@ -201,8 +205,8 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
             continue
         hellos[address] = hello
         clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
-        report.say(role, address, f"{_described(hello)}; {clock}")
-        for line in _group(hello.group):
+        report.say(role, address, f"{describe_worker(hello)}; {clock}")
+        for line in describe_ranks(hello.group):
             report.say("ranks", address, line)
     if not found.decode:
         report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
@@ -274,22 +278,33 @@ def _told(error: Exception) -> str:
 
 def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) -> None:
     if prefill.numerics_class == decode.numerics_class and prefill.layout == decode.layout:
-        report.say("layouts", where, f"equal: {_layout(prefill)}")
+        report.say("layouts", where, f"equal: {describe_layout(prefill)}")
     else:
-        report.note("layouts", where, f"{_layout(prefill)} is converted to {_layout(decode)}")
+        report.note("layouts", where, f"{describe_layout(prefill)} is converted to {describe_layout(decode)}")
 
 
-async def _request(target: str, access: Access, report: Findings) -> bool:
-    """Two tokens through the front door: whether they come."""
+async def _requests(target: str, access: Access, report: Findings) -> bool:
+    """Two tokens of each model through the front door, all at once: whether they come."""
     report.trying("request", target)
     async with AsyncClient(target, timeout_s=_REQUEST_S, retry=NO_RETRIES, **access.for_client()) as client:
-        begun = time.monotonic()
         try:
-            answer = await client.generate("Is anyone there?", max_tokens=2)
+            models = [info.name for info in await client.list_models()]
         except CallError as error:
             report.fail("request", target, str(error), "look into the gateway's log")
             return False
-    report.say("request", target, f"{answer.usage.output_tokens} tokens in {1e3 * (time.monotonic() - begun):.0f} ms")
+        return all(await asyncio.gather(*(_request(client, target, model, models, report) for model in models)))
+
+
+async def _request(client: AsyncClient, target: str, model: str, models: Sequence[str], report: Findings) -> bool:
+    named = f"{model}: " if len(models) > 1 else ""
+    begun = time.monotonic()
+    try:
+        answer = await client.generate("Is anyone there?", model=model, max_tokens=2)
+    except CallError as error:
+        report.fail("request", target, f"{named}{error}", "look into the gateway's log")
+        return False
+    took_ms = 1e3 * (time.monotonic() - begun)
+    report.say("request", target, f"{named}{answer.usage.output_tokens} tokens in {took_ms:.0f} ms")
     return True
 
 
@@ -326,49 +341,6 @@ async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
         round_trip_s = time.monotonic() - begun
         pings.append((hello, (hello.wall_time_ns - sent_ns) / 1e9 - round_trip_s / 2, round_trip_s))
     return min(pings, key=lambda ping: ping[2])
-
-
-def _described(hello: pb.Hello) -> str:
-    card = hello.model
-    cache = "on" if card.prefix_cache else "off"
-    return (
-        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
-        f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
-    )
-
-
-def _group(group: pb.RankGroup) -> list[str]:
-    """Draw the processes of a worker, a line for each stage, and say how fast they add."""
-    width, lines = len(group.ranks) // max(1, group.num_stages), []
-    for stage in range(group.num_stages):
-        ranks = [_rank(rank) for rank in group.ranks[stage * width : (stage + 1) * width]]
-        lines.append(f"{f'stage {stage}: ' if group.num_stages > 1 else ''}{' | '.join(ranks)}")
-    if group.sum_row_us:
-        speed = f"{group.sum_bytes_per_s / 1e9:.2f} GB/s, {group.sum_bytes_per_s / group.copy_bytes_per_s:.2f} of"
-        lines.append(f"a sum of one row takes {group.sum_row_us:.0f} us, of a step {speed} its host's copy")
-    return lines
-
-
-def _rank(rank: pb.Rank) -> str:
-    nodes = f", NUMA {rank.numa_nodes}" if rank.numa_nodes else ""
-    return f"{rank.where} {rank.weight_bytes / (1 << 20):.1f} MiB{nodes}"
-
-
-def _context(limits: pb.Limits) -> str:
-    """Describe the longest sequence that a worker takes, and what limits it."""
-    if limits.max_model_len >= limits.model_context:
-        return str(limits.max_model_len)
-    is_pool = limits.max_model_len == limits.num_blocks * limits.block_size
-    why = ": its KV pool holds no more, give it more --num-blocks" if is_pool else ""
-    return f"{limits.max_model_len} of the model's {limits.model_context}{why}"
-
-
-def _layout(hello: pb.Hello) -> str:
-    groups = ", ".join(
-        f"{group.num_layers} layers x {group.num_kv_heads} heads x {group.head_dim} {group.form}"
-        for group in hello.layout.groups
-    )
-    return f"{groups}, blocks of {hello.limits.block_size}"
 
 
 def _unreachable(error: grpc.aio.AioRpcError, what: str, flag: str) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, with advice."""
+"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, and say them in words, with
+advice."""
 
 import json
 import sys
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from baton.service.logs import printable
+from baton.v1 import worker_pb2 as pb
 
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
 
@@ -85,3 +87,48 @@ _ADVICE: Sequence[tuple[str, str]] = (
     ("queue_full", "it has no room now: try again when it has less to do"),
     ("draining", "it is being stopped: start it again"),
 )
+
+
+def describe_worker(hello: pb.Hello) -> str:
+    """Say what a worker serves, and with what."""
+    card = hello.model
+    cache = "on" if card.prefix_cache else "off"
+    return (
+        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
+        f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
+    )
+
+
+def describe_ranks(group: pb.RankGroup) -> list[str]:
+    """Draw the processes of a worker, a line for each stage, and say how fast they add."""
+    width, lines = len(group.ranks) // max(1, group.num_stages), []
+    for stage in range(group.num_stages):
+        ranks = [_rank(rank) for rank in group.ranks[stage * width : (stage + 1) * width]]
+        lines.append(f"{f'stage {stage}: ' if group.num_stages > 1 else ''}{' | '.join(ranks)}")
+    if group.sum_row_us:
+        speed = f"{group.sum_bytes_per_s / 1e9:.2f} GB/s, {group.sum_bytes_per_s / group.copy_bytes_per_s:.2f} of"
+        lines.append(f"a sum of one row takes {group.sum_row_us:.0f} us, of a step {speed} its host's copy")
+    return lines
+
+
+def _rank(rank: pb.Rank) -> str:
+    nodes = f", NUMA {rank.numa_nodes}" if rank.numa_nodes else ""
+    return f"{rank.where} {rank.weight_bytes / (1 << 20):.1f} MiB{nodes}"
+
+
+def _context(limits: pb.Limits) -> str:
+    """Describe the longest sequence that a worker takes, and what limits it."""
+    if limits.max_model_len >= limits.model_context:
+        return str(limits.max_model_len)
+    is_pool = limits.max_model_len == limits.num_blocks * limits.block_size
+    why = ": its KV pool holds no more, give it more --num-blocks" if is_pool else ""
+    return f"{limits.max_model_len} of the model's {limits.model_context}{why}"
+
+
+def describe_layout(hello: pb.Hello) -> str:
+    """Say how its KV blocks are laid out."""
+    groups = ", ".join(
+        f"{group.num_layers} layers x {group.num_kv_heads} heads x {group.head_dim} {group.form}"
+        for group in hello.layout.groups
+    )
+    return f"{groups}, blocks of {hello.limits.block_size}"

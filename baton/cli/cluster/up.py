@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 import sys
 
@@ -55,7 +56,8 @@ class _HelpAll(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal: 0 drained, 1 failed, 2 wrong use."""
     try:
-        return asyncio.run(_serve(Stack(make_plan(args))))
+        plan = make_plan(args)
+        return asyncio.run(_serve(Stack(plan), next(iter(plan.models))))
     except SettingsError as error:
         return _fail(error, 2)
     except (LaunchError, ListenError, PortError) as error:
@@ -64,11 +66,12 @@ def run(args: argparse.Namespace) -> int:
         return _fail(error, error.status)
 
 
-async def _serve(stack: Stack) -> int:
+async def _serve(stack: Stack, model: str | None) -> int:
+    """`model`: the first of several."""
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
-    if not await _unless_signalled(_announce(stack), signals):
+    if not await _unless_signalled(_announce(stack, model), signals):
         await stack.kill()
         return 1
     await signals.get()
@@ -79,11 +82,12 @@ async def _serve(stack: Stack) -> int:
     return 1
 
 
-async def _announce(stack: Stack) -> bool:
+async def _announce(stack: Stack, model: str | None) -> bool:
     fields = await stack.start()
     print("ready", *(f"{key}={value}" for key, value in {**fields, "pid": os.getpid()}.items()), flush=True)
     has_keys = "fleet" in fields  # then the command needs more than an address
-    ask = "" if has_keys else f'; next: baton generate "def f(x):" --target {fields["grpc"]}'
+    named = f" --model {shlex.quote(model)}" if model else ""
+    ask = "" if has_keys else f'; next: baton generate "def f(x):"{named} --target {fields["grpc"]}'
     print(f"baton: page http://{fields['admin']}/{ask}", file=sys.stderr, flush=True)
     return True
 

@@ -19,7 +19,7 @@ class Echo(inference_pb2_grpc.InferenceServicer):
     """Answers with the prompt; `failures` says how often which prompt is refused first."""
 
     def __init__(self):
-        self.requests, self.target = [], ""
+        self.requests, self.target, self.models = [], "", ["demo"]
         self.failures: dict[str, list[BatonError]] = {}
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
 
@@ -45,10 +45,18 @@ class Echo(inference_pb2_grpc.InferenceServicer):
                 self._at_once -= 1
 
     def Detokenize(self, request, context):
-        return pb.DetokenizeResponse(text=f"<{request.token_ids[0]}>")
+        return pb.DetokenizeResponse(text=f"<{self._named(request, context)} {request.token_ids[0]}>")
 
     def GetModelInfo(self, request, context):
-        return pb.GetModelInfoResponse(name="demo")
+        return pb.GetModelInfoResponse(name=self._named(request, context))
+
+    def ListModels(self, request, context):
+        return pb.ListModelsResponse(models=[pb.GetModelInfoResponse(name=name) for name in self.models])
+
+    def _named(self, request, context) -> str:
+        if not request.model and len(self.models) > 1:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "model: is needed, one of: " + ", ".join(self.models))
+        return request.model or self.models[0]
 
 
 @pytest.fixture
@@ -106,8 +114,19 @@ def test_each_form(run, echo):
     texts = [[choice["text"] for choice in result["response"]["body"]["choices"]] for result in results[:2]]
     assert texts == [["X"], ["Y", "Z"]]
     (token,) = results[2]["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert token["token"] == "<9>" and token["bytes"] == list(b"<9>")
+    assert token["token"] == "<demo 9>" and token["bytes"] == list(b"<demo 9>")
     assert sorted(request.slo_class for request in echo.requests) == ["batch"] * 3 + ["standard"]
+
+
+def test_lines_of_several_models(run, echo):
+    """Each result has the name and the tokens of the model that its line asked."""
+    echo.models = ["chat", "code"]
+    _, results = run([chat(name, model=name, logprobs=True) for name in ("chat", "code", "chat")])
+    assert [request.model for request in echo.requests].count("code") == 1
+    for result in results:
+        body = result["response"]["body"]
+        assert body["model"] == result["custom_id"]
+        assert body["choices"][0]["logprobs"]["content"][0]["token"] == f"<{body['model']} 9>"
 
 
 def test_a_failing_line_ends_nothing(run, echo):

@@ -27,6 +27,14 @@ def bench(*arguments: str) -> int:
     return main(["bench", *arguments])
 
 
+def test_one_of_several_models(tmp_path):
+    stub = StubGateway()
+    with serving(stub) as target:
+        out = tmp_path / "run"
+        bench("--target", target, "--model", "code", "--closed", "2", "--num-requests", "4", "--out", str(out))
+    assert set(stub.models) == {"code"} and json.loads((out / "summary.json").read_text())["model"].startswith("code, ")
+
+
 def test_a_run_and_its_files(target, tmp_path, capsys):
     out = tmp_path / "run"
     status = bench("--target", target, "--rate", "50", "--num-requests", "20", "--slo", "ttft=10s", "--out", str(out))

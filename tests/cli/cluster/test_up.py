@@ -71,6 +71,14 @@ def test_ready_line_options_and_drain_order(folder):
     assert "--admin=127.0.0.1:0" in gateway and not any(argument.startswith("--redis") for argument in gateway)
 
 
+def test_the_hint_names_one_of_several_models(folder):
+    process = start(folder, "--model", "my chat=m,code=m")
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    status, _, err = finish(process)
+    assert status == 0 and """ next: baton generate "def f(x):" --model 'my chat' --target """ in err
+
+
 async def test_a_signal_that_comes_as_the_start_ends_is_heard_by_the_next():
     signals: asyncio.Queue[None] = asyncio.Queue()
 

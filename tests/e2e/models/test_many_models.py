@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from baton.cli.main import main
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.e2e.conftest import OPTIONS
 from tests.support.client import Client
@@ -94,6 +95,26 @@ def test_listed_by_http(many):
     asked = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(asked, timeout=20) as page:
         assert json.load(page)["model"] == "code"
+
+
+def test_commands_that_ask_all_of_them(many, tmp_path, capsys):
+    """`baton doctor` compares and connects workers of one model alone, and asks each; `baton batch` goes by its lines."""
+    assert main(["doctor", "--json", "--target", many.target]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each for each in checks if each["status"] in ("warning", "failure")] == []
+    assert {each["text"].partition(":")[0] for each in checks if each["part"] == "request"} == {"chat", "code"}
+    assert {each["where"].partition(" > ")[2] for each in checks if each["part"] == "handoff"} == {
+        many.address[many.decode[0].name]
+    }
+    lines = tmp_path / "in.jsonl"
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    for name in ("chat", "code"):
+        line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
+        lines.open("a").write(json.dumps(line) + "\n")
+    assert main(["batch", str(lines), "--target", many.target]) == 0
+    results = [json.loads(line)["response"]["body"] for line in (tmp_path / "in.results.jsonl").open()]
+    assert [result["model"] for result in results] == ["chat", "code"]
+    assert results[0]["choices"][0]["text"] != results[1]["choices"][0]["text"]
 
 
 def test_one_whose_worker_dies(many, client):

@@ -20,12 +20,16 @@ class StubGateway(inference_pb2_grpc.InferenceServicer):
     def __init__(self, delay_s: float = 0.0, step_s: float = 0.0, refuse_every: int = 0, phase: str = "prefill"):
         self.delay_s, self.step_s, self.refuse_every, self.phase = delay_s, step_s, refuse_every, phase
         self.prompts: list[tuple[int, ...]] = []
+        self.models: list[str] = []  # that requests named
 
     async def GetModelInfo(self, request, context):
-        return pb.GetModelInfoResponse(name="stub", context=4096, vocab_size=1000, dtype="bf16", kv_dtype="bf16")
+        return pb.GetModelInfoResponse(
+            name=request.model or "stub", context=4096, vocab_size=1000, dtype="bf16", kv_dtype="bf16"
+        )
 
     async def Generate(self, request, context):
         self.prompts.append(tuple(request.token_ids.ids))
+        self.models.append(request.model)
         if self.refuse_every and len(self.prompts) % self.refuse_every == 0:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         num, delayed = request.stopping.max_tokens, 1 if self.phase == "kv_wait" else 0
