@@ -126,7 +126,7 @@ class Fetcher:
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
         numerics, shares = self._check(handle, want)
-        shelter, began = Shelter(self._pools.host, destination, len(shares)), time.monotonic()
+        shelter, began = Shelter(self._pools.host, destination, len(shares), handle), time.monotonic()
         pulls = [
             Pull(self._pools, self._sharding, handle, share, index, shelter, self._digest,
                  self._codec, self._room)

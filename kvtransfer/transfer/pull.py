@@ -52,14 +52,16 @@ class Destination(Protocol):
 
 
 class Shelter:
-    """Join the shares of one fetch: `destination` is called with what all of them have."""
+    """Join the shares of one fetch: `destination` is called with what all of them have; of a prompt with a state once that is all,
+    since the state is the one behind the last token and goes with no fewer."""
 
-    def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int):
+    def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int, handle: KVHandle):
         self.num_cached_tokens = destination.num_cached_tokens
         self._memory = memory
         self._destination = destination
         self._verified = [destination.num_cached_tokens] * num_shares
         self._told = destination.num_cached_tokens
+        self._least = 0 if handle.layout.state is None else handle.num_tokens
         self._blocks: list[BlockRef] = []
         self.ids = self.state_ids = np.empty(0, np.int64)  # of _blocks; of the one state
 
@@ -85,7 +87,7 @@ class Shelter:
 
     def verified(self, share: int, upto_token: int) -> None:
         self._verified[share] = upto_token
-        if (common := min(self._verified)) > self._told:
+        if (common := min(self._verified)) > self._told and common >= self._least:
             self._told = common
             self._destination.verified(common)
 

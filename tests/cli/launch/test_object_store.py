@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
+import obstore
 import pytest
 from moto.backends import get_backend
 from moto.core import DEFAULT_ACCOUNT_ID
@@ -136,6 +137,20 @@ def test_a_tag_that_is_no_md5(s3, encryption):
         assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     else:
         assert "is not what the store names" in refused("s3://acme/models/tiny")
+
+
+def test_an_altered_object_is_removed_where_nobody_says_how_it_is_tagged(s3, monkeypatch):
+    key = "models/tiny/model.safetensors"
+    stored = get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"].buckets["acme"].keys[key]
+    stored._etag = "0" * 32
+
+    def sign(*arguments):
+        raise obstore.exceptions.GenericError("nothing to sign with")
+
+    monkeypatch.setattr(obstore, "sign", sign)
+    assert "it is removed, try again" in refused("s3://acme/models/tiny")
+    stored._etag = None
+    assert (find_model(Path("s3://acme/models/tiny")) / "model.safetensors").exists()
 
 
 def test_what_is_not_in_s3(s3):

@@ -10,6 +10,7 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.layout import STATE, KVGroup, KVLayout
 from kvtransfer.memory.blocks import check_movable
+from kvtransfer.transfer import dialogue
 from tests.support.kvtransfer.rig import NUM_TOKENS, kind, layout, running
 
 TRANSPORTS = ("inproc", "shm", "tcp", "grpc")
@@ -157,6 +158,38 @@ def test_a_lost_line_is_taken_up_again(name):
             destination = rig.destination()
             await rig.fetch(rig.ready_offer(), destination)
             assert not left and came(rig) and destination.upto == [NUM_TOKENS]
+
+    asyncio.run(main())
+
+
+def test_a_fetch_that_fails_behind_its_state_has_brought_nothing(name, monkeypatch):
+    """The state is the one behind the last token: with the first tokens alone it is another prompt's."""
+    monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 1)
+
+    async def main():
+        async with running(name, HYBRID) as rig:
+            confirmed = {True: 0, False: 0}  # of the state, and of KV
+
+            def fault(frame, line):
+                if (what := kind(frame)) in ("ready", "confirm"):
+                    moved = getattr(frame, what).range
+                    is_state = moved.layer_begin >= FIRST_STATE_LAYER
+                    is_last = not is_state and moved.token_end == NUM_TOKENS
+                    if not is_state and not confirmed[True] or is_last and not confirmed[False]:
+                        line.close()
+                        raise errors.PeerLost("the state comes first, the last tokens behind others")
+                    if what == "confirm":
+                        confirmed[is_state] += 1
+                    elif is_last:
+                        frame.ready.digests[0] ^= 1
+                return [frame]
+
+            rig.source.fault = fault
+            destination = rig.destination()
+            with pytest.raises(errors.DigestMismatch):
+                await rig.fetch(rig.ready_offer(), destination)
+            assert confirmed[False] and not destination.upto
+            rig.source.cancel("k")
 
     asyncio.run(main())
 
