@@ -175,7 +175,7 @@ def test_a_fetch_that_fails_behind_its_state_has_brought_nothing(name, monkeypat
                     moved = getattr(frame, what).range
                     is_state = moved.layer_begin >= FIRST_STATE_LAYER
                     is_last = not is_state and moved.token_end == NUM_TOKENS
-                    if not is_state and not confirmed[True] or is_last and not confirmed[False]:
+                    if (not is_state and not confirmed[True]) or (is_last and not confirmed[False]):
                         line.close()
                         raise errors.PeerLost("the state comes first, the last tokens behind others")
                     if what == "confirm":
