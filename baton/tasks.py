@@ -1,9 +1,10 @@
-"""Tasks that run for as long as their process does: one that fails says so and begins again."""
+"""Tasks that run for as long as their process does: one that fails says so and begins again. And what gRPC leaves to its callers
+to cancel."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 SETTLED_S = 60.0  # work that has run for this long begins again after the first pause
@@ -59,6 +60,13 @@ def is_cancelled() -> bool:
     """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1 does
     at times."""
     return (task := asyncio.current_task()) is not None and task.cancelling() > 0
+
+
+def cancel_call(call: Any) -> None:
+    """Cancel a stream of grpc.aio, also one whose write has failed: gRPC takes that for ended and cancels it no more, but its
+    status never comes while messages are unread, and it stays for ever with all that it holds."""
+    if not call.cancel() and (core := getattr(call, "_cython_call", None)) is not None:
+        core.cancel("its write had failed")
 
 
 def _leave_if_cancelled() -> None:

@@ -22,7 +22,7 @@ from baton.service.net.in_process import InProcessChannel, channel_to
 from baton.service.observe.telemetry import CLOCK
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
-from baton.tasks import is_cancelled
+from baton.tasks import cancel_call, is_cancelled
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from gateway.link.mailbox import EventSink, Lost, Rejoined, Stalled
@@ -227,7 +227,7 @@ class WorkerLink:
         finally:
             self._outbox = None
             writer.cancel()
-            call.cancel()
+            cancel_call(call)
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _read(self, call, outbox: asyncio.Queue) -> str:

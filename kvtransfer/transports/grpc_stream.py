@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import grpc
 
+from baton.tasks import cancel_call
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError, from_status
 from kvtransfer.memory.blocks import BlockMemory
@@ -253,10 +254,10 @@ class _TakerCall:
         await self._call.done_writing()
 
     def cancel(self) -> None:
-        self._call.cancel()
+        cancel_call(self._call)
 
     async def end(self) -> None:
-        self._call.cancel()
+        cancel_call(self._call)
         await self._channel.close()
 
 

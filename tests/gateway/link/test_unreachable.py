@@ -3,36 +3,52 @@
 import asyncio
 import gc
 import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
+from baton.protocol import PROTOCOL
 from baton.system import heap_bytes
+from baton.v1 import worker_pb2 as pb
 from gateway.link import worker_link
 from gateway.link.worker_link import LinkState, WorkerLink
 
 NUM_WARM, NUM_TRIES = 300, 1000
 
 
-@pytest.fixture
-async def link(monkeypatch):
-    """To a port where nothing listens, without pauses between tries."""
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
     for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STARTING_PAUSE_S"):
         monkeypatch.setattr(worker_link, pause, 0.0)
-    held = socket.socket()
-    held.bind(("127.0.0.1", 0))
+
+
+@asynccontextmanager
+async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None):
     link = WorkerLink(
-        f"127.0.0.1:{held.getsockname()[1]}",
+        address,
         b"gateway",
         check_hello=lambda link, hello: None,
-        on_change=lambda link: None,
+        on_change=on_change,
         on_block_events=lambda link, events: None,
         max_unread_tokens=100,
     )
-    running = asyncio.create_task(link.run())
+    task = asyncio.create_task(link.run())
     yield link
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    held.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def link():
+    """To a port where nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        async with running(f"127.0.0.1:{held.getsockname()[1]}") as link:
+            yield link
 
 
 async def tried(link: WorkerLink, num: int) -> int:
@@ -54,3 +70,37 @@ async def test_a_try_leaves_nothing(link):
     before = await tried(link, NUM_WARM)
     after = await tried(link, NUM_WARM + NUM_TRIES)
     assert (after - before) / NUM_TRIES < 100
+
+
+async def test_a_session_that_ends_with_messages_unread_leaves_nothing():
+    """gRPC takes a stream for ended whose write fails, and waits for a status that does not come before all is read."""
+    num_sessions = 0
+
+    def session(commands, context):
+        nonlocal num_sessions
+        num_sessions += 1
+        yield pb.Event(
+            hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=b"w" * 16, roles=["decode"])
+        )
+        for _ in range(50):
+            yield pb.Event(load=pb.Load(state="serving"))
+
+    def write_late(link: WorkerLink) -> None:
+        if link.state is LinkState.SERVING:
+            time.sleep(0.05)  # the worker has sent all of it, and has gone
+            link.subscribe()
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        session, pb.Command.FromString, lambda event: event.SerializeToString()
+    )
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Worker", {"Session": handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    async with running(address, write_late):
+        while num_sessions < 20:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    left = [task for task in asyncio.all_tasks() if "status_once_received" in task.get_coro().__qualname__]
+    server.stop(0).wait()
+    assert not left
