@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.protocol import check_model_name, named_models
+from baton.protocol import ROLES, check_model_name, named_models
+from baton.service.net.server import ListenError, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks
@@ -125,6 +126,7 @@ class GatewaySettings(Exposure):
         check_model_name(self.served_model_name, "--served-model-name")
         if None not in self.models and self.served_model_name:
             raise ValueError("--served-model-name has no effect: --model gives names")
+        self._check_workers()
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: is in --prefill-workers and in --decode-workers")
         try:
@@ -156,6 +158,17 @@ class GatewaySettings(Exposure):
         if self.cluster_secret is None and not self.is_loopback:
             flag, address = next(each for each in self._listens.items() if not is_loopback(each[1]))
             raise ValueError(f"{flag} {address}: outside loopback, names of cached prefixes need --cluster-secret")
+
+    def _check_workers(self) -> None:
+        """Raise ValueError for an address that cannot be dialled."""
+        for role in ROLES:
+            for address in getattr(self, f"{role}_workers"):
+                try:
+                    _, port = split_address(address)
+                except ListenError as error:
+                    raise ValueError(f"--{role}-workers: {error}") from None
+                if not port:
+                    raise ValueError(f"--{role}-workers: {address}: port 0 cannot be dialled")
 
     def _check_doors(self) -> None:
         if self.http_origins and self.http is None:

@@ -109,7 +109,7 @@ class Registrations:
         try:
             async with asyncio.timeout(_RESOLVE_S), self._resolving:
                 found = await addresses_of(host, str(port))
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError) as error:
             why = getattr(error, "strerror", None) or "no answer from the DNS"
             raise _Wrong("address", f"{host!r}: {why}") from None
         return next((each for each in found if _split(each)[0] in self._networks), found[0])

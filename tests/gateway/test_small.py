@@ -165,6 +165,11 @@ def test_secrets(tmp_path):
         ({"prefill_workers": ("a:1",), "decode_workers": ("a:1",)}, "a:1"),
         ({"listen": "0.0.0.0:50051", "insecure": True}, "--cluster-secret"),
         ({"max_unread_tokens": 0}, "--max-unread-tokens"),
+        ({"decode_workers": ("localhost:70000",)}, "^--decode-workers: 'localhost:70000' is not HOST:PORT$"),
+        ({"decode_workers": ("decode",)}, "^--decode-workers: 'decode' is not HOST:PORT$"),
+        ({"decode_workers": ("d:0",)}, "^--decode-workers: d:0: port 0 cannot be dialled$"),
+        ({"prefill_workers": ("decode..svc:50062",)}, "^--prefill-workers: 'decode..svc:50062' .* no host can have"),
+        ({"prefill_workers": (f"{'p' * 64}.svc:50061",)}, "^--prefill-workers: .* no host can have that name$"),
     ],
 )
 def test_settings_that_cannot_work(tmp_path, fields, named):

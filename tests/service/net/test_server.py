@@ -106,7 +106,9 @@ async def test_second_gRPC_server_does_not_share_the_port():
     await first.stop(0)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", ":1", "127.0.0.1:70000", "203.0.113.7:50051"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:x", ":1", "127.0.0.1:70000", "203.0.113.7:50051", "a..b:1"]
+)
 async def test_bad_address_is_one_line(address):
     with pytest.raises(ListenError) as raised:
         bind(make_server(), address)
