@@ -137,15 +137,7 @@ class GatewaySettings(Exposure):
             self.model_identities()
         except ValueError as error:
             raise ValueError(f"--model-identity: {error}") from None
-        for name in (
-            "max_concurrent_requests",
-            "max_queued_tokens",
-            "max_unread_tokens",
-            "default_timeout_s",
-            "max_timeout_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        self._check_numbers()
         if not 0 <= self.max_start_wait_s < 3600:
             raise ValueError(f"--max-start-wait-s {self.max_start_wait_s}: must be 0 or more, and below 3600")
         is_protected = bool(self.tls and self.credentials)
@@ -169,6 +161,22 @@ class GatewaySettings(Exposure):
                     raise ValueError(f"--{role}-workers: {error}") from None
                 if not port:
                     raise ValueError(f"--{role}-workers: {address}: port 0 cannot be dialled")
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError for what is too low, or not a number."""
+        over_0 = (
+            "max_concurrent_requests",
+            "max_queued_tokens",
+            "max_unread_tokens",
+            "default_timeout_s",
+            "max_timeout_s",
+        )
+        for name in over_0:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        for name in ("max_queued_requests", "max_queue_wait_s", "drain_grace_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
 
     def _check_doors(self) -> None:
         if self.http_origins and self.http is None:

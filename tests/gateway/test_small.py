@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 
@@ -170,6 +171,13 @@ def test_secrets(tmp_path):
         ({"decode_workers": ("d:0",)}, "^--decode-workers: d:0: port 0 cannot be dialled$"),
         ({"prefill_workers": ("decode..svc:50062",)}, "^--prefill-workers: 'decode..svc:50062' .* no host can have"),
         ({"prefill_workers": (f"{'p' * 64}.svc:50061",)}, "^--prefill-workers: .* no host can have that name$"),
+        ({"max_queued_requests": -1}, "^--max-queued-requests -1: must be 0 or more$"),
+        ({"max_queue_wait_s": -1.0}, "^--max-queue-wait-s -1.0: must be 0 or more$"),
+        ({"max_queue_wait_s": math.nan}, "^--max-queue-wait-s nan: must be 0 or more$"),
+        ({"drain_grace_s": -5.0}, "^--drain-grace-s -5.0: must be 0 or more$"),
+        ({"drain_grace_s": math.nan}, "^--drain-grace-s nan: must be 0 or more$"),
+        ({"default_timeout_s": math.nan}, "^--default-timeout-s nan: must be over 0$"),
+        ({"max_timeout_s": math.nan}, "^--max-timeout-s nan: must be over 0$"),
     ],
 )
 def test_settings_that_cannot_work(tmp_path, fields, named):
