@@ -209,10 +209,16 @@ def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
             continue
         name = key.removeprefix(_ENV).lower()
         if name in fields:
-            values[name] = _parse(*fields[name], env[key], key)
+            if is_in_environment(name, env):
+                values[name] = _parse(*fields[name], env[key], key)
         elif nearest := difflib.get_close_matches(name, fields, 1, 0.85):
             raise SettingsError(f"unknown setting {key}; did you mean {variable(nearest[0])}?")
     return values
+
+
+def is_in_environment(name: str, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether the variable of a field is set. An empty one is not, as where a compose file says `${NAME:-}`."""
+    return bool((os.environ if env is None else env).get(variable(name)))
 
 
 def _nearest(name: str, fields: Mapping[str, object]) -> str:
@@ -265,7 +271,7 @@ def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> ob
     elif kind is bool:
         parsed = _parse_bool(value, where)
     elif typing.get_origin(kind) is tuple and isinstance(value, (str, list, tuple)):
-        parts = value.split(",") if isinstance(value, str) else [str(part) for part in value]
+        parts = value.split(",") if isinstance(value, str) else [str(_parse_scalar(str, part, where)) for part in value]
         parsed = tuple(part.strip() for part in parts if part.strip())
     else:
         raise SettingsError(f"{where}: {value!r} has the wrong type")
@@ -278,7 +284,7 @@ def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> ob
 
 def _parse_scalar(kind: type, value: typing.Any, where: str) -> object:
     try:
-        if kind is int and not isinstance(value, (int, str)):
+        if isinstance(value, (list, dict)) or (kind is int and not isinstance(value, (int, str))):
             raise ValueError
         return kind(value)
     except (ValueError, TypeError):

@@ -64,6 +64,9 @@ def test_flags_of_every_kind():
         (["--model=m"], {}, "zzz = 4", ["zzz", "transports"]),
         (["--model=m"], {}, "block_size = 1.5", ["block_size", "1.5"]),
         (["--model=m"], {}, "model = [1]\n", ["model"]),
+        (["--model=m"], {}, "listen = ['a:1']", ["listen", "['a:1'] is not a text"]),
+        (["--model=m"], {}, "listen = {a = 1}", ["listen", "{'a': 1} is not a text"]),
+        (["--model=m"], {}, "transports = [['shm']]", ["transports", "['shm'] is not a text"]),
         (["--model=m"], {}, "= 4", ["settings.toml", "TOML"]),
     ],
 )
@@ -73,6 +76,14 @@ def test_refused_in_one_line(tmp_path, argv, env, toml, words):
     assert "\n" not in str(raised.value)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_an_empty_variable_is_not_set(tmp_path):
+    names = ("MODEL", "LISTEN", "BLOCK_SIZE", "NUM_BLOCKS", "STRICT", "TRANSPORTS")
+    env = {f"BATON_{name}": "" for name in names}
+    assert load([], env, write(tmp_path, 'model = "m"\nnum_blocks = 7\n')) == Example(Path("m"), num_blocks=7)
+    with pytest.raises(SettingsError, match="^--model is missing$"):
+        load([], env)
 
 
 def test_missing_file_is_named(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve
 from baton.protocol import ROLES, model_setting
 from baton.service.arguments import add_command
-from baton.service.settings import SettingsError, flat_values, load_settings, variable
+from baton.service.settings import SettingsError, flat_values, is_in_environment, load_settings, variable
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
@@ -85,7 +84,7 @@ def _with_sources(
         flag = prefix + name
         if flag in flags:
             source = f"--{flag.replace('_', '-')}"
-        elif variable(name) in os.environ:
+        elif is_in_environment(name):
             source = variable(name)
         else:
             source = found.sources.get(flag, "default")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +23,12 @@ from baton.service.settings import (
     flat_fields,
     from_table,
     given,
+    is_in_environment,
     load_settings,
     name_sources,
     option,
     read_table,
     to_argv,
-    variable,
 )
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -222,7 +221,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
             name = _SHIPPED_NAME if settings.model is None else name_on_hub(models[None])
             settings = replace(settings, served_model_name=name)
         # One worker a role is the default, and each may die.
-        gateway: dict[str, object] = {} if variable("stand_in") in os.environ else {"stand_in": True}
+        gateway: dict[str, object] = {} if is_in_environment("stand_in") else {"stand_in": True}
         gateway |= {
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
         }
@@ -256,7 +255,7 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
 
     def is_overridden(name: str) -> bool:
         bare = name.rpartition(".")[2]
-        return variable(bare) in os.environ or (bare in vars(args) and not name.startswith("gateway."))
+        return is_in_environment(bare) or (bare in vars(args) and not name.startswith("gateway."))
 
     return {name: each for name, each in found.items() if not is_overridden(name)}
 
