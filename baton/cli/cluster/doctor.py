@@ -110,7 +110,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         await _gateway(target, access, found, report)
         report.request_works = await _requests(target, access, report)
     if found.redis:
-        await _redis(found.redis, report)
+        await _redis(found.redis, bool(args.redis), report)
     if found.collector:
         await _collector(found.collector, report)
     async with _Channels(access) as channels:
@@ -157,7 +157,8 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
         report.warn("gateway", target, f"index not in use, {fleet.redis_down}", "see redis below")
 
 
-async def _redis(url: str, report: Findings) -> None:
+async def _redis(url: str, is_whole: bool, report: Findings) -> None:
+    """`is_whole`: with its password, which a gateway does not tell; without it, a Redis that asks for one answers too."""
     import redis.asyncio
 
     begun = time.monotonic()
@@ -165,6 +166,9 @@ async def _redis(url: str, report: Findings) -> None:
         client = redis.asyncio.from_url(url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
         try:
             await client.ping()
+        except redis.AuthenticationError:
+            if is_whole:
+                raise
         finally:
             await client.aclose()
     except (redis.RedisError, OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.support.models import make_model
 from tests.support.process import children
+from tests.support.redis_server import RedisServer
 from tests.support.stack import Stack
 
 NOBODY = "127.0.0.1:9"
@@ -153,6 +154,17 @@ def test_a_request_works_without_redis_and_collector(stack):
     assert status == 0 and output.endswith("a request works; 2 warnings\n")
     warnings = [line for line in output.splitlines() if "WARN" in line]
     assert len(warnings) == 2 and "redis" in warnings[0] and "collector" in warnings[1], output
+
+
+def test_a_redis_that_wants_a_password_answers(tmp_path):
+    """A gateway tells its URL without the password; in --redis it belongs there."""
+    report = Findings(is_json=True)
+    with RedisServer(tmp_path) as server:
+        server.client.config_set("requirepass", "sesame")
+        for is_whole in (False, True):
+            asyncio.run(doctor_command._redis(server.url, is_whole, report))
+    assert [one.status for one in report.found] == ["ok", "warning"]
+    assert "answers" in report.found[0].text and "uthenticat" in report.found[1].text
 
 
 def test_one_document(stack):
