@@ -147,6 +147,13 @@ def test_the_first_dashboard_ends_with_what_bounds_it():
     assert bound.MORE_LOAD in query and f">= {bound.LEAST_AT_ONCE}" in query
 
 
+def test_what_is_refused_for_want_of_room_is_the_same_in_panel_and_alert():
+    (alert,) = [rule["expr"] for rule in ALL_RULES if rule.get("alert") == "BatonRefusals"]
+    (panel,) = [query for where, query in QUERIES if where.endswith(": Refusals for want of room")]
+    (reasons,) = re.findall(r'reason=~"[^"]*"', alert)
+    assert f'outcome="refused",{reasons}' in alert and f'outcome="refused",{reasons}' in panel
+
+
 def test_no_metric_is_forgotten():
     told = " ".join(query for _, query in QUERIES)
     assert not [each.name for each in METRICS if not any(re.search(rf"\b{name}\b", told) for name in each.series)]
