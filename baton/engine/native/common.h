@@ -51,14 +51,24 @@ inline uint16_t to_bf16(float value) {
 
 inline std::atomic<int64_t> scratch_bytes{0};  // of all threads
 
-// Memory of the calling thread that only grows: a kernel's scratch, aligned to a cache line.
-inline char* scratch(std::vector<char>& memory, size_t num_bytes) {
-  if (memory.size() < num_bytes + 64) {
-    scratch_bytes -= memory.capacity();
-    memory.resize(num_bytes + 64);
-    scratch_bytes += memory.capacity();
+// A kernel's memory, which its thread keeps as long as it lives: OpenMP ends those that a smaller team leaves over.
+struct Scratch {
+  std::vector<char> bytes;
+
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { scratch_bytes -= bytes.capacity(); }
+};
+
+// Memory of the calling thread that only grows, aligned to a cache line.
+inline char* scratch(Scratch& memory, size_t num_bytes) {
+  std::vector<char>& bytes = memory.bytes;
+  if (bytes.size() < num_bytes + 64) {
+    scratch_bytes -= bytes.capacity();
+    bytes.resize(num_bytes + 64);
+    scratch_bytes += bytes.capacity();
   }
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) & ~uintptr_t(63));
 }
 
 #ifdef BATON_AVX512

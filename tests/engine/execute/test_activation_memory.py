@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from baton import system
+from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.execute import activation_memory
 from baton.engine.execute.activation_memory import HeapActivations
+from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.weights.forms import DenseWeight
 from tests.support.engine.toys import make_request, run
 from tests.support.models import make_model
 
@@ -48,6 +51,28 @@ def test_only_steps_larger_than_before_are_looked_at(monkeypatch):
         seen.begin(num_rows, num_logits)
         seen.look()
         assert len(looks) == (2 if is_new else 0), (num_rows, num_logits)
+
+
+@pytest.fixture
+def threads_come_back():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.usefixtures("threads_come_back")
+def test_scratch_of_threads_that_have_ended_is_not_counted():
+    """OpenMP ends a thread at each smaller number, soon, and makes another one at each larger. Three threads stay, whose scratch grows
+    to the most that they need."""
+    kernel, x = PackedLinear(DenseWeight(torch.randn(512, 512)), None, torch.float32), torch.randn(64, 512)
+    seen = []
+    for _ in range(50):
+        for num_threads in (4, 3):
+            torch.set_num_threads(num_threads)
+            kernel(x)
+        seen.append(activation_memory._scratch_bytes())
+    assert len(set(seen)) < len(seen), "larger each time"
 
 
 @pytest.mark.parametrize("linear", ["auto", "dense"])

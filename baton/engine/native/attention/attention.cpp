@@ -190,7 +190,7 @@ struct Call {
 // Rows [first, first + count) of one sequence and KV head: row r is head r % group of token r / group.
 template <int64_t F, class T>
 void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t first, int count) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   const Pool& pool = call.pool;
   const int64_t size = pool.head_dim, group = call.shape.num_heads / pool.num_kv_heads;
   const int64_t window = call.shape.windows[call.layer], words = SPAN * size;

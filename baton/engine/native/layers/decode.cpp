@@ -84,7 +84,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
                                 const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
                                 const volatile int32_t* bell, int64_t budget_ns, void* hidden, int64_t* drawn,
                                 int64_t width, int64_t* num_drawn, int64_t num_threads) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   static thread_local std::vector<int64_t> token_ids, positions, slots, ended;
   static thread_local std::vector<Sequence> slices;
   const Model& model = *decoder->model;

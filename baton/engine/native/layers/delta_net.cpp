@@ -58,7 +58,7 @@ void scan_values(const Tile& tile, int64_t key_dim, int64_t at, float* state, fl
 
 // All rows of a segment through one head: those that are kept in tiles, then proposals, whose state nobody keeps.
 void scan_head(const DeltaNet& layer, const Segment& segment, const Work& work, int64_t head) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   const int64_t size = layer.key_dim, width = layer.value_dim, stride = layer.conv.size, inner = layer.inner();
   const int64_t q = head / (layer.num_heads / layer.num_key_heads) * size;
   float* own = segment.state + layer.conv.recurrence + head * size * width;

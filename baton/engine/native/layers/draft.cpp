@@ -87,7 +87,7 @@ using namespace baton;
 extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* lacks, int64_t num_seqs,
                             const int64_t* token_ids, const void* hidden, int64_t width, int64_t* drafted,
                             int64_t num_threads) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   static thread_local std::vector<int64_t> positions, slots, guesses;
   static thread_local std::vector<Sequence> seqs;
   const Model& model = *draft->model;
@@ -126,7 +126,7 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* la
 // hidden [num_seqs][hidden_size]: the target's rows that `token_ids` [num_seqs] were drawn from. drafted [num_seqs][width].
 extern "C" void baton_heads(const Heads* all, const void* hidden, const int64_t* token_ids, int64_t num_seqs,
                             int64_t width, int64_t* drafted, int64_t num_threads) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   const Model& model = *all->model;
   const int64_t kind = model.kind, size = model.hidden_size, num_out = all->output->num_out;
   const int64_t element = kind == FP32 ? 4 : 2, bytes = size * element, rows_bytes = num_seqs * bytes;

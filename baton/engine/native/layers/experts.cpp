@@ -141,7 +141,7 @@ bool sum_parts(const Model& model, const Step& step, const Experts& experts, con
 
 // What the experts of every rank said, on all of them: each has neighbouring rows of `spoken`.
 bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sorted, char* spoken) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t degree = model.ranks->degree, each = experts.num_experts / degree;
   const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
   const auto begin = [&](int64_t rank) { return sorted.begin(rank * each) * bytes; };
@@ -168,7 +168,7 @@ bool speak(const Model& model, const Step& step, const Experts& experts, const S
   }
   if (!model.ranks) return ask_experts(model, step, experts, sorted, 0, count, between, spoken), true;
   if (fast) return ask_parts(model, step, experts, sorted, between, bytes, spoken);
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t part_bytes = model.hidden_size * 4;
   char* parts = scratch(memory, sorted.ends[count - 1] * part_bytes);
   return ask_parts(model, step, experts, sorted, between, part_bytes, parts) &&
@@ -178,7 +178,7 @@ bool speak(const Model& model, const Step& step, const Experts& experts, const S
 }  // namespace
 
 bool mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   static thread_local std::vector<int64_t> starts, places;  // of an expert's rows; of a row's slot among all
   const int64_t rows = step.num_tokens, hidden = model.hidden_size, count = experts.num_chosen, kind = model.kind;
   const int64_t bytes = hidden * (kind == FP32 ? 4 : 2), num_scores = experts.router->num_out;

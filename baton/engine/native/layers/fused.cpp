@@ -39,7 +39,7 @@ void add_norm(const Model& model, const Step& step, const void* delta, const Nor
   const int64_t size = model.hidden_size, kind = model.kind;
   const float scale = float(model.residual_scale);
   each_row(step, size, [&](int64_t t) {
-    thread_local std::vector<char> memory;
+    thread_local Scratch memory;
     float* row = (float*)scratch(memory, size * 8);
     float* added = row + size;
     if (of_delta.weight) {
@@ -64,7 +64,7 @@ void add_norm(const Model& model, const Step& step, const void* delta, const Nor
 
 // The `size` elements from `at` on, of all heads of q or k, as one row.
 void norm_heads(const Model& model, const Norm& of, void* qkv, int64_t at, int64_t size) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   float* row = (float*)scratch(memory, size * 4);
   for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, qkv, at + i));
   norm(of, 0, size, float(model.eps), row);
@@ -77,7 +77,7 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   const int64_t size = pool.head_dim, half = size / 2, kind = model.kind;
   const int64_t num_heads = model.shape->num_heads, num_kv_heads = pool.num_kv_heads;
   each_row(step, (num_heads + 2 * num_kv_heads) * size, [&](int64_t t) {
-    thread_local std::vector<char> memory;
+    thread_local Scratch memory;
     float* head = (float*)scratch(memory, size * 8);  // twice, one behind the other: a half and the other half
     const float *cos = layer.cos + step.positions[t] * size, *sin = layer.sin + step.positions[t] * size;
     const int64_t block_id = step.slots[t] / pool.block_size, offset = step.slots[t] % pool.block_size;
@@ -132,7 +132,7 @@ bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x,
 using namespace baton;
 
 int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const Pool& pool = *step->pool;
   const int64_t rows = step->num_tokens, threads = step->num_threads, width = model->kind == FP32 ? 4 : 2;
   const int64_t query_size = model->shape->num_heads * pool.head_dim;

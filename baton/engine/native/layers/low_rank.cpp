@@ -154,7 +154,7 @@ void add_runs(const std::vector<Run>& runs, const std::vector<Task>& tasks, cons
 }  // namespace
 
 bool adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   thread_local std::vector<Run> runs;
   thread_local std::vector<Task> tasks;
   runs.clear(), tasks.clear();

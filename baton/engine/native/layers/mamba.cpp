@@ -24,7 +24,7 @@ namespace {
 // Sixteen channels of a segment; `first`: its first row among all.
 void scan_channels(const Mamba& layer, const Segment& segment, const Selected& selected, int64_t first, int64_t at,
                    const void* rows, void* out) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   const int64_t size = layer.state_size, width = layer.conv.size, kind = layer.conv.kind;
   const int64_t stride = layer.conv.tail_size;  // channels of all ranks
   float *own = segment.state + layer.conv.recurrence + at, *state = (float*)scratch(memory, size * 64);
@@ -58,7 +58,7 @@ using namespace baton;
 extern "C" int64_t baton_mamba_convolve(const Mamba* layer, const Segment* segments, int64_t num_segments,
                                         const void* rows, float* out, int64_t num_threads) {
   const Convolution& conv = layer->conv;
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   thread_local std::vector<Inputs> inputs;
   int64_t total = 0;
   for (int64_t s = 0; s < num_segments; s++) total += Inputs::floats(conv, segments[s]);

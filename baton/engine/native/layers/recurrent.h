@@ -154,7 +154,7 @@ int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segm
   if (!num_segments) return 0;
   const Segment& last = segments[num_segments - 1];
   const int64_t num_rows = last.query_start + last.query_len;
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   thread_local std::vector<Work> works;
   const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
   int64_t total = rounded(num_rows * num_sums);

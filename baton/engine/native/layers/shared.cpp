@@ -7,7 +7,7 @@ namespace {
 // The largest magnitude of each row of which every rank has num_in inputs, outliers of the weight aside: what rows are
 // scaled by that have one scale each. Null: a rank is lost.
 const float* largest_of_rows(const Model& model, const Step& step, const Linear& linear, const void* x) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t rows = step.num_tokens, size = linear.num_in, degree = model.ranks->degree;
   float* own = (float*)scratch(memory, (rows * (1 + degree) + size) * 4);
   float *all = own + rows, *row = all + rows * degree;
@@ -26,7 +26,7 @@ const float* largest_of_rows(const Model& model, const Step& step, const Linear&
 
 // Of rows x, of which every rank has num_in inputs, the inputs order[0..num_in) of all. Null: a rank is lost.
 const void* inputs_in_order(const Model& model, const Step& step, int64_t num_in, const int64_t* order, const void* x) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t width = model.kind == FP32 ? 4 : 2, bytes = step.num_tokens * num_in * width;
   char* own = scratch(memory, bytes * (1 + model.ranks->degree));
   char* all = own + bytes;
@@ -42,7 +42,7 @@ const void* inputs_in_order(const Model& model, const Step& step, int64_t num_in
 }  // namespace
 
 bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& layer, void* qkv) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const Pool& pool = *step.pool;
   const int64_t rows = step.num_tokens, degree = model.ranks->degree, rank = model.ranks->rank, kind = model.kind;
   const int64_t q = model.shape->num_heads * pool.head_dim, k = pool.num_kv_heads * pool.head_dim;
@@ -52,7 +52,7 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
   for (int64_t t = 0; t < rows; t++) std::memcpy(own + t * bytes, (char*)qkv + t * stride, bytes);
   if (baton_gather_ranks(model.ranks, own, rows * bytes, all)) return false;
   each_row(step, degree * q, [&](int64_t t) {
-    thread_local std::vector<char> memory;
+    thread_local Scratch memory;
     float* row = (float*)scratch(memory, degree * std::max(q, k) * 4);
     const auto normed = [&](const Norm& of, int64_t at, int64_t size, int64_t same) {
       float* end = row;
@@ -70,7 +70,7 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
 }
 
 const void* inputs_of_all(const Model& model, const Step& step, int64_t num_in, const void* x) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t row = num_in * (model.kind == FP32 ? 4 : 2), bytes = step.num_tokens * row, degree = model.ranks->degree;
   char* rows = scratch(memory, 2 * bytes * degree);
   char* all = rows + bytes * degree;
@@ -97,7 +97,7 @@ bool sum_linear(const Model& model, const Step& step, const Linear* linear, cons
     baton_linear(linear, x, nullptr, to, step.num_tokens, step.num_threads);
     return true;
   }
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   char* part = scratch(memory, step.num_tokens * model.hidden_size * 4);
   if (!part_of_sum(model, step, linear, shared, x, part)) return false;
   return !baton_sum_ranks(model.ranks, part, linear->y_kind, step.num_tokens, model.hidden_size, shared.bias, model.kind,

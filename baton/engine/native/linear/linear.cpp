@@ -25,8 +25,7 @@ int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP3
 bool in_parts(const Linear& linear) { return linear.num_leaves > 1 && !adds_leaves(linear); }
 const void* moved(const void* from, int64_t bytes) { return from ? static_cast<const char*>(from) + bytes : nullptr; }
 
-void multiply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-              std::vector<char>& memory) {
+void multiply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const bool integers = linear.kind == U8 || linear.kind == U4;
   (integers ? int_panel : float_panel)(linear, panel, next, rows, y, memory);
 }
@@ -61,7 +60,7 @@ Leaf leaf_of(const Linear& linear, const Rows& rows, int64_t leaf) {
 // The leaves of a panel. A second one adds its sums to its neighbour's; a pair, and what it belongs to, is added to the
 // one before as soon as both are there.
 void multiply_leaves(const Linear& linear, const Leaf* leaves, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-                     std::vector<char>& memory, std::vector<char>& memory_of_sums) {
+                     Scratch& memory, Scratch& memory_of_sums) {
   const int64_t size = rows.num_rows * PANEL, leaf_bytes = panel_bytes(linear, leaves[0].linear.padded_in);
   const int64_t scale_bytes = panel * linear.num_scales * PANEL * bytes_of_scale(linear);
   float* const sums = reinterpret_cast<float*>(scratch(memory_of_sums, 3 * size * 4));
@@ -113,7 +112,7 @@ Rows rows_at(const Linear& linear, int64_t num_rows, char* at) {
 }  // namespace
 
 void baton::multiply_all(const Product* products, int64_t num_products, int64_t num_threads) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   thread_local std::vector<Prepared> prepared;
   thread_local std::vector<Leaf> leaves;
   int64_t num_bytes = 0, num_leaves = 0, work = 0, weight_bytes = 0;
@@ -148,7 +147,7 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    thread_local std::vector<char> own_memory, own_sums;
+    thread_local Scratch own_memory, own_sums;
     if (num_rows == 1) {
 #pragma omp single
       prepare(0);

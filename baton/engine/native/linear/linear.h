@@ -134,9 +134,7 @@ void multiply_all(const Product* products, int64_t num_products, int64_t num_thr
 
 // All rows of one panel into y [num_rows][num_out]; the thread's next values are at `next` (null: none), `memory` is its
 // own.
-void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory);
-void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-                 std::vector<char>& memory);
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory);
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory);
 
 }  // namespace baton

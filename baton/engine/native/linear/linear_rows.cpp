@@ -13,7 +13,7 @@ namespace baton {
 constexpr float TINY = 1e-30f;  // groups that are no larger count as zero: 127 / max would overflow
 
 void prepare_row(const Linear& linear, const void* x, const float* given, int64_t row, const Rows& rows) {
-  thread_local std::vector<char> memory;
+  thread_local Scratch memory;
   const int64_t in = linear.padded_in, num_groups = linear.num_groups, activations = linear.activations;
   char* to = rows.values + row * rows.stride;
   float* values = reinterpret_cast<float*>(scratch(memory, 8 * in));

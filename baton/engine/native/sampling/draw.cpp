@@ -110,7 +110,7 @@ void change(const SampleRow& row, float* scores, int64_t size) {
 
 // With noise over all of `size` scores, in which there is room for whole vectors.
 int64_t draw_plain(uint64_t key, const float* scores, int64_t size) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   float* rough = (float*)scratch(memory, (size + 15) / 16 * 64);
   V16 most = all16(-INFINITY);
   for (int64_t i = 0; i < size; i += 16) {
@@ -203,7 +203,7 @@ int64_t draw_filtered(const SampleRow& row, uint64_t key, const float* scores, i
 }  // namespace
 
 int64_t draw(const SampleRow& row, const float* logits, int64_t size) {
-  static thread_local std::vector<char> memory;
+  static thread_local Scratch memory;
   if (!row.num_changes && !row.mask && row.temperature == 0) return likeliest(logits, size);
   float* scores = (float*)scratch(memory, (size + 15) / 16 * 64);
   std::memcpy(scores, logits, size * 4);

@@ -98,8 +98,7 @@ inline int64_t chunk_of(const Linear& linear) {
 
 #ifdef BATON_AVX512
 // Several rows of a panel of bf16 or fp32, in vectors of 64 bytes (bytes64/linear_fma64.cpp).
-void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory);
+void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory);
 #endif
 
 // All rows of a panel. Kernel: bytes(inputs) of a panel; TURN inputs, whose values of the 64 outputs lie side by side;
@@ -107,8 +106,7 @@ void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const R
 // SLICE_BYTES of an unpacked input; unpack(values of 16 outputs, inputs, slice); tile<rows>(slice, first row, its sums, ahead).
 // Sums are side by side between two chunks, [planes][rows][64].
 template <class Kernel>
-void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory) {
+void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const int64_t in = linear.padded_in, chunk = chunk_of(linear);
   const int64_t slice_bytes = chunk * Kernel::SLICE_BYTES, stored_bytes = Kernel::bytes(Kernel::TURN) / (PANEL / SLICE);
   const uint8_t* values = linear.values + panel * Kernel::bytes(in);

@@ -213,7 +213,7 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
 }
 
 template <int64_t KIND>
-void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, std::vector<char>& memory) {
+void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
   else if (KIND == W_BF16 && as_stored(rows.num_rows))
     in_chunks<Floats<KIND, KIND == W_BF16>>(linear, panel, next, rows, y, memory);
@@ -222,8 +222,7 @@ void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows&
 
 }  // namespace
 
-void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-                 std::vector<char>& memory) {
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
 #ifdef BATON_AVX512
   if (linear.kind != W_E4M3 && rows.num_rows > 1) return fma_panel(linear, panel, next, rows, y, memory);
 #endif

@@ -123,15 +123,14 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
 }
 
 template <int64_t KIND>
-void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, std::vector<char>& memory) {
+void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   if (rows.num_rows == 1) (linear.num_leaves > 1 ? one_row<KIND, true> : one_row<KIND, false>)(linear, panel, rows, y);
   else in_chunks<Integers<KIND>>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace
 
-void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory) {
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   if (linear.kind == U4) apply<U4>(linear, panel, next, rows, y, memory);
   else apply<U8>(linear, panel, next, rows, y, memory);
 }

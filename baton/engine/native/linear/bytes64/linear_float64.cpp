@@ -146,8 +146,7 @@ void tiles(const Linear& linear, const uint8_t* values, const uint8_t* next, int
 
 }  // namespace
 
-void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-                 std::vector<char>& memory) {
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const int64_t in = linear.padded_in, kind = linear.kind;
   const uint8_t* values = linear.values + panel * panel_bytes(linear, in);
 #ifdef BATON_AMX

@@ -84,8 +84,7 @@ void tiles(const Rows& rows, const uint8_t* w, int64_t k0, int64_t k1, int64_t l
 
 }  // namespace
 
-void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory) {
+void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const int64_t in = linear.padded_in, leaf_in = in / linear.num_leaves, input = panel_bytes(linear, 1);
   const int64_t num_tiles = (rows.num_rows + MAX_ROWS - 1) / MAX_ROWS;
   const uint8_t* values = linear.values + panel * panel_bytes(linear, in);

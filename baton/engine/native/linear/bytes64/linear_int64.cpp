@@ -168,8 +168,7 @@ void unpack(const uint8_t* from, uint8_t* to, int64_t padded_in, bool in_halves)
 
 }  // namespace
 
-void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
-               std::vector<char>& memory) {
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const int64_t in = linear.padded_in, num_bytes = panel_bytes(linear, in);
   const uint8_t* values = linear.values + panel * num_bytes;
   Ahead ahead;
