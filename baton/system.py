@@ -73,6 +73,15 @@ def shared_memory(num_bytes: int) -> tuple[int, int]:
         raise
 
 
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a file at least this size, and on Linux its bytes room in the file system: a store into a mapping is SIGBUS where there
+    is a hole and no room. Raises OSError."""
+    if LINUX:
+        os.posix_fallocate(fd, 0, num_bytes)
+    elif os.fstat(fd).st_size < num_bytes:
+        os.ftruncate(fd, num_bytes)
+
+
 def give_back_pages(address: int, num_bytes: int) -> None:
     """Give the whole pages within these bytes of this process's memory back; they come again as zeros when they are touched, and so
     they do in other mappings of a file. Linux only."""

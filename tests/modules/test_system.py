@@ -50,6 +50,17 @@ def test_no_room():
     assert len(os.listdir("/dev/fd")) == before
 
 
+def test_a_file_has_room_for_what_is_reserved(tmp_path):
+    with open(tmp_path / "file", "w+b") as file:
+        system.reserve(file.fileno(), 256)
+        assert os.fstat(file.fileno()).st_size == 256
+        file.truncate(8192)
+        system.reserve(file.fileno(), 8192)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 8192 or not system.LINUX, "no hole is left"
+        system.reserve(file.fileno(), 256)
+        assert os.fstat(file.fileno()).st_size == 8192
+
+
 def test_cores_and_memory():
     assert system.cores() == sorted(set(system.cores())) != []
     assert system.memory_bytes() > 0

@@ -33,15 +33,14 @@ class SharedCores:
         self.num_cores = len(cores)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if os.fstat(self._fd).st_size < 4 * NUM_PLACES:
-                os.ftruncate(self._fd, 4 * NUM_PLACES)
+            system.reserve(self._fd, 4 * NUM_PLACES)
             self._own = next((place for place in range(NUM_PLACES) if system.lock_byte(self._fd, place)), NUM_PLACES)
             if self._own == NUM_PLACES:
-                raise OSError(f"{path}: all {NUM_PLACES} places are taken")
+                raise OSError(f"all {NUM_PLACES} places are taken")
             self._places = memoryview(mmap.mmap(self._fd, 4 * NUM_PLACES)).cast("I")
-        except OSError:
+        except OSError as error:
             os.close(self._fd)
-            raise
+            raise OSError(f"{path}: {error.strerror or error}") from error
         self._looked_at = 0.0
         self.rest()
 

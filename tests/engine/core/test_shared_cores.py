@@ -1,6 +1,7 @@
 """Workers of one host divide its cores and lend idle ones; who dies leaves his part to the others."""
 
 import random
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,27 @@ print(SharedCores(Path(sys.argv[1])).take(is_long=True), flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
+
+# At first there is no room for a page, then there is.
+FULL = """
+import sys
+from pathlib import Path
+from baton.engine.core.shared_cores import SharedCores
+folder = Path(sys.argv[1])
+for room in (False, False, True):
+    if room:
+        (folder / "fill").unlink()
+    try:
+        SharedCores(folder).close()
+        print("shared")
+    except OSError as error:
+        print(error)
+"""
+# Runs a command with a full file system of 64 KiB at the folder in front of it.
+IN_FULL_FOLDER = (
+    "unshare", "--map-root-user", "--mount", "sh", "-c",
+    'mount -t tmpfs -o size=64K tmpfs "$0" && head -c 64K /dev/zero > "$0/fill" && exec "$@"',
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -88,6 +110,18 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     SharedCores(tmp_path).close()
     for each in held:
         each.close()
+
+
+def test_a_full_file_system_is_one_line(tmp_path):
+    """Seen: SIGBUS at the first store, as the file had its size and no page; and so again at each start, as it stayed."""
+    command = [*IN_FULL_FOLDER, tmp_path]
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount a small file system")
+    done = subprocess.run([*command, sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    *refused, shared = done.stdout.splitlines()
+    line = f"{tmp_path}/baton-cores-.*: No space left on device"
+    assert [bool(re.fullmatch(line, each)) for each in refused] == [True, True] and shared == "shared"
 
 
 def test_a_link_in_its_place_is_not_followed(tmp_path):
