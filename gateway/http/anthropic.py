@@ -10,7 +10,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import Json, named_event, split_parts
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
-from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as
+from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as, without_nulls
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 
 MESSAGES = (
@@ -122,6 +122,7 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     """Yield the messages that one is, each with its words for fields: results of tools are messages of their own."""
     if not isinstance(message, dict):
         raise InvalidRequest(where, "must be an object with role and content")
+    message = without_nulls(message)
     if unknown := message.keys() - {"role", "content"}:
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not known here")
     if (role := message.get("role")) not in ("user", "assistant"):
@@ -218,7 +219,8 @@ class MessageForm:
         data = b""
         if not self._has_begun:
             self._has_begun = True
-            empty = {**self._message([], _usage(pb.Usage())), "stop_reason": None, "stop_sequence": None}
+            usage = _usage(pb.Usage(prompt_tokens=message.prompt_tokens))
+            empty = {**self._message([], usage), "stop_reason": None, "stop_sequence": None}
             data = _event("message_start", message=empty)
         if message.finish_reason:
             self._end = _end(message)

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, put, read_as
+from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, put, read_as, without_nulls
 
 CONSTRAINED = ("response_format", "structured_outputs")
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
@@ -73,7 +73,7 @@ def _given(where: str, value: object, known: set[str]) -> dict[str, Any]:
     """Return the fields of an object that are not null. An empty list is one: no choice at all is an error of its own."""
     if not isinstance(value, dict):
         raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
-    fields = {name: each for name, each in value.items() if each is not None}
+    fields = without_nulls(value)
     if unknown := fields.keys() - known:
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
     return fields

@@ -221,6 +221,11 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "suffix": ("",)}
 
 
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given: null is as if one were left out."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def write(request: Any, field: Field, value: object) -> None:
     """Set the field of the request to a value from JSON. Raises InvalidRequest, in the client's own words."""
     try:

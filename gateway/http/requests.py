@@ -28,6 +28,7 @@ from gateway.http.fields import (
     ValueKind,
     put,
     read_as,
+    without_nulls,
     write,
 )
 
@@ -87,7 +88,7 @@ def parse(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {str(error)[:200]}") from None
     if not isinstance(values, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    return {name: value for name, value in values.items() if value is not None}  # null: as if it were left out
+    return without_nulls(values)
 
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
@@ -225,6 +226,7 @@ def read_part_of(values: Mapping[str, Any], name: str, known: Collection[str]) -
     value = values.get(name, {})
     if not isinstance(value, dict):
         raise InvalidRequest(name, "must be an object")
+    value = without_nulls(value)
     if unknown := value.keys() - set(known):
         raise InvalidRequest(f"{name}.{min(unknown)[:80]}", "is not known here")
     return value
@@ -237,6 +239,7 @@ def check_known(
     known = {row.name for row in table} | set(others)
     for name, value in values.items():
         if name in neutral:
+            value = without_nulls(value) if isinstance(value, dict) else value
             if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
                 raise InvalidRequest(name, "is not supported here")
         elif name not in known:

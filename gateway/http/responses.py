@@ -19,7 +19,7 @@ from gateway.http.conversations import (
     read_tool,
     read_tool_choice,
 )
-from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as
+from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
 from gateway.http.requests import Asked, check_known, fill, new_id, read_part_of, read_value
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -103,6 +103,7 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(where, "must be an object with role and content")
+        item = without_nulls(item)
         kind = item.get("type", "message")
         if kind == "reasoning":
             thought = read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",))

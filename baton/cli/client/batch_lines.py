@@ -14,6 +14,7 @@ from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import AnswerForm, ChatForm, CompletionForm
 from gateway.http.errors import status_of, to_json
+from gateway.http.fields import without_nulls
 from gateway.http.requests import Asked, parse, read_chat, read_completion
 
 _KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
@@ -119,7 +120,7 @@ def _read_line(line: str) -> tuple[Json, str]:
         raise _NoRequest(f"url is {str(value.get('url'))[:80]!r}: known are {', '.join(_KINDS)}")
     if not isinstance(value.get("body"), dict):
         raise _NoRequest("body is missing or no object")
-    return {name: each for name, each in value["body"].items() if each is not None}, value["url"]
+    return without_nulls(value["body"]), value["url"]
 
 
 def _refusal(error: BatonError, names: dict[str, str]) -> Json:

@@ -248,6 +248,12 @@ def test_arguments_of_the_call_before_come_before_the_text():
     ]  # fmt: skip
 
 
+def test_a_message_that_begins_tells_what_its_prompt_has():
+    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    begun = form.chunk(0, pb.GenerateResponse(text="a", prompt_tokens=77)).decode().splitlines()[1]
+    assert json.loads(begun[6:])["message"]["usage"]["input_tokens"] == 77
+
+
 def test_arguments_are_json_whatever_the_model_wrote():
     form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}), "fake")
     call = pb.ToolCall(id="a", name="find", arguments='{"half": "\\ud83d", "n": [1e999, -1e999, 0.5]}')

@@ -307,6 +307,23 @@ def test_null_is_as_if_it_were_left_out():
     assert read_chat(parse(b'{"messages": [{"role": "user", "content": "hi"}], "stop": null, "tools": null}')).requests
 
 
+@pytest.mark.parametrize(
+    "door, more",
+    [
+        ("chat", {"stream": True, "stream_options": {"include_usage": None, "chunk": None}}),
+        ("chat", {"stream_options": {"include_usage": None}}),
+        ("response", {"reasoning": {"effort": None, "summary": None}}),
+        ("response", {"input": [{"type": None, "role": "user", "content": "hi", "name": None}]}),
+        ("messages", {"messages": [{"role": "user", "content": "hi", "name": None}]}),
+    ],
+)
+def test_null_within_an_object_is_as_if_it_were_left_out(door, more):
+    read, body = READERS[door]
+    (told,), (plain,) = read({**body, **more}).requests, read(body).requests
+    told.request_id = plain.request_id
+    assert told == plain and not read({**body, **more}).include_usage
+
+
 def test_the_document_has_every_field_and_no_other():
     paths = document()["paths"]
     for path, table, neutral in (
