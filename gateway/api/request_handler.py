@@ -137,14 +137,20 @@ class RequestHandler:
     async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
         """Return an answer in one message. Raises BatonError."""
         answer = WholeAnswer()
+        await self.gather(box, call, answer.add)
+        return answer.response()
+
+    async def gather(
+        self, box: list[pb.GenerateRequest], call: CallContext, add: Callable[[pb.GenerateResponse], object]
+    ) -> None:
+        """Call `add` with each message of an answer that is wanted whole, and its calls too. Raises BatonError."""
         if box[0].WhichOneof("input") == "messages":
             box[0].messages.stream_tool_arguments = False
 
-        async def gather(message: pb.GenerateResponse) -> None:
-            answer.add(message)
+        async def emit(message: pb.GenerateResponse) -> None:
+            add(message)
 
-        await self.generate(box, call, gather)
-        return answer.response()
+        await self.generate(box, call, emit)
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""

@@ -44,8 +44,8 @@ def token_logprobs(logprobs: Iterable[pb.Logprobs], token_text: TokenText) -> li
     return [{**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs]
 
 
-class Form(Protocol):
-    """What an answer looks like."""
+class StreamForm(Protocol):
+    """What the events of an answer look like."""
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
         """Return the events for a message to the prompt of that number; empty, where it says nothing here."""
@@ -58,6 +58,10 @@ class Form(Protocol):
     def error_event(self, error: Json) -> bytes:
         """Return the event that an error ends a stream with."""
         ...
+
+
+class Form(StreamForm, Protocol):
+    """What an answer looks like."""
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object."""

@@ -27,6 +27,7 @@ from gateway.http.answers import (
     CompletionForm,
     Form,
     Json,
+    StreamForm,
     TokenText,
     embedding,
     embeddings,
@@ -71,7 +72,12 @@ class HttpApi:
     async def responses(self, call: HttpCall) -> None:
         """POST /v1/responses."""
         asked = read_response(call.values)
-        await self._answer(call, asked, ResponseForm(asked, call.values, *self._known(asked)))
+        form = ResponseForm(asked, call.values, *self._known(asked))
+        boxes = _take(call, asked)
+        if asked.stream:
+            return await self._stream(call, form, boxes)
+        await self._handler.gather(boxes[0], call.context, form.add)
+        await call.reply(form.whole())
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
@@ -133,17 +139,13 @@ class HttpApi:
         return self._handler.model(name).name, self._handler.token_text(name)
 
     async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
-        call.names = asked.names
-        boxes = [[request] for request in asked.requests]
-        # The handler takes each out of its box: a prompt is not kept for the length of its answer.
-        asked.requests.clear()
-        call.values.clear()
+        boxes = _take(call, asked)
         if asked.stream:
             return await self._stream(call, form, boxes)
         context = call.context
         await call.reply(form.whole(await _all([self._handler.complete(box, context) for box in boxes])))
 
-    async def _stream(self, call: HttpCall, form: Form, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
+    async def _stream(self, call: HttpCall, form: StreamForm, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
         context, usages = call.context, list[pb.Usage]()
         for box in boxes:
             if box[0].WhichOneof("input") == "messages":
@@ -242,6 +244,16 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
 
 def _error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_bytes(to_json(error, {})), status_of(error), headers, media_type="application/json")
+
+
+def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
+    """Return the requests, each in a box that the handler takes it out of: a prompt is not kept for the length of its
+    answer."""
+    call.names = asked.names
+    boxes = [[request] for request in asked.requests]
+    asked.requests.clear()
+    call.values.clear()
+    return boxes
 
 
 async def _all(works: Sequence[Awaitable[T]]) -> list[T]:

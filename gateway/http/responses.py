@@ -214,10 +214,11 @@ class ResponseForm:
         self._token_text = token_text
         self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
-        self._items: list[_Item] = []  # of a stream, the last one open
-        self._logprobs: list[Json] = []  # of tokens before the text that they are half a character of
+        self._items: list[_Item] = []  # the last one open
+        self._logprobs: list[Json] = []  # of tokens that nothing is said of yet: half a character, or how a call begins
         self._reason = pb.FINISH_REASON_UNSPECIFIED
         self._has_begun = False  # a stream
+        self._usage = pb.Usage()  # of an answer in one object
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None,
@@ -235,7 +236,7 @@ class ResponseForm:
             data += self._said(arguments)
         if message.reasoning:
             data += self._within("reasoning") + self._said(message.reasoning)
-        if message.text or (message.logprobs and not (message.reasoning or message.tool_calls)):
+        if message.text or not (message.reasoning or message.tool_calls):
             data += self._text(message)
         for call in calls:
             data += self._open("function_call", call) + self._said(call.arguments)
@@ -244,24 +245,17 @@ class ResponseForm:
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
         """Return the last events."""
         (usage,) = usages
-        data = (b"" if self._items else self._open("message")) + self._close(self._status)
-        return data + self._event(f"response.{self._status}", response=self._ended(usage))
+        return self._end() + self._event(f"response.{self._status}", response=self._ended(usage))
 
-    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
+    def add(self, message: pb.GenerateResponse) -> None:
+        """Add a message to an answer that goes out in one object, of the same items as its stream would have."""
+        self._usage.MergeFrom(message.usage)
+        self.chunk(0, message)
+
+    def whole(self) -> Json:
         """Return the answer in one object."""
-        (response,) = responses
-        (choice,) = response.choices
-        self._reason = choice.finish_reason
-        if choice.reasoning:
-            self._items.append(self._item("reasoning", text=choice.reasoning))
-        if choice.text or not choice.tool_calls:
-            logprobs = token_logprobs(choice.logprobs, self._token_text)
-            self._items.append(self._item("message", text=choice.text, logprobs=logprobs))
-        for call in choice.tool_calls:
-            self._items.append(self._item("function_call", call=call, text=call.arguments))
-        for item in self._items:
-            item.end("completed" if item is not self._items[-1] else self._status)
-        return self._ended(response.usage)
+        self._end()
+        return self._ended(self._usage)
 
     def error_event(self, error: Json) -> bytes:
         """Return the event that an error ends a stream with: in the words of its schema, and as clients look for it."""
@@ -274,19 +268,19 @@ class ResponseForm:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _text(self, message: pb.GenerateResponse) -> bytes:
-        logprobs = token_logprobs(message.logprobs, self._token_text)
-        if not message.text and not (self._items and self._items[-1].kind == "message"):
-            self._logprobs += logprobs
+        """Return the events for its text."""
+        self._logprobs += token_logprobs(message.logprobs, self._token_text)
+        if not message.text:
             return b""
-        data, logprobs = self._within("message"), [*self._logprobs, *logprobs]
+        data, logprobs = self._within("message"), self._logprobs
         self._items[-1].logprobs += logprobs
-        self._logprobs = []
         return data + self._said(message.text, logprobs=logprobs)
 
     def _said(self, text: str, **more: object) -> bytes:
         """Return the event by which the open item has more text."""
         item = self._items[-1]
         item.text += text
+        self._logprobs = []
         return self._of_item(f"{_DELTAS[item.kind]}.delta", delta=text, **more)
 
     def _within(self, kind: str) -> bytes:
@@ -295,7 +289,6 @@ class ResponseForm:
 
     def _open(self, kind: str, call: pb.ToolCall | None = None) -> bytes:
         data = self._close("completed") if self._items else b""
-        self._logprobs = self._logprobs if kind == "message" else []
         self._items.append(item := self._item(kind, call=call))
         data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
         return data + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else b"")
@@ -316,6 +309,10 @@ class ResponseForm:
     def _item(self, kind: str, **values: Any) -> _Item:
         number = sum(item.kind == kind for item in self._items)
         return _Item(kind, f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}", **values)
+
+    def _end(self) -> bytes:
+        """Return the events that end the last item, which is an empty message where there is none."""
+        return (b"" if self._items else self._open("message")) + self._close(self._status)
 
     @property
     def _status(self) -> str:

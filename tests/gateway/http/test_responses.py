@@ -1,6 +1,8 @@
 """The Responses API by OpenAI's own client, against what the gRPC door says of the same request."""
 
 import json
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import jsonschema
 import openai
@@ -8,9 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
+from gateway.api.request_handler import RequestHandler
+from gateway.http.app import HttpApi
 from gateway.http.openapi import document
 from gateway.http.requests import Asked
-from gateway.http.responses import ResponseForm, read_response
+from gateway.http.responses import LOGPROBS, ResponseForm, read_response
 from tests.gateway.http.conftest import openai_client
 from tests.gateway.http.test_openai_client import over_grpc
 
@@ -257,12 +261,58 @@ def test_arguments_of_the_call_before_come_before_the_text():
     ]  # fmt: skip
 
 
+class Saying(RequestHandler):
+    """Answers every request in these messages."""
+
+    def __init__(self, *messages: pb.GenerateResponse):
+        self._messages = messages
+
+    def model(self, asked):
+        return SimpleNamespace(name="fake")
+
+    def token_text(self, asked):
+        return lambda token_id: (chr(token_id), chr(token_id).encode())
+
+    async def generate(self, box, call, emit):
+        for message in self._messages:
+            await emit(message)
+
+
+async def outputs(handler: RequestHandler) -> list[list[dict]]:
+    """Return the items of an answer in one object, and those that its stream ends with."""
+    whole, stream = (
+        AsyncMock(values={"input": "hi", "request_id": "1", "include": [LOGPROBS], "stream": streams}, has_begun=True)
+        for streams in (False, True)
+    )
+    await HttpApi(handler).responses(whole)
+    await HttpApi(handler).responses(stream)
+    ((body,), _), ((events,), _) = whole.reply.await_args, stream.end.await_args
+    return [body["output"], json.loads(events.decode().strip().splitlines()[-1][6:])["response"]["output"]]
+
+
+async def test_logprobs_are_of_what_the_message_says_alone():
+    def said(tokens: str, **fields) -> pb.GenerateResponse:
+        logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=ord(each), logprob=-1.0)) for each in tokens]
+        return pb.GenerateResponse(logprobs=logprobs, **fields)
+
+    call = pb.ToolCall(id="a", name="find", arguments="{}")
+    whole, streamed = await outputs(
+        Saying(
+            said("s"), said("o", reasoning="so"), said("h"), said("i", text="hi"), said("!", text="!"), said("<"),
+            said(">", tool_calls=[call]), said("", finish_reason=pb.FINISH_REASON_TOOL_CALLS, usage=pb.Usage()),
+        )
+    )  # fmt: skip
+    assert whole == streamed and [item["type"] for item in whole] == ["reasoning", "message", "function_call"]
+    assert [each["token"] for each in whole[1]["content"][0]["logprobs"]] == ["h", "i", "!"]
+
+
 def test_an_answer_that_comes_back_is_as_the_document_has_it():
     form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", lambda _: ("a", b"a"))
     call = pb.ToolCall(id="a", name="find", arguments="{}")
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
-    choice = pb.Choice(reasoning="so", text="a", logprobs=logprobs, tool_calls=[call])
-    body = {"input": form.whole([pb.CompleteResponse(choices=[choice])])["output"]}
+    form.add(pb.GenerateResponse(reasoning="so"))
+    form.add(pb.GenerateResponse(text="a", logprobs=logprobs, tool_calls=[call]))
+    body = {"input": form.whole()["output"]}
     paths = json.loads(json.dumps(document()))["paths"]
     schema = paths["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.validate(body, schema)
