@@ -29,6 +29,7 @@ from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
 from gateway.request.validation import check, check_model, check_size
+from gateway.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +89,9 @@ class RequestHandler:
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
 
-    def token_text(self, asked: str) -> Callable[[int], tuple[str, bytes]]:
-        """Return what gives, for a token of the model that a request names, its text when it is shown alone, and the bytes
-        that it stands for."""
-        return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.detokenizer.shown
+    def detokenizer(self, asked: str) -> Detokenizer:
+        """Return what knows the text of tokens of the model that a request names."""
+        return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.detokenizer
 
     def not_ready(self) -> str | None:
         """Return why no request can be served now, None if one can."""

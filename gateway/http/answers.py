@@ -4,15 +4,34 @@ import base64
 import json
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
 
 Json = dict[str, Any]
-TokenText = Callable[[int], tuple[str, bytes]]
-"""From a token's id to its text as it is shown, and the bytes that it stands for."""
+
+
+class SequenceDecoder(Protocol):
+    """The text of one sequence of tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that is certain now and was not before."""
+        ...
+
+
+class TokenTexts(Protocol):
+    """What the tokens of a model say."""
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """Return a token as it is shown alone, and the bytes that it stands for."""
+        ...
+
+    def decoder(self) -> SequenceDecoder:
+        """Return a decoder for one sequence."""
+        ...
+
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -34,11 +53,11 @@ def named_event(name: str, value: Json) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_bytes(value) + b"\n\n"
 
 
-def token_logprobs(logprobs: Iterable[pb.Logprobs], token_text: TokenText) -> list[Json]:
+def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> list[Json]:
     """Return the tokens of a part of an answer, each with its alternatives."""
 
     def told(token: pb.TokenLogprob) -> Json:
-        text, raw = token_text(token.token_id)
+        text, raw = tokens.shown(token.token_id)
         return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
 
     return [{**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs]
@@ -86,8 +105,8 @@ class AnswerForm:
 
     names: _ObjectNames
 
-    def __init__(self, asked: Asked, model: str, token_text: TokenText):
-        self._asked, self._model, self._token_text = asked, model, token_text
+    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
+        self._asked, self._model, self._tokens = asked, model, tokens
         self._created = int(time.time())
         head = _dumps(self._head(self.names.chunk))
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
@@ -170,8 +189,8 @@ class ChatForm(AnswerForm):
 
     names = _ObjectNames("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asked: Asked, model: str, token_text: TokenText):
-        super().__init__(asked, model, token_text)
+    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
+        super().__init__(asked, model, tokens)
         self._num_calls: dict[int, int] = {}  # of the choices so far
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
@@ -202,7 +221,7 @@ class ChatForm(AnswerForm):
         return {"index": num_before, **_call(part)}
 
     def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
-        return {"content": token_logprobs(logprobs, self._token_text), "refusal": None}
+        return {"content": token_logprobs(logprobs, self._tokens), "refusal": None}
 
 
 class CompletionForm(AnswerForm):
@@ -210,9 +229,9 @@ class CompletionForm(AnswerForm):
 
     names = _ObjectNames("text_completion", "text_completion")
 
-    def __init__(self, asked: Asked, model: str, token_text: TokenText):
-        super().__init__(asked, model, token_text)
-        self._offsets: dict[int, int] = {}  # characters of the choices' tokens so far
+    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
+        super().__init__(asked, model, tokens)
+        self._places: dict[int, _TextPlace] = {}  # of choices
         self._firsts: dict[
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
@@ -230,7 +249,7 @@ class CompletionForm(AnswerForm):
         return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
-        self._offsets.clear()
+        self._places.clear()
         return self._begun_choice(choice, response, choice.index)
 
     def _begun_choice(
@@ -249,7 +268,7 @@ class CompletionForm(AnswerForm):
         return {
             str(each.token_id): {
                 "logprob": max(each.logprob, _LEAST_LOGPROB),
-                "decoded_token": self._token_text(each.token_id)[0],
+                "decoded_token": self._tokens.shown(each.token_id)[0],
             }
             for each in (logprobs.chosen, *logprobs.top)
         }
@@ -265,21 +284,40 @@ class CompletionForm(AnswerForm):
             return None
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echoed is not None:
-            self._add_token(found, echoed.prompt.token_ids[0], index)
-        for each in (*(echoed.prompt_logprobs if echoed else ()), *logprobs):
-            best = {self._token_text(b.token_id)[0]: max(b.logprob, _LEAST_LOGPROB) for b in reversed(each.top)}
-            self._add_token(found, each.chosen.token_id, index, max(each.chosen.logprob, _LEAST_LOGPROB), best)
+            prompt = _TextPlace(self._tokens.decoder())
+            self._add_token(found, echoed.prompt.token_ids[0], prompt)
+            self._add_tokens(found, echoed.prompt_logprobs, prompt)
+        if index not in self._places:
+            self._places[index] = _TextPlace(self._tokens.decoder(), len(echoed.prompt.text) if echoed else 0)
+        self._add_tokens(found, logprobs, self._places[index])
         return found
 
+    def _add_tokens(self, found: Json, logprobs: Iterable[pb.Logprobs], place: "_TextPlace") -> None:
+        for each in logprobs:
+            best = {self._tokens.shown(b.token_id)[0]: max(b.logprob, _LEAST_LOGPROB) for b in reversed(each.top)}
+            self._add_token(found, each.chosen.token_id, place, max(each.chosen.logprob, _LEAST_LOGPROB), best)
+
     def _add_token(
-        self, found: Json, token_id: int, index: int, logprob: float | None = None, best: Json | None = None
+        self, found: Json, token_id: int, place: "_TextPlace", logprob: float | None = None, best: Json | None = None
     ) -> None:
-        text, offset = self._token_text(token_id)[0], self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(text)
-        found["tokens"].append(text)
+        found["tokens"].append(self._tokens.shown(token_id)[0])
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(best)
-        found["text_offset"].append(offset)
+        found["text_offset"].append(place.pass_token(token_id))
+
+
+class _TextPlace:
+    """Where the next token of a text begins, in characters. Tokens alone do not tell: a special one has no text, several
+    may be one character, and the first may lose its space."""
+
+    def __init__(self, decoder: SequenceDecoder, offset: int = 0):
+        self._decoder, self._offset = decoder, offset
+
+    def pass_token(self, token_id: int) -> int:
+        """Return where the token begins, and go on behind it."""
+        begin = self._offset
+        self._offset += len(self._decoder.push([token_id]))
+        return begin
 
 
 def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:

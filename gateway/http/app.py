@@ -28,7 +28,7 @@ from gateway.http.answers import (
     Form,
     Json,
     StreamForm,
-    TokenText,
+    TokenTexts,
     embedding,
     embeddings,
     rerank,
@@ -134,9 +134,9 @@ class HttpApi:
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
 
-    def _known(self, asked: Asked) -> tuple[str, TokenText]:
+    def _known(self, asked: Asked) -> tuple[str, TokenTexts]:
         name = asked.requests[0].model
-        return self._handler.model(name).name, self._handler.token_text(name)
+        return self._handler.model(name).name, self._handler.detokenizer(name)
 
     async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
         boxes = _take(call, asked)

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import Json, TokenText, named_event, split_parts, token_logprobs
+from gateway.http.answers import Json, TokenTexts, named_event, split_parts, token_logprobs
 from gateway.http.conversations import (
     TOOL_FIELDS,
     read_content,
@@ -209,9 +209,9 @@ _DELTAS = {
 class ResponseForm:
     """The form of one answer: one message of one part, behind the reasoning of a model that marks it."""
 
-    def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, token_text: TokenText):
+    def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, tokens: TokenTexts):
         """`values`: of the body, some of which an answer repeats."""
-        self._token_text = token_text
+        self._tokens = tokens
         self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
         self._items: list[_Item] = []  # the last one open
@@ -269,7 +269,7 @@ class ResponseForm:
 
     def _text(self, message: pb.GenerateResponse) -> bytes:
         """Return the events for its text."""
-        self._logprobs += token_logprobs(message.logprobs, self._token_text)
+        self._logprobs += token_logprobs(message.logprobs, self._tokens)
         if not message.text:
             return b""
         data, logprobs = self._within("message"), self._logprobs

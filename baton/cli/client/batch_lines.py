@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,22 @@ class GatewayGone(Exception):
 
 @dataclass
 class _LineModel:
-    """Its name in results, and of tokens that results with logprobs show the text and its bytes."""
+    """Its name in results, and the text of tokens that results with logprobs show."""
 
     name: str
-    texts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """Return a token as it is shown alone, and its bytes."""
+        return self.texts[token_id], self.texts[token_id].encode()
+
+    def decoder(self) -> _LineModel:
+        """Return what decodes a sequence: its own texts, as a gateway does not tell of bytes."""
+        return self
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text of more of a sequence."""
+        return "".join(self.texts[token_id] for token_id in token_ids)
 
 
 class LineRunner:
@@ -71,7 +84,7 @@ class LineRunner:
         responses = await asyncio.gather(*(self._client.complete(request) for request in asked.requests))
         model = await self._model(asked.requests[0].model)
         await self._fetch_texts(responses, model)
-        return form(asked, model.name, model.texts.__getitem__).whole(list(responses))
+        return form(asked, model.name, model).whole(list(responses))
 
     async def _model(self, asked: str) -> _LineModel:
         if asked not in self._models:
@@ -81,12 +94,12 @@ class LineRunner:
     async def _fetch_texts(self, responses: list[pb.CompleteResponse], model: _LineModel) -> None:
         """Learn the text of each token that the results name."""
         for response in responses:
-            for choice in response.choices:
-                for logprobs in choice.logprobs:
-                    for token in (logprobs.chosen, *logprobs.top):
-                        if token.token_id not in model.texts:
-                            text = await self._client.detokenize([token.token_id], model=model.name)
-                            model.texts[token.token_id] = text, text.encode()
+            told = [*response.prompt_logprobs, *(each for choice in response.choices for each in choice.logprobs)]
+            named = {token.token_id for logprobs in told for token in (logprobs.chosen, *logprobs.top)}
+            if told:
+                named.update(response.prompt.token_ids[:1])  # of which nothing else is known
+            for token_id in named - model.texts.keys():
+                model.texts[token_id] = await self._client.detokenize([token_id], model=model.name)
 
 
 class _NoRequest(Exception):

@@ -39,6 +39,9 @@ class Echo(inference_pb2_grpc.InferenceServicer):
             choice = reply.choices.add(text=said.upper(), finish_reason=pb.FINISH_REASON_STOP, token_ids=[9])
             if request.sampling.HasField("logprobs"):
                 choice.logprobs.add().chosen.token_id = 9
+            if request.echo:
+                reply.prompt.CopyFrom(pb.EchoedPrompt(text=said, token_ids=[7, 8]))
+                reply.prompt_logprobs.add().chosen.token_id = 8
             return reply
         finally:
             with self._lock:
@@ -74,8 +77,9 @@ def chat(custom_id: str, text: str = "", **body) -> dict:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def completion(custom_id: str, prompt) -> dict:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+def completion(custom_id: str, prompt, **body) -> dict:
+    body = {"prompt": prompt, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
 
 
 @pytest.fixture
@@ -116,6 +120,12 @@ def test_each_form(run, echo):
     (token,) = results[2]["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert token["token"] == "<demo 9>" and token["bytes"] == list(b"<demo 9>")
     assert sorted(request.slo_class for request in echo.requests) == ["batch"] * 3 + ["standard"]
+
+
+def test_an_echoed_prompt_has_its_tokens(run, echo):
+    _, (result,) = run([completion("a", "x", echo=True, logprobs=0)])
+    (choice,) = result["response"]["body"]["choices"]
+    assert choice["text"] == "xX" and choice["logprobs"]["tokens"] == ["<demo 7>", "<demo 8>", "<demo 9>"]
 
 
 def test_lines_of_several_models(run, echo):

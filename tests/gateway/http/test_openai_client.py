@@ -8,8 +8,13 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
+from gateway.http.answers import CompletionForm
+from gateway.http.requests import read_completion
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
 from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
+from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
 PROMPT = list(range(20, 90))
@@ -140,6 +145,26 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
                 tokens[choice.index] += len(choice.logprobs.tokens) if choice.logprobs else 0
         assert texts == [choice.text for choice in whole]
         assert tokens == [len(choice.logprobs.tokens) for choice in whole]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("tokenizer_json", [byte_level("<|begin_of_text|>"), sentencepiece("first")], ids=len)
+def test_offsets_of_tokens_point_into_the_text(tokenizer_json, echo):
+    tokenizer = Tokenizer(tokenizer_json)
+    detokenizer, prompt = Detokenizer(tokenizer), "the 🙂! fox"
+    prompt_ids, (_, *token_ids) = tokenizer.encode_text(prompt), tokenizer.encode_text("the 🦊, fox")
+
+    def logprobs(ids) -> list[pb.Logprobs]:
+        return [pb.Logprobs(chosen=pb.TokenLogprob(token_id=token_id, logprob=-1)) for token_id in ids]
+
+    told = {"prompt": pb.EchoedPrompt(text=prompt, token_ids=prompt_ids), "prompt_logprobs": logprobs(prompt_ids[1:])}
+    choice = pb.Choice(text=detokenizer.decode(token_ids), logprobs=logprobs(token_ids))
+    response = pb.CompleteResponse(choices=[choice], **(told if echo else {}))
+    form = CompletionForm(read_completion({"prompt": prompt, "echo": echo, "logprobs": 0}), "fake", detokenizer)
+    (found,) = form.whole([response])["choices"]
+    offsets = dict(zip(found["logprobs"]["tokens"], found["logprobs"]["text_offset"], strict=True))
+    for mark in "!," if echo else ",":
+        assert offsets[mark] == found["text"].index(mark)
 
 
 async def test_embeddings(served):

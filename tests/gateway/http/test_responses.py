@@ -246,7 +246,9 @@ async def test_what_is_wrong_with_tools_is_told_by_its_name(served, change, para
 
 
 def test_arguments_of_the_call_before_come_before_the_text():
-    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", lambda _: ("", b""))
+    form = ResponseForm(
+        Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", SimpleNamespace(shown=lambda _: ("", b""))
+    )
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
     data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
@@ -270,8 +272,8 @@ class Saying(RequestHandler):
     def model(self, asked):
         return SimpleNamespace(name="fake")
 
-    def token_text(self, asked):
-        return lambda token_id: (chr(token_id), chr(token_id).encode())
+    def detokenizer(self, asked):
+        return SimpleNamespace(shown=lambda token_id: (chr(token_id), chr(token_id).encode()))
 
     async def generate(self, box, call, emit):
         for message in self._messages:
@@ -307,7 +309,9 @@ async def test_logprobs_are_of_what_the_message_says_alone():
 
 
 def test_an_answer_that_comes_back_is_as_the_document_has_it():
-    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", lambda _: ("a", b"a"))
+    form = ResponseForm(
+        Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
+    )
     call = pb.ToolCall(id="a", name="find", arguments="{}")
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
     form.add(pb.GenerateResponse(reasoning="so"))
