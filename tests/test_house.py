@@ -143,7 +143,7 @@ FOLDERS = {
         "orchestration": "config routing text prefix queue link request answer fleet attempts",
         "catalog": "config request fleet orchestration",
         "observe": "prefix request queue link fleet catalog",
-        "api": "config prefix queue discovery request answer fleet catalog observe",
+        "api": "config prefix queue discovery text request answer fleet catalog observe",
         "http": "request api",
         ".": "store model parsers config text prefix queue link discovery request answer fleet observe orchestration catalog api http",
     },
