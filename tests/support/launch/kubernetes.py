@@ -25,6 +25,7 @@ class ApiServer:
         self.token, self._step_s = token, step_s
         self._versions = itertools.count(1)
         self.version = 0
+        self.makes_pods = True  # False: a quota keeps them away
         self.conflicts = 0  # so many patches of a scale are refused as stale
         self.deployments = {
             name: {"role": role, "release": release, "replicas": 0} for name, role, release in deployments
@@ -73,7 +74,7 @@ class ApiServer:
         mine = [
             pod for pod in self.pods.values() if pod["owner"] == name and "deletionTimestamp" not in pod["metadata"]
         ]
-        for _ in range(deployment["replicas"] - len(mine)):
+        for _ in range(deployment["replicas"] - len(mine) if self.makes_pods else 0):
             self._later(self._bring_up(name))
         costs = lambda pod: (int(pod["metadata"]["annotations"].get(COST, 0)), -pod["number"])  # noqa: E731
         for pod in sorted(mine, key=costs)[: max(0, len(mine) - deployment["replicas"])]:

@@ -50,6 +50,19 @@ async def test_another_may_scale_meanwhile():
             await launcher.start("decode", 1)
 
 
+async def test_pods_that_are_still_to_be_made_are_not_asked_for_again():
+    """Where a quota keeps them away, `baton scaler` asks for as many every minute."""
+    server = ApiServer(*BOTH)
+    async with server.serve() as url:
+        launcher = KubernetesLauncher.find("llm", None, url)
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(1))
+        server.makes_pods = False
+        for _ in range(2):
+            await scale(launcher, "decode", 3)
+        assert server.deployments["b-decode"]["replicas"] == 3
+
+
 async def test_one_release_of_several():
     server = ApiServer(*BOTH, ("c-decode", "decode", "c"))
     async with server.serve() as url:
