@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llguidance import LLMatcher
 
-from baton.constraints.json_schema import check_schema
+from baton.constraints.json_schema import check_schema, rewrite_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -98,8 +98,8 @@ def _schema_grammar(text: str) -> str:
         if isinstance(schema, bool):
             if not schema:
                 raise BadConstraint("", "no text keeps to it: the schema is false")
-            text = "{}"
-        return LLMatcher.grammar_from_json_schema(text, None, JSON_OPTIONS)
+            schema = {}
+        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema)), None, JSON_OPTIONS)
     except BadConstraint:
         raise
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,11 @@
-"""The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound."""
+"""The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
+library would not keep to as it stands is refused too, or written otherwise."""
 
+import re
 from collections.abc import Iterator
+from typing import Any
+
+from baton.constraints.json_numbers import check_numbers
 
 # Keyword -> what its value holds: nothing, one schema, a list of schemas, or schemas by name.
 _NOTHING, _SCHEMA, _LIST, _NAMED = range(4)
@@ -20,10 +25,11 @@ KEYWORDS = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), _NAMED),
     "items": _SCHEMA,  # or a list of them
 }  # fmt: skip
+_BRACKETS = re.compile(r"\\.|\[\^?\]?|\]", re.DOTALL)  # a bracket that closes at once is a character
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
-    """Return what is wrong with the keywords of a schema, as (place, reason), or None."""
+    """Return what is wrong with the keywords of a schema and with its numbers, as (place, reason), or None."""
     waiting = [("", schema)]
     while waiting:
         place, found = waiting.pop()
@@ -38,6 +44,8 @@ def check_schema(schema: object) -> tuple[str, str] | None:
             if keyword == "enum" and not isinstance(value, list):
                 return where, "must be a list"
             waiting += _inner(KEYWORDS[keyword], where, value)
+        if problem := check_numbers(found):
+            return place + problem[0], problem[1]
     return None
 
 
@@ -51,3 +59,46 @@ def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]
             yield f"{where}/{name[:40]}", each
     elif kind == _SCHEMA:
         yield where, value
+
+
+def rewrite_schema(schema: Any) -> Any:
+    """Return a checked schema in words that the library keeps to: `uniqueItems` only where it says something, and
+    patterns whose classes are without NUL."""
+    if isinstance(schema, list):
+        return [rewrite_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        keyword: _rewrite_value(keyword, value)
+        for keyword, value in schema.items()
+        if (keyword, value) != ("uniqueItems", False)
+    }
+
+
+def _rewrite_value(keyword: str, value: Any) -> Any:
+    if keyword == "pattern" and isinstance(value, str):
+        return _without_nul(value)
+    kind = KEYWORDS.get(keyword)  # what a reference leads to may stand where no schema was looked for
+    if kind == _NAMED and isinstance(value, dict):
+        is_pattern = keyword == "patternProperties"
+        return {_without_nul(name) if is_pattern else name: rewrite_schema(each) for name, each in value.items()}
+    return rewrite_schema(value) if kind in (_SCHEMA, _LIST) else value
+
+
+def _without_nul(pattern: str) -> str:
+    """Return a regular expression whose classes in brackets are without NUL: where one has all control characters, the
+    library also takes quotation marks and backslashes for its own."""
+    depth = 0
+
+    def rewrite(found: re.Match[str]) -> str:
+        nonlocal depth
+        bracket = found[0]
+        if bracket.startswith("["):
+            depth += 1
+            return f"[{bracket}" if depth == 1 else bracket
+        if bracket == "]" and depth:
+            depth -= 1
+            return bracket if depth else r"]&&[^\x00]]"
+        return bracket
+
+    return _BRACKETS.sub(rewrite, pattern)

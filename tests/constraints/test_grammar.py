@@ -44,6 +44,28 @@ def test_every_token_of_a_valid_answer_is_allowed_and_the_end_only_behind_it():
     assert allowed(cursor) == set() and cursor.may_end
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ('^[^"]*$', ["ab", "a\nb", "a\\b", "ü"], ['a"b']),
+        (r"^[^\x22\n\\\]]+$", ["ab", "a\tb", "[", "ü"], ['a"b', "a\\b", "a]b"]),
+        (r"^[]a\x00-\x1f]+\[$", ["]a[", "\n["], ['"[', "\\["]),
+        (r"^[a[^\W\d_]-]+$", ["a-b"], ["1", '"']),
+    ],
+)
+def test_a_class_of_a_pattern_has_no_characters_of_its_own(pattern, good, bad):
+    """In a text and in a name."""
+    schemas = (
+        {"type": "string", "pattern": pattern},
+        {"patternProperties": {pattern: {}}, "additionalProperties": False},
+    )
+    for schema, begin, end in zip(schemas, ("", "{"), ("", ":1}"), strict=True):
+        grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "object", **schema})))
+        for text in (*good, *bad):
+            token_ids = ids_of(begin + json.dumps(text, ensure_ascii=False) + end)
+            assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
+
+
 def test_a_cursor_is_a_function_of_the_tokens():
     """Read at once or one by one."""
     grammar, token_ids = VOCABULARY.compile(SCHEMA), ids_of(ANSWER)

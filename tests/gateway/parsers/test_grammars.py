@@ -125,6 +125,8 @@ def test_a_constraint_holds_behind_reasoning_or_there_are_calls(name):
         (("regex", r"a/b[c/d]\/\nx"), ["a/b//\nx", "a/bc/\nx"], ["a/bc/x"]),
         (("choice", '["yes", "no\\"/"]'), ["yes", 'no"/'], ["no"]),
         (("json_object", ""), ['{"a": 1}'], ["[1]"]),
+        (("json_schema", r'{"type": "string", "pattern": "^[^\"]+$"}'), [r'"a\\\n"'], [r'"a\""']),
+        (("json_schema", '{"type": "array", "uniqueItems": false}'), ["[1, 1]"], ["1"]),
     ],
 )
 def test_every_constraint_may_follow_reasoning(constraint, texts, others):

@@ -1,0 +1,91 @@
+"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, and whole ones
+then as 64 bits of an integer."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+_STEPS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}  # from a bound to the first inside
+_NOT_EXACT = (
+    "whole numbers beyond 2**53 are not exact, this one would be {}: give one that is exact, or ask for a string"
+)
+_NOT_OUTSIDE = "would not keep out the bound itself, as the other has the same whole part: give minimum and maximum"
+
+
+def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what is wrong with the numbers of a schema, those of schemas in it aside, as (place, reason), or None."""
+    for keyword, value in schema.items():
+        if keyword in _STEPS or keyword in ("const", "enum"):
+            for place, number in _large_numbers(f"/{keyword}", value):
+                if (found := _as_kept(keyword, number)) != number:
+                    return place, _NOT_EXACT.format(found)
+    return _check_open_bounds(schema)
+
+
+def _large_numbers(place: str, value: object) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers in a value of JSON that may not be exact, with their places."""
+    waiting = [(place, value)]
+    while waiting:
+        place, found = waiting.pop()
+        if isinstance(found, dict):
+            waiting += [(f"{place}/{name[:40]}", each) for name, each in found.items()]
+        elif isinstance(found, list):
+            waiting += [(f"{place}/{index}", each) for index, each in enumerate(found)]
+        elif _is_number(found) and 2**53 <= abs(found) < math.inf:
+            yield place, int(found)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_kept(keyword: str, number: int) -> int:
+    """Return the whole number that the library keeps to for this one, which may be narrower for a bound: then this one."""
+    if keyword not in _STEPS:
+        return _as_integer(number)
+    step = _STEPS[keyword]
+    kept = _as_integer(number, step) - step, _as_digits(number)
+    return max(number, *kept) if keyword.endswith("aximum") else min(number, *kept)
+
+
+def _as_integer(number: int, step: int = 0) -> int:
+    """Return what the library makes of a whole number, and a step from it, for integers."""
+    return _clamped(int(_as_float(number) + step))
+
+
+def _as_digits(number: int) -> int:
+    """Return what it makes of a whole number where others are allowed too: the fewest digits that are the same float."""
+    return _clamped(int(Decimal(repr(_as_float(number)))))
+
+
+def _as_float(number: int) -> float:
+    return float(max(-(2**64), min(number, 2**64)))
+
+
+def _clamped(number: int) -> int:
+    return max(-(2**63), min(number, 2**63 - 1))
+
+
+def _check_open_bounds(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The library writes a number as its whole part and digits, which may be left out behind a bound that has none."""
+    if _STEPS.keys().isdisjoint(schema):  # as most, of which there may be very many
+        return None
+    low, is_low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
+    high, is_high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
+    if is_low_open and 0 <= low == low // 1 and low < high < low + 1:
+        return "/exclusiveMinimum", _NOT_OUTSIDE
+    if is_high_open and 0 >= high == high // 1 and high - 1 < low < high:
+        return "/exclusiveMaximum", _NOT_OUTSIDE
+    return None
+
+
+def _bound(
+    schema: Mapping[str, Any], closed_name: str, open_name: str, tighter: Callable[..., float]
+) -> tuple[float, bool]:
+    """Return the tighter of two bounds, NaN for none, and whether it is outside itself."""
+    closed, opened = schema.get(closed_name), schema.get(open_name)
+    if opened is True:  # as draft 4 has it
+        opened = closed
+    bound = tighter(filter(_is_number, (closed, opened)), default=math.nan)
+    return bound, bound == opened
