@@ -18,8 +18,9 @@ from gateway.answer.answer import Answer, Emit
 from gateway.answer.answer_reader import AnswerReader, ReaderForm
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
+from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.machine import RequestMachine
-from gateway.orchestration.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, read_all
+from gateway.orchestration.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
 from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
@@ -30,6 +31,7 @@ from gateway.queue.quotas import Reservation
 from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder, pooled_spec
+from gateway.request.timing import note_readings
 from gateway.request.validation import (
     Checked,
     check_input,
@@ -199,11 +201,10 @@ class Pipeline:
         reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
         try:
             readings = await self._readings(batch, model, deadline, record, reservation)
-            done = await read_all(readings, num_at_once)
-            record.measured.queue_s, record.measured.prefill_s = done[-1].queue_s, done[-1].prefill_s
-            record.measured.in_line_s = readings[-1].waited_s
+            read = await read_all(readings, num_at_once)
+            _note_reading(read, record, self.loop_watch.delay)
             record.stamps.first_sent = record.stamps.last_sent = now()
-            return [each.pooled for each in done]
+            return [each.pooled for each in read]
         finally:
             self.admission.leave(first.key_id, reservation, sum(reading.num_read_tokens for reading in readings))
 
@@ -305,9 +306,22 @@ def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
     """Record what the request waited for, as its workers, this event loop and the way between them are now."""
     measured, link = request.record.measured, request.attempt.decode.link
     measured.in_line_s = dict(request.place.waited_s)
-    is_here = is_loopback(link.address)
-    network_s = 0.0 if is_here else max(0.0, link.round_trip_s / 2 - sum(loop))
-    measured.path = PathDelay(loop, network_s)
+    measured.path = _path_to(link, loop)
     measured.decode_core_wait = link.load.core_wait
     answer = request.answer
     measured.unread_s = max(0.0, answer.slow_writes_s - _LOOP_TURNS * answer.num_slow_writes * sum(loop))
+
+
+def _note_reading(read: Sequence[ReadPrompt], record: RequestRecord, loop: LoopDelay) -> None:
+    """Record the same of a call whose prompts were read and not answered: of lines the longest wait, of workers the last."""
+    measured, link = record.measured, read[-1].link
+    note_readings([each.stamps for each in read], record.stamps, measured)
+    for bound, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in read):
+        measured.in_line_s[bound] = max(waited_s, measured.in_line_s.get(bound, 0.0))
+    measured.path, measured.prefill_core_wait = _path_to(link, loop), link.load.core_wait
+
+
+def _path_to(link: WorkerLink, loop: LoopDelay) -> PathDelay:
+    """Return how late messages are between this event loop and a worker, as both are now."""
+    network_s = 0.0 if is_loopback(link.address) else max(0.0, link.round_trip_s / 2 - sum(loop))
+    return PathDelay(loop, network_s)

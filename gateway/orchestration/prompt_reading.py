@@ -13,12 +13,14 @@ from gateway.attempts.attempt import new_key
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
+from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.deaths import MAX_DEATHS, Deaths
 from gateway.orchestration.failures import FINAL_CODES, MAX_BARREN
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
 from gateway.request.request_record import RequestRecord
+from gateway.request.timing import ReadingStamps
 from gateway.routing.routing import NEVER_HERE, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
@@ -34,6 +36,15 @@ class PromptParts(NamedTuple):
     record: RequestRecord
     key_id: str
     deadline: float
+
+
+class ReadPrompt(NamedTuple):
+    """What came of a prompt: its vector, who read it, and how long that took."""
+
+    pooled: Sequence[float]
+    link: WorkerLink
+    stamps: ReadingStamps
+    waited_s: dict[str, float]  # in line, by what was waited for there
 
 
 class PromptReading:
@@ -53,9 +64,9 @@ class PromptReading:
         self.num_read_tokens = 0  # those of the prompt, once it is read
         parts.budget.begin(digest)
 
-    async def run(self) -> pb.Done:
+    async def run(self) -> ReadPrompt:
         """Return what a worker has made of the prompt. Raises BatonError. Nothing of it is left on workers."""
-        record, queue = self._parts.record, self._parts.queues.prefill
+        record, queue, begun = self._parts.record, self._parts.queues.prefill, now()
         record.stamps.routed = record.stamps.granted = record.stamps.routed or now()
         try:
             if not queue.is_open_to(record.tenant):
@@ -72,8 +83,10 @@ class PromptReading:
                     continue
                 leg = link.open(new_key(self._parts.key_id), self._mailbox, record.tenant)
                 try:
+                    sent = now()
                     if (done := await self._ask(leg)) is not None:
-                        return done
+                        stamps = ReadingStamps.ended(begun, sent, now(), done)
+                        return ReadPrompt(done.pooled, link, stamps, dict(self._place.waited_s))
                 finally:
                     leg.close()
         finally:
@@ -108,11 +121,6 @@ class PromptReading:
             if isinstance(message, (Lost, Stalled, pb.Ended, pb.Done)):
                 await self._note_failure(leg, message)
                 return None
-
-    @property
-    def waited_s(self) -> dict[str, float]:
-        """Seconds in line, by what was waited for there."""
-        return dict(self._place.waited_s)
 
     def _is_whole(self, done: pb.Done) -> bool:
         """Return whether it brings as many numbers as were asked for."""
@@ -194,10 +202,10 @@ class PromptReading:
             raise DeadlineExceeded(f"the deadline passed while {phase}")
 
 
-async def read_all(readings: Sequence[PromptReading], num_at_once: int) -> list[pb.Done]:
+async def read_all(readings: Sequence[PromptReading], num_at_once: int) -> list[ReadPrompt]:
     """Return what workers made of the prompts, in their order. Raises what the first of them to fail does; then the
     others are given up too."""
-    found: list[pb.Done | None] = [None] * len(readings)
+    found: list[ReadPrompt | None] = [None] * len(readings)
     waiting = iter(enumerate(readings))
 
     async def work(share: Iterable[tuple[int, PromptReading]]) -> None:
@@ -211,4 +219,4 @@ async def read_all(readings: Sequence[PromptReading], num_at_once: int) -> list[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [done for done in found if done is not None]
+    return [each for each in found if each is not None]

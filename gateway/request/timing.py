@@ -4,7 +4,9 @@ Stamps are this process's monotonic clock. What a worker measured on its own clo
 in, so that what passes between processes falls into the delivery phases and is never negative.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.service.observe.core_wait import PathDelay
 from baton.service.observe.phases import DECODE
@@ -50,6 +52,31 @@ class Measured:
     in_line_s: dict[str, float] = field(default_factory=dict)
     read_waits: worker_pb2.Waits = field(default_factory=worker_pb2.Waits)
     is_read_apart: bool = False
+
+
+class ReadingStamps(NamedTuple):
+    """When one prompt of a call was begun, sent to the worker that accepted it, launched there and read:
+    time.monotonic() of this process."""
+
+    begun: float
+    sent: float
+    launched: float
+    read: float
+
+    @classmethod
+    def ended(cls, begun: float, sent: float, ended: float, done: worker_pb2.Done) -> "ReadingStamps":
+        """Return those of a prompt whose worker's answer came at `ended`."""
+        queue_s, prefill_s, _ = _cut(ended - sent, done.queue_s, done.prefill_s)
+        return cls(begun, sent, sent + queue_s, sent + queue_s + prefill_s)
+
+
+def note_readings(readings: Sequence[ReadingStamps], stamps: Stamps, measured: Measured) -> None:
+    """Record the phases of a call whose prompts were read beside and behind each other: it is in `prefill` while a worker
+    computes any of them, and else in `prefill_queue` while any waits for a worker."""
+    stamps.prefill_sent = sent = min(reading.sent for reading in readings)
+    measured.prefill_s = _covered_s((reading.launched, reading.read) for reading in readings)
+    under_way_s = _covered_s((max(sent, reading.begun), reading.read) for reading in readings)
+    measured.queue_s = under_way_s - measured.prefill_s
 
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
@@ -120,3 +147,12 @@ def _cut(gap_s: float, *parts_s: float) -> list[float]:
         cut.append(min(max(0.0, part_s), gap_s))  # in this order: what is no number counts for nothing
         gap_s -= cut[-1]
     return [*cut, gap_s]
+
+
+def _covered_s(windows: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that are within any of the windows (begin, end)."""
+    covered_s, until = 0.0, float("-inf")
+    for begin, end in sorted(windows):
+        covered_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered_s

@@ -146,6 +146,16 @@ async def test_one_that_comes_behind_a_line_waits_there_too(cluster):
         await c.idle()
 
 
+async def test_the_time_of_many_is_that_of_all_their_turns(cluster):
+    """Of each of 16 places at once four prompts are read, one behind the other."""
+    async with cluster() as c:
+        c.prefill[0].read_s = 0.05
+        await embed(c, *[IDS[0]] * 64)
+        ((record, _, _),) = c.gateway.recent._ended
+        assert bound_seconds(record.stamps, record.measured)["prefill compute"] >= 0.19
+        await c.idle()
+
+
 async def held(c):
     """Return a call and the worker that reads its prompt, as each does no further than it is let."""
     for worker in c.prefill:
@@ -217,7 +227,7 @@ async def test_the_client_goes(cluster, gate):
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
         c.prefill[0].release(gate)
         await c.idle()
-        assert c.gateway.handler.num_running == 0 and not c.pipeline.admission.request_ids
+        await c.until(lambda: c.gateway.handler.num_running == 0 and not c.pipeline.admission.request_ids)
 
 
 async def test_deadline(cluster):

@@ -75,6 +75,7 @@ class _Session:
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     says_granted = True  # of a prompt that it need not answer
+    read_s = 0.002  # what such a one takes
 
     def __init__(self, role: str, tokenizer_digest: bytes, vocab_size: int, *, context: int = 1024, **hello):
         self.role, self.vocab_size = role, vocab_size
@@ -331,7 +332,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.says_granted:
             session.send(granted=pb.Granted(key=message.key))
         await self._pass("prefill")
-        session.send(done=pb.Done(key=message.key, queue_s=0.001, prefill_s=0.002, pooled=vector_of(message.spec)))
+        await asyncio.sleep(self.read_s)
+        done = pb.Done(key=message.key, queue_s=0.001, prefill_s=self.read_s, pooled=vector_of(message.spec))
+        session.send(done=done)
         self._end(session, key)
 
     async def _give(self, session, key, message) -> None:
