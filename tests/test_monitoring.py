@@ -186,3 +186,16 @@ def test_promtool(arguments):
     assert shutil.which("promtool"), "promtool is missing: Debian's package prometheus has it"
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_workers_first_xid_is_drawn(tmp_path):
+    """No series was there before it."""
+    (query,) = [query for _, query in QUERIES if "by (instance, xid)" in query]
+    series = {"series": 'baton_gpu_xids_total{instance="d", model_name="m", xid="79"}', "values": "_x4 1x20"}
+    drawn = [{"labels": '{instance="d", xid="79"}', "value": 1}]
+    case = {"expr": query.replace("$model", ".*"), "eval_time": "4m", "exp_samples": drawn}
+    test = {"interval": "15s", "input_series": [series], "promql_expr_test": [case]}
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    test_promtool(("test", "rules", path))
