@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import shutil
 import subprocess
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 import redis
 import yaml
 
+from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.service.clock import now
 from gateway.discovery.worker_directory import RedisDirectory
 from gateway.prefix.redis_index import RedisIndex
@@ -112,3 +114,16 @@ def test_a_stranger_that_has_the_name_is_not_believed(server, tmp_path):
     made = RedisIndex(server.url.replace(server.ca, str(tmp_path / "other" / "ca.crt")), b"three")
     with pytest.raises(redis.ConnectionError, match="certificate"):
         asyncio.run(made._control.ping())
+
+
+async def test_the_scalers_user_may_do_what_its_lease_needs(tmp_path):
+    """As docs/howto/scale.md has it."""
+    ((commands, keys),) = re.findall(
+        r"Its user needs `([^`]*)` on `([^`]*)`", (ROOT / "docs/howto/scale.md").read_text()
+    )
+    with RedisServer(tmp_path) as server:
+        server.client.execute_command("ACL", "SETUSER", "scaler", "on", ">secret", "-@all", *commands.split(), keys)
+        lease = LeaderLease(server.url.replace("//", "//scaler:secret@"), "one")
+        assert await lease.hold() and await lease.hold()  # taken, and renewed
+        await lease.release()
+        assert not server.client.exists(NAME)
