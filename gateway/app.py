@@ -65,7 +65,10 @@ log = logging.getLogger(__name__)
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     """Serve until `stop`, then drain; return 0. Raises SettingsError, ListenError: one line each."""
-    quotas = Quotas.read(settings.quotas)
+    try:
+        quotas = Quotas.read(settings.quotas)
+    except ValueError as error:
+        raise SettingsError(f"--quotas {error}") from None
     ports = open_ports(settings, quotas)
     with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
         folders = [read_model(path, name or settings.served_model_name) for name, path in settings.models.items()]
@@ -328,7 +331,7 @@ def _make_index(settings: GatewaySettings) -> PrefixIndex:
     try:
         return RedisIndex(settings.redis, os.urandom(16))
     except ValueError as error:
-        raise SettingsError(f"--redis {settings.redis}: {error}") from None
+        raise SettingsError(f"--redis: {error}") from None
 
 
 def _make_template(folder: ModelFolder) -> ChatTemplate | None:

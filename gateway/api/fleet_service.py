@@ -1,7 +1,6 @@
 """baton.v1.Fleet: workers and requests as this gateway sees them, for `baton doctor` and other tools of operators."""
 
 import os
-from urllib.parse import urlsplit
 
 import grpc
 
@@ -13,6 +12,7 @@ from gateway.catalog.model_version import ModelVersion
 from gateway.fleet.registry import Registry
 from gateway.observe.recent_requests import RecentRequests
 from gateway.prefix.prefix_index import PrefixIndex
+from gateway.store.redis_url import without_password
 
 SERVICE_NAME = "baton.v1.Fleet"
 
@@ -104,9 +104,3 @@ class FleetService:
             num_prefill=len(fleet.candidates.serving("prefill")),
             num_decode=len(fleet.candidates.serving("decode")),
         )
-
-
-def without_password(url: str) -> str:
-    """Return the URL without user and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

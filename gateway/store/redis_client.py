@@ -11,6 +11,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse
 
+from gateway.store.redis_url import MALFORMED, check_url
+
 # Out of bytes that no Redis sends redis-py raises anything; uvloop RuntimeError, out of a connection that was reset.
 FAILURES = Exception
 MAX_REPLY_BYTES = 1 << 20  # of any call of a gateway: 4,096 names of workers
@@ -54,19 +56,24 @@ class _Parser(DefaultParser):
 def make_client(
     url: str, timeout_s: float, max_connections: int, max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> redis.Redis:
-    """Return a client whose calls take `timeout_s` at most. Raises ValueError for a malformed URL."""
-    # redis-py's own timeouts and retries would hold a request for half a minute.
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,  # bit strings need no more, and it connects in one round trip less
-        parser_class=functools.partial(_Parser, max_reply_bytes),
-        client_name="baton-gateway",
-    )
+    """Return a client whose calls take `timeout_s` at most. Raises ValueError, which does not name it, for a malformed
+    URL."""
+    check_url(url)
+    try:
+        # redis-py's own timeouts and retries would hold a request for half a minute.
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,  # bit strings need no more, and it connects in one round trip less
+            parser_class=functools.partial(_Parser, max_reply_bytes),
+            client_name="baton-gateway",
+        )
+    except ValueError:  # it may hold a piece of the password
+        raise ValueError(MALFORMED) from None
     return redis.Redis.from_pool(pool)  # which closes its connections with it
 
 

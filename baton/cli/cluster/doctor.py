@@ -7,6 +7,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -24,6 +25,7 @@ from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from gateway.store.redis_url import MALFORMED, check_url, without_password
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _ANSWER_S = 3.0
@@ -161,21 +163,24 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
     """`is_whole`: with its password, which a gateway does not tell; without it, a Redis that asks for one answers too."""
     import redis.asyncio
 
-    begun = time.monotonic()
+    begun, advice = time.monotonic(), "start it, correct --redis, or leave it out"
     try:
+        check_url(url)
         client = redis.asyncio.from_url(url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
-        try:
+    except ValueError:  # it may hold a piece of the password
+        return report.warn("redis", "--redis", MALFORMED, advice)
+    ignored = () if is_whole else (redis.AuthenticationError,)
+    try:
+        with suppress(*ignored):
             await client.ping()
-        except redis.AuthenticationError:
-            if is_whole:
-                raise
-        finally:
-            await client.aclose()
     except (redis.RedisError, OSError, ValueError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        report.warn("redis", url, words, "start it, correct --redis, or leave it out")
+        report.warn("redis", without_password(url), words, advice)
     else:
-        report.say("redis", url, f"answers, {1e3 * (time.monotonic() - begun):.1f} ms with connecting")
+        took_ms = 1e3 * (time.monotonic() - begun)
+        report.say("redis", without_password(url), f"answers, {took_ms:.1f} ms with connecting")
+    finally:
+        await client.aclose()
 
 
 async def _collector(url: str, report: Findings) -> None:

@@ -167,6 +167,13 @@ def test_a_redis_that_wants_a_password_answers(tmp_path):
     assert "answers" in report.found[0].text and "uthenticat" in report.found[1].text
 
 
+@pytest.mark.parametrize("url", [f"redis://name:secret@{NOBODY}", f"redis://name:secret/@{NOBODY}"])
+async def test_no_password_is_shown(capsys, url):
+    await doctor_command._redis(url, True, Findings())
+    shown = capsys.readouterr().out
+    assert "WARN" in shown and "secret" not in shown
+
+
 def test_one_document(stack):
     status, output = doctor("--target", stack.target, "--redis", f"redis://{NOBODY}", "--json")
     found = json.loads(output)

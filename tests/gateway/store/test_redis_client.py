@@ -13,6 +13,7 @@ from gateway.discovery.worker_directory import RedisDirectory
 from gateway.prefix import redis_index
 from gateway.prefix.redis_index import RedisIndex
 from gateway.store.redis_client import FAILURES, MAX_REPLY_BYTES, make_client, values_of
+from gateway.store.redis_url import without_password
 from tests.support.redis_server import RedisServer
 
 TIMEOUT_S = 0.3
@@ -219,3 +220,35 @@ def test_the_parser_is_that_of_hiredis():
     from redis.asyncio.connection import DefaultParser
 
     assert "Hiredis" in DefaultParser.__name__
+
+
+@pytest.mark.parametrize(
+    "url, shown",
+    [
+        ("redis://name:secret@h:1/0", "redis://h:1/0"),
+        ("rediss://:secret@[::1]:1/0?ssl_ca_certs=/a/ca.crt", "rediss://[::1]:1/0?ssl_ca_certs=/a/ca.crt"),
+        ("redis://h:1/0?username=name&password=secret&db=2", "redis://h:1/0?db=2"),
+        ("unix:///run/redis.sock?db=2&password=secret", "unix:///run/redis.sock?db=2"),
+        ("rediss://h:1?pass%77ord=secret&ssl_password=secret", "rediss://h:1"),
+    ],
+)
+async def test_what_is_shown_of_a_url(url, shown):
+    """And it is still one of the same Redis."""
+    assert without_password(url) == shown
+    told, wanted = (make_client(each, TIMEOUT_S, 1) for each in (shown, url))
+    kept = {name: wanted.get_connection_kwargs().get(name) for name in ("host", "port", "path", "db", "ssl_ca_certs")}
+    assert {name: told.get_connection_kwargs().get(name) for name in kept} == kept
+    assert "secret" not in str(told.get_connection_kwargs())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://name:sec/ret@h:1/0", "redis://:12/secret@h:1/0", "redis://:12?secret@h:1/0", "redis://:12#secret@h:1/0",
+        "redis://[secret@h:1/0", "secret://h:1/0", "redis://h:secret/0", "redis://h:1/0?socket_timeout=secret",
+    ],
+)  # fmt: skip
+def test_a_malformed_url_is_not_named(url):
+    with pytest.raises(ValueError, match="percent-encode") as raised:
+        make_client(url, TIMEOUT_S, 1)
+    assert "sec" not in str(raised.value)
