@@ -50,6 +50,7 @@ from gateway.prefix.public_prefixes import read_public_prefixes
 from gateway.queue.admission import AdmissionControl, WaitingQueues
 from gateway.queue.quotas import Quotas
 from gateway.request.request_record import RequestRecord
+from gateway.store.redis_url import without_password
 from gateway.text.templates import ChatTemplate, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
@@ -123,7 +124,8 @@ class Gateway:
         for version in self.catalog.versions:
             await self._make_public(version)
         InferenceService(self.handler).add_to(server)
-        fleet = FleetService(self.registry, self.catalog, self.recent, self.index, settings.redis)
+        shown_url = without_password(settings.redis) if settings.redis else None
+        fleet = FleetService(self.registry, self.catalog, self.recent, self.index, shown_url)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)

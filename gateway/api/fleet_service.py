@@ -12,7 +12,6 @@ from gateway.catalog.model_version import ModelVersion
 from gateway.fleet.registry import Registry
 from gateway.observe.recent_requests import RecentRequests
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.store.redis_url import without_password
 
 SERVICE_NAME = "baton.v1.Fleet"
 
@@ -28,9 +27,9 @@ class FleetService:
         index: PrefixIndex,
         redis_url: str | None,
     ):
-        """`redis_url` None: the prefix index is in this process."""
+        """`redis_url`: without a password; None: the prefix index is in this process."""
         self._registry, self._catalog, self._recent, self._index = registry, catalog, recent, index
-        self._redis_url = without_password(redis_url) if redis_url else ""
+        self._redis_url = redis_url or ""
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
         """Return all workers, whatever their state."""
