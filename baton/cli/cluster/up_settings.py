@@ -29,6 +29,7 @@ from baton.service.settings import (
     option,
     read_table,
     to_argv,
+    variable,
 )
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -181,13 +182,14 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     found = resolve(args)
     up, models = found.up, {name: _present(path, found.up) for name, path in found.models.items()}
     gateway = dict(found.gateway)
-    fleet_listen = gateway.pop("fleet_listen", None)
+    fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)  # whose URL may have a password
     return StackPlan(
         models,
         up.listen,
         found.num_workers,
         {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
         to_argv(GatewaySettings, gateway),
+        {} if redis is None else {variable("redis"): str(redis)},
         up.gateways,
         found.cpu_roles,
         up.http,

@@ -50,6 +50,9 @@ class StackPlan:
     num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
     worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     gateway_options: Sequence[str] = ()
+    gateway_env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables of its own: all users can read command lines
     num_gateways: int = 1
     cpu_roles: Collection[str] = ()
     http: str | None = None  # of the first gateway; others at ports that the system chooses
@@ -107,7 +110,7 @@ class Stack:
             for role in ROLES
         }
         self._gateways = [
-            Keeper(*self._gateway_program(n, *ports, named))
+            Keeper(*self._gateway_program(n, *ports, named), plan.gateway_env)
             for n, ports in enumerate(zip(listens, https, fleets, strict=True))
         ]
         control = await self._serve_control(launcher)

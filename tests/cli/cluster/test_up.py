@@ -319,7 +319,22 @@ def test_one_worker_together_with_its_gateway_has_all_cores(folder, monkeypatch)
 
 def test_gateway_options_go_to_the_gateway(folder):
     made = plan("--model", str(folder / "m"), "--gateway.cluster-secret", "s", "--redis", "redis://h:1/0")
-    assert set(made.gateway_options) == {"--cluster-secret=s", "--redis=redis://h:1/0", "--stand-in"}
+    assert set(made.gateway_options) == {"--cluster-secret=s", "--stand-in"}
+    assert made.gateway_env == {"BATON_REDIS": "redis://h:1/0"}
+
+
+def test_the_password_of_redis_is_in_no_command_line(folder):
+    (folder / "up.toml").write_text("redis = 'redis://:sesame@127.0.0.1:9/0'\n")
+    process = start(folder, "--config", "up.toml")
+    process.stdout.readline()
+    programs = psutil.Process(process.pid).children(recursive=True)
+    gateways = [each for each in programs if "gateway" in each.cmdline()]
+    try:
+        assert gateways and not any("sesame" in word for each in programs for word in each.cmdline())
+        assert {each.environ()["BATON_REDIS"] for each in gateways} == {"redis://:sesame@127.0.0.1:9/0"}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        finish(process)
 
 
 def test_roles_stand_in_for_each_other_unless_told_otherwise(folder, monkeypatch):
