@@ -12,6 +12,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # that a `rope_scaling` need not have
 _ROPE_NUMBERS = (
     "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
     "mscale_all_dim",
@@ -73,10 +74,10 @@ class Config:
     ) -> RopeSpec:  # fmt: skip
         """Return rotary embedding from `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta`
         (before). The arguments are what is assumed where the file is silent; `parameters`: in place of the file's."""
-        given = parameters or self.values.get("rope_parameters") or self.values.get("rope_scaling")
-        parameters = dict(given or {})
-        old_name = parameters.pop("type", None)
-        kind = parameters.pop("rope_type", None) or old_name or "default"
+        if parameters is None and (parameters := self.values.get("rope_parameters")):
+            self._check_scaling(parameters)
+        parameters = _typed(parameters or self.values.get("rope_scaling") or {})
+        kind = parameters.pop("rope_type")
         if kind not in ROPE_KINDS:
             raise ValueError(f"rope type {kind!r} is not supported, one of {', '.join(ROPE_KINDS)}")
         part = parameters.pop("partial_rotary_factor", None) or self.values.get("partial_rotary_factor") or partial
@@ -105,6 +106,7 @@ class Config:
         if FULL not in found and SLIDING not in found:
             local = {"rope_theta": self.values.get("rope_local_base_freq") or local_theta}
             return self.rope(context, theta), self.rope(context, parameters={"rope_type": "default", **local})
+        self._check_scaling(found.get(FULL) or {})
         full, sliding = ({"rope_type": "default", **(found.get(kind) or {})} for kind in (FULL, SLIDING))
         full.setdefault("rope_theta", self.values.get("rope_theta") or theta)
         sliding.setdefault("rope_theta", local_theta)
@@ -177,6 +179,16 @@ class Config:
         """Return RMS norm with `rms_norm_eps`, in which NormSpec's fields may differ."""
         return NormSpec(self.number("rms_norm_eps", eps), **differences)
 
+    def _check_scaling(self, parameters: dict) -> None:
+        """Raise ValueError where `rope_scaling` says other than these of `rope_parameters`, in whose place transformers takes
+        it, base and all."""
+        beside = {key: parameters[key] for key in _BESIDE_SCALING if key in parameters}
+        scaling = self.values.get("rope_scaling")
+        if scaling and _typed(beside | scaling) != _typed(parameters):
+            raise ValueError(
+                "rope_scaling differs from rope_parameters; put what is meant into rope_parameters and leave it out"
+            )
+
     def _rotary_dim(self, part: object) -> int | None:
         if (share := positive("partial_rotary_factor", part)) == 1:
             return None
@@ -213,6 +225,12 @@ def positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r:.40}, not a number over 0")
     return float(value)
+
+
+def _typed(parameters: dict) -> dict:
+    """Return a rope's parameters with its type as `rope_type`, which older files call `type`."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
 
 
 def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:

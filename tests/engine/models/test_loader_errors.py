@@ -99,6 +99,27 @@ def test_config_that_cannot_be(folder, changes):
     assert_refused(folder, "config.json")
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "default"}},
+    ],
+    ids=["one", "by-type"],
+)
+def test_scaling_beside_other_rope_parameters(tmp_path, parameters):
+    """Which transformers takes: model cards tell to add it to files that have `rope_parameters` by now."""
+    make_folder(tmp_path, "llama3" if "rope_type" in parameters else "gemma3")
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    change_config(tmp_path, rope_parameters=parameters, rope_scaling=scaling)
+    assert_refused(tmp_path, "config.json", "rope_scaling differs from rope_parameters; put what is meant into")
+    inner = parameters.get("full_attention", parameters)
+    inner |= scaling | {"rope_type": "yarn"}
+    del inner["type"]
+    change_config(tmp_path, rope_parameters=parameters)
+    assert read_spec(tmp_path).ropes[0].kind == "yarn"
+
+
 def test_missing_tensor(folder):
     path = folder / "model.safetensors"
     tensors = load_file(path)
