@@ -24,6 +24,9 @@ _PLAIN = {
     "layer_replication": ([],), "trainable_token_indices": ([], {}), "target_parameters": ([],),
     "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}),
 }  # fmt: skip
+# How PEFT may have begun and left the base as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the base's weights
+# what the pairs begin as, which makes an adapter of another base than the one that is served.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class LoraFolder:
@@ -77,6 +80,9 @@ class LoraFolder:
         for key, plain in _PLAIN.items():
             if (value := config.get(key)) is not None and value not in plain:
                 raise ModelError(f"{path}: {key} {value!r}: only plain LoRA on linear layers is served")
+        if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
+            told = "changes the base's weights; save the adapter with path_initial_model_for_weight_conversion"
+            raise ModelError(f"{path}: init_lora_weights {begun!r} {told}")
         numbers = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
         for key in ("rank_pattern", "alpha_pattern"):
             patterns = config.get(key) or {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
@@ -216,6 +217,7 @@ def refusal(folders, adapter) -> str:
         (dict(use_dora=True), "use_dora True: only plain LoRA"),
         (dict(bias="all"), "bias 'all': only plain LoRA"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save ['lm_head']: only plain LoRA"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base's weights; save the adapter with"),
         (dict(r=300), "has rank 300, at most 256 is served"),
         (dict(r=16), "this base and rank 16 ask for"),
         (dict(r="8"), "r is '8': a number above 0 is needed"),
@@ -226,6 +228,13 @@ def refusal(folders, adapter) -> str:
 def test_configs_that_are_refused(folders, adapter, changes, words):
     change(adapter, **changes)
     assert words in refusal(folders, adapter)
+
+
+def test_a_beginning_that_leaves_the_base_alone(folders, adapter):
+    before = LoraFolder(adapter).files[1]
+    for begun in (None, True, "gaussian", "eva"):
+        change(adapter, init_lora_weights=begun)
+        assert LoraFolder(adapter).files[1] == before
 
 
 def nan(tensors):
