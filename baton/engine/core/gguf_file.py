@@ -18,6 +18,13 @@ from baton.gguf import INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHe
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight"
+# Of rope.scaling: what yarn is told in the words of a config.json, and what llama.cpp would multiply by.
+OF_YARN = {
+    "original_context_length": ("original_max_position_embeddings", INTEGER),
+    "yarn_beta_fast": ("beta_fast", NUMBER),
+    "yarn_beta_slow": ("beta_slow", NUMBER),
+}
+MULTIPLIERS = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What is computed in, where the file is asked: the type of its embedding, and bf16 for quantized ones.
 FLOATS = {GGMLType.F32: np.float32, GGMLType.F16: np.float16}
@@ -111,6 +118,7 @@ def config_of(file: GGUFFile) -> dict:
         "max_position_embeddings": of("context_length"),
         "tie_word_embeddings": OUTPUT not in file.tensors,
         "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": arch == "llama" and "blk.0.ffn_gate.bias" in file.tensors,
         "dtype": DTYPES.get(file.tensors[EMBEDDING].tensor_type, "bfloat16"),
         "eos_token_id": [file.metadata(f"tokenizer.ggml.{key}", INTEGER, -1) for key in END_KEYS],
         "rope_parameters": _rope(file, of),
@@ -136,19 +144,32 @@ def _one(arch: str, key: str, of, default=None) -> int | None:
 def _rope(file: GGUFFile, of) -> dict:
     """Llama 3's scaling comes as a tensor of divisors of the frequencies: longrope with the same factors everywhere."""
     parameters = {"rope_theta": of("rope.freq_base", NUMBER, 10_000.0), "rope_type": "default"}
-    original = of("rope.scaling.original_context_length")
+    scaling = _scaling(of)
     if ROPE_FACTORS in file.tensors:
+        if scaling:
+            raise ValueError(f"rope.scaling beside tensor {ROPE_FACTORS} is not supported")
         factors = file.expanded(ROPE_FACTORS).tolist()
         same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         return parameters | {"rope_type": "longrope", **same}
     if LONG_FACTORS in file.tensors:
         raise ValueError(f"{LONG_FACTORS}, frequencies by length, is not supported")
-    kind = of("rope.scaling.type", TEXT, "none")
+    return parameters | scaling
+
+
+def _scaling(of) -> dict:
+    """Return what differs from plain rope. As llama.cpp has it, a factor without a type is linear, and older files call it
+    `scale_linear`."""
+    for key in MULTIPLIERS:
+        if (value := of(f"rope.scaling.{key}", NUMBER, 1.0)) != 1:
+            raise ValueError(f"rope.scaling.{key} {value:g} is not supported, only 1")
+    factor = of("rope.scaling.factor", NUMBER) or of("rope.scale_linear", NUMBER) or 1.0
+    kind = of("rope.scaling.type", TEXT, "none" if factor == 1 else "linear")
     if kind == "none":
-        return parameters
+        return {}
     if kind not in ("linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported, one of none, linear, yarn")
-    parameters |= {"rope_type": kind, "factor": of("rope.scaling.factor", NUMBER, 1.0)}
-    if kind == "yarn" and original:
-        parameters["original_max_position_embeddings"] = original
-    return parameters
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        given = {ours: of(f"rope.scaling.{key}", known) for key, (ours, known) in OF_YARN.items()}
+        scaling |= {ours: value for ours, value in given.items() if value}
+    return scaling

@@ -40,15 +40,17 @@ def test_blocks_mean_what_gguf_says(kind):
         assert torch.equal(found, expected)
 
 
+BETAS = {"beta_fast": 4.0, "beta_slow": 0.5}
 FAMILIES = {
     "llama": ("llama3", {}),
     "llama3.1": ("llama3", dict(rope_parameters=THETA | LLAMA3)),
     "llama-tied": ("llama3.2-tied", {}),
     "llama-linear": ("llama-linear", {}),
-    "llama-bias": ("llama3", dict(attention_bias=True)),
+    "llama-bias": ("llama3", dict(attention_bias=True, mlp_bias=True)),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", dict(num_attention_heads=4)),
     "qwen2-yarn": ("qwen2", dict(num_attention_heads=4, rope_parameters=THETA | YARN)),
+    "qwen2-yarn-betas": ("qwen2", dict(num_attention_heads=4, rope_parameters=THETA | YARN | BETAS)),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3-tied", {}),
 }
@@ -65,6 +67,32 @@ def test_families(tmp_path, family):
         assert getattr(spec, field) == getattr(dense, field), field
     assert spec.name == "model"
     assert_same_logits(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+def test_a_factor_without_a_type_is_linear(tmp_path, key):
+    """As llama.cpp has it; the first is what older files call it."""
+    model = published.dense_folder(tmp_path / "dense", "llama-linear")
+    scaled, path = model.config.rope_parameters, tmp_path / "model.gguf"
+    model.config.rope_parameters = scaled | {"rope_type": "default"}
+    write_gguf(path, model, describe=lambda writer: writer.add_float32(f"llama.{key}", scaled["factor"]))
+    assert_same_logits(path, model)
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
+def test_factors_of_scaling_that_are_refused(tmp_path, key):
+    model, path = published.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
+    write_gguf(path, model, describe=lambda writer: writer.add_float32(f"llama.rope.scaling.{key}", 0.5))
+    with pytest.raises(ModelError, match=f"model.gguf: metadata: rope.scaling.{key} 0.5 is not supported"):
+        load_model(EngineConfig(path))
+
+
+def test_a_tensor_that_nothing_reads(tmp_path):
+    model, path = published.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
+    stray = np.ones(32, np.float32)
+    write_gguf(path, model, describe=lambda writer: writer.add_tensor("blk.1.attn_q_norm.weight", stray))
+    with pytest.raises(ModelError, match="model.gguf: tensor blk.1.attn_q_norm.weight has no place in the model"):
+        load_model(EngineConfig(path))
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ def write_metadata(writer, config, arch) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            for name in ("beta_fast", "beta_slow"):
+                if rope.get(name) is not None:
+                    writer.add_float32(f"{gguf.MODEL_ARCH_NAMES[arch]}.rope.scaling.yarn_{name}", rope[name])
     if arch == gguf.MODEL_ARCH.LLAMA and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
 

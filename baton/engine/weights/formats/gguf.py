@@ -16,7 +16,7 @@ from baton.engine.weights.formats.base import EMBED, HEAD, WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight, pack_int4
 from baton.gguf import TEXT
 
-LAYER = "model.layers."
+LAYER, BLOCK = "model.layers.", "blk."
 PLAIN = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
 MODULES = {
     "self_attn.q_proj": "attn_q",
@@ -44,6 +44,7 @@ class GGUFFormat(WeightSource):
         permuted = file.metadata("general.architecture", TEXT) == "llama"
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if permuted else {}
         self._read_bytes = 0
+        self._unread = {name: None for name in file.tensors if name.startswith(BLOCK)}
 
     @property
     def file_bytes(self) -> int:
@@ -71,6 +72,14 @@ class GGUFFormat(WeightSource):
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape."""
         stored = self._name(name, shape)
         return self._expanded(stored, self._rows(stored, shape[0])).to(self._dtype)
+
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
+        elsewhere = tuple(name.replace(LAYER, BLOCK) for name in extra)
+        left = [name for name in self._unread if not name.startswith(elsewhere)]
+        if left:
+            raise ModelError(
+                f"{self._file.path}: tensor {left[0]} has no place in the model that the metadata describe"
+            )
 
     def release(self) -> None:
         self._file.release()
@@ -107,18 +116,19 @@ class GGUFFormat(WeightSource):
         if stored is None:
             layer, _, rest = name.removeprefix(LAYER).partition(".")
             module, _, kind = rest.rpartition(".")
-            stored = f"blk.{layer}.{MODULES[module]}.{kind}"
+            stored = f"{BLOCK}{layer}.{MODULES[module]}.{kind}"
         if stored not in self._file.tensors:
             raise ModelError(f"{self._file.path}: tensor {stored} is missing")
         if (found := self._file.tensors[stored].shape) != shape:
             wanted = f"the metadata ask for {list(shape)}"
             raise ModelError(f"{self._file.path}: tensor {stored} has shape {list(found)}, {wanted}")
+        self._unread.pop(stored, None)
         self._read_bytes += self._file.tensors[stored].data.nbytes
         return stored
 
     def _rows(self, name: str, num_rows: int) -> Tensor | None:
         """Return the stored row of each row of the model; None if they are the same."""
-        num_heads = self._heads.get(name.split(".")[2]) if name.startswith("blk.") else None
+        num_heads = self._heads.get(name.split(".")[2]) if name.startswith(BLOCK) else None
         if num_heads is None:
             return None
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
