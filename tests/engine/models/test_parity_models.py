@@ -124,6 +124,28 @@ def test_old_config_spelling(tmp_path, name):
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
+V3_ROUTER = dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)
+V3_EXPERTS = dict(n_routed_experts=16, num_experts_per_tok=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "silent"),
+    [
+        ("deepseek-v3", V3_EXPERTS | V3_ROUTER, tuple(V3_ROUTER)),
+        ("gpt-oss", dict(rope_parameters=None), ("rope_parameters",)),
+    ],
+    ids=["deepseek-v3", "gpt-oss"],
+)
+def test_what_a_silent_config_means(tmp_path, name, changes, silent):
+    reference = make_folder(tmp_path, name, **changes)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in silent}))
+    ids = random_ids(100, 4)
+    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
 def test_a_text_model_within_another(tmp_path):
     """Llama 4 as it is published: beside a vision model, which is not read."""
     reference = make_folder(tmp_path, "llama4")

@@ -27,17 +27,19 @@ def deepseek_v2(config: Config) -> ModelSpec:
     config.refuse("norm_topk_prob", False)
     config.refuse("topk_method", "greedy", "group_limited_greedy")
     grouped = config.values.get("topk_method") == "group_limited_greedy"
-    return _spec(config, "deepseek_v2", 0, _groups(config) if grouped else {}, renormalized=False)
+    router = dict(scale=config.number("routed_scaling_factor", 1.0)) | (_groups(config, 1, 1) if grouped else {})
+    return _spec(config, "deepseek_v2", 0, router, renormalized=False)
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
     config.refuse("topk_method", "noaux_tc")
-    grouped = _groups(config) | dict(group_best=2, scoring="sigmoid", correction="mlp.gate.e_score_correction_bias")
-    return _spec(config, "deepseek_v3", 3, grouped, renormalized=config.flag("norm_topk_prob", True))
+    router = dict(group_best=2, scoring="sigmoid", correction="mlp.gate.e_score_correction_bias")
+    router |= _groups(config, 8, 4) | dict(scale=config.number("routed_scaling_factor", 2.5))
+    return _spec(config, "deepseek_v3", 3, router, renormalized=config.flag("norm_topk_prob", True))
 
 
-def _groups(config: Config) -> dict[str, Any]:
-    return dict(num_groups=config.count("n_group", 1), num_chosen_groups=config.count("topk_group", 1))
+def _groups(config: Config, count: int, num_chosen: int) -> dict[str, Any]:
+    return dict(num_groups=config.count("n_group", count), num_chosen_groups=config.count("topk_group", num_chosen))
 
 
 def _spec(config: Config, family: str, num_dense: int, router: dict[str, Any], renormalized: bool) -> ModelSpec:
@@ -53,7 +55,7 @@ def _spec(config: Config, family: str, num_dense: int, router: dict[str, Any], r
     shared = size * config.count("n_shared_experts") if config.values.get("n_shared_experts") else 0
     experts = ExpertsSpec(
         config.count("n_routed_experts"), config.count("num_experts_per_tok"), size, NAMES, renormalized, shared, SHARED,
-        scale=config.number("routed_scaling_factor", 1.0), **router,
+        **router,
     )  # fmt: skip
     first = config.values.get("first_k_dense_replace", num_dense) or 0
     num_extra = config.values.get("num_nextn_predict_layers") or 0

@@ -6,6 +6,11 @@ from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
 from baton.engine.families.config import Config
 
 NAMES = ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+# Where the file has no rope.
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def gpt_oss(config: Config) -> ModelSpec:
@@ -15,9 +20,11 @@ def gpt_oss(config: Config) -> ModelSpec:
         config.count("intermediate_size"), NAMES, bias=True, inputs_first=True, interleaved=True,
     )  # fmt: skip
     layers = config.alternating(lambda layer: layer % 2 == 0, window=128)
+    is_given = config.values.get("rope_parameters") or config.values.get("rope_scaling")
+    rope = config.rope(131072, theta=150000.0, parameters=None if is_given else YARN)
     bias = config.flag("attention_bias", True)
     return config.spec(
-        "gpt_oss", [config.rope(131072, theta=150000.0)], tuple(replace(layer, experts=experts) for layer in layers),
+        "gpt_oss", [rope], tuple(replace(layer, experts=experts) for layer in layers),
         num_kv_heads=8, head_dim=64, norm=config.norm(1e-5), sinks=True, qkv_bias=bias, output_bias=bias,
         activation="clamped_swiglu", swiglu_alpha=config.number("swiglu_alpha", 1.702),
         swiglu_limit=config.number("swiglu_limit", 7.0),
