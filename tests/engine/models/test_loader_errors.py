@@ -133,6 +133,20 @@ def test_wrong_shape(folder):
     assert_refused(folder, "model.safetensors", "mlp.gate_proj.weight has shape [100, 48]", "asks for [101, 48]")
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_a_head_of_its_own_beside_tied_embeddings(tmp_path, quantization):
+    """Some files have the table twice; transformers ties two that are equal, and no others."""
+    reference = make_folder(tmp_path, "llama3")
+    change_config(tmp_path, tie_word_embeddings=True)
+    told = "lm_head.weight differs from model.embed_tokens.weight, and config.json has tie_word_embeddings true"
+    with pytest.raises(ModelError, match=told):
+        load_model(EngineConfig(tmp_path, quantization=quantization))
+    tensors = reference.state_dict()
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone()}, tmp_path / "model.safetensors")
+    load_model(EngineConfig(tmp_path, quantization=quantization))
+
+
 def test_weights_that_are_no_numbers(folder):
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import open_source
@@ -64,6 +65,14 @@ def test_gptq(tmp_path, options):
         assert (weight.offsets is None) == options.get("sym", True)
         assert (weight.order is not None) == options.get("act_order", False)
     assert_same_logits(tmp_path, model, meanings)
+
+
+def test_a_quantized_head_beside_tied_embeddings(tmp_path):
+    published.dense_folder(tmp_path)
+    published.write_gptq(tmp_path, head=True, lm_head=True)
+    published.change_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="lm_head.qweight is of a head of its own, and config.json has tie_word_emb"):
+        load_model(EngineConfig(tmp_path))
 
 
 def test_gptq_with_modules_left_out(tmp_path):

@@ -14,6 +14,8 @@ from baton.engine.weights.tensors import Weights, weight_files
 
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 CONFIG = "config.json"
+_UNTIE = "and config.json has tie_word_embeddings true; set it to false for the head to be used"
+_ROWS = 4096  # of a table that are compared at once: a copy of all of them is none of the memory that a start has
 BUFFERS = ("rotary_emb.inv_freq",)  # of old folders: computed here
 
 
@@ -62,7 +64,7 @@ class WeightSource(ABC):
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
         """Return the output head [vocab_size, hidden_size] of a model that has none of its own: the table that
-        `embedding` returned, as a linear weight."""
+        `embedding` returned, as a linear weight. Raises ModelError where there is one of its own, which differs."""
         return DenseWeight(embedding.weight)
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
@@ -113,6 +115,14 @@ class DenseFormat(WeightSource):
             where = self.tensors.where(left[0])
             raise ModelError(f"{where}: tensor {left[0]} has no place in the model that config.json describes")
 
+    def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
+        if (name := f"{HEAD}.weight") in self.tensors:
+            own = self.tensors.read(name, (vocab_size, hidden_size)).split(_ROWS)
+            pairs = zip(own, embedding.weight.split(_ROWS), strict=True)
+            if not all(torch.equal(rows.to(self.dtype), table) for rows, table in pairs):
+                raise ModelError(f"{self.tensors.where(name)}: tensor {name} differs from {EMBED}.weight, {_UNTIE}")
+        return super().tied_head(embedding, vocab_size, hidden_size)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
         type."""
@@ -136,6 +146,11 @@ class Format(DenseFormat):
         self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
     ) -> Weight:
         return WeightSource.expert(self, name, index, count, out_features, in_features, inputs_first)
+
+    def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
+        if self.is_quantized(HEAD):
+            raise self.wrong(self.marker(HEAD), f"is of a head of its own, {_UNTIE}")
+        return super().tied_head(embedding, vocab_size, hidden_size)
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
         """Formats store more than they need (zero points of symmetric weights, orders)."""

@@ -40,7 +40,7 @@ class RoundedFormat(DenseFormat):
         return self._rounded(weight, name, self._round)
 
     def tied_head(self, embedding, vocab_size: int, hidden_size: int) -> Weight:
-        return self._round_head(embedding.weight)
+        return self._round_head(super().tied_head(embedding, vocab_size, hidden_size).values)
 
     def _rounded(self, weight: Tensor, name: str, to: Callable[[Tensor], Weight]) -> Weight:
         try:
