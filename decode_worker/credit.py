@@ -34,7 +34,7 @@ def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     if leg.request is not None:
         compute_rest(keys, leg, None)
     else:
-        keys.engine.submit(open_request(keys, leg, message.spec))
+        keys.engine.admission.submit(open_request(keys, leg, message.spec))
         leg.owed.add(Owed.ENGINE)
         if leg.request.pooling is not None:
             leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))

@@ -8,6 +8,7 @@ from baton.engine.core.request import (
     DecodeReport,
     FinishReason,
     Key,
+    Refusal,
     RequestEnded,
     TokenRun,
     Waits,
@@ -15,6 +16,7 @@ from baton.engine.core.request import (
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import KeyEvent, KeyState
 from baton.worker.wire.end_status import Status
+from tests.support.engine.toys import toy_engine
 from tests.support.worker.doubles import Bench, OutboxDouble, make_spec
 from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, let, run
 
@@ -99,6 +101,24 @@ def test_a_prompt_that_is_not_answered_is_granted_once_it_is_taken():
         bench.obey(prefill=pb.Prefill(key=key, spec=spec))
         assert bench.outbox.kinds() == ["granted"] and bench.outbox.only("granted").key == key
         assert bench.engine.count("submit") == 1
+
+    run(check)
+
+
+def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
+    """Its adapter is made ready in a thread, for which the event loop does not wait."""
+
+    def find(identity, in_use):
+        raise Refusal("adapter_loading")
+
+    def check(_):
+        engine = toy_engine()
+        monkeypatch.setattr(engine.adapters, "find", find)
+        monkeypatch.setattr(engine.adapters, "wait", lambda identity: pytest.fail("the event loop waits"))
+        bench, spec = Bench(engine=engine), make_spec(adapter=bytes(32))
+        spec.pooling.SetInParent()
+        bench.obey(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
+        assert bench.outbox.only("refused").reason == "adapter_loading" and not bench.commands.legs
 
     run(check)
 
