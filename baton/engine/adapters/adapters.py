@@ -1,7 +1,9 @@
 """The adapters that an engine holds, by identity: a digest of weights and config, never a name. Each has a host copy, as it
 was read; some are ready to be applied, in slots."""
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from baton.engine.adapters.low_rank import LowRank
 from baton.engine.core.request import Refusal
 
 _RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
+_PAUSE_S = 10.0  # after which one that could not be made ready is tried again
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -54,6 +59,7 @@ class Adapters:
         self._copies: dict[str, LoraFolder] = {}  # by name
         self._ready: dict[bytes, Adapter] = {}  # those used longest ago first
         self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
+        self._retry_at: dict[bytes, float] = {}  # of those that could not be made ready, time.monotonic()
         self._thread = ThreadPoolExecutor(1, "adapters")
 
     def add(self, name: str, folder: Path) -> bytes:
@@ -73,15 +79,16 @@ class Adapters:
             return self._copies.pop(name, None) is not None
 
     def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
-        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal: no_adapter;
-        adapter_loading, and it is being made ready; adapter_slots, all being in use."""
+        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal: no_adapter,
+        also for a while after it could not be made ready; adapter_loading, and it is being made ready; adapter_slots,
+        all being in use."""
         with self._lock:
             ready, copy = self._ready.get(identity), self._copy(identity)
             # Of one without a name a leg may yet come, as long as the request that began with it is here.
             if ready is not None and (copy is not None or ready in in_use()):
                 self._ready[identity] = self._ready.pop(identity)
                 return ready
-            if copy is None:
+            if copy is None or time.monotonic() < self._retry_at.get(identity, 0.0):
                 raise Refusal("no_adapter", retry_after_s=0.0)
             if identity not in self._making:
                 if not self._has_slot and not self._evict(in_use()):
@@ -90,7 +97,7 @@ class Adapters:
             raise Refusal("adapter_loading", retry_after_s=_RETRY_S)
 
     def wait(self, identity: bytes) -> None:
-        """Wait until an adapter that is being made ready is."""
+        """Wait until an adapter that is being made ready is. Raises what making it does."""
         with self._lock:
             making = self._making.get(identity)
         if making is not None:
@@ -142,6 +149,11 @@ class Adapters:
             with self._lock:
                 self._ready[identity] = made
             return made
+        except Exception:
+            logger.exception("adapter %s cannot be made ready, and is refused for %g s", name, _PAUSE_S)
+            with self._lock:
+                self._retry_at[identity] = time.monotonic() + _PAUSE_S
+            raise
         finally:
             with self._lock:
                 self._making.pop(identity, None)

@@ -5,12 +5,14 @@ import hashlib
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.engine.adapters import adapters
 from baton.engine.adapters.adapters import Adapter, Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
@@ -29,6 +31,7 @@ class Shelf:
         self.held: list[Adapter] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.is_full = False
         self.adapters = Adapters(self, num_slots)
 
     def read_adapter(self, folder: Path) -> Any:
@@ -39,6 +42,8 @@ class Shelf:
     def make_adapter(self, name: str, copy) -> Adapter:
         self.gate.wait()
         self.made[copy.identity] += 1
+        if self.is_full:
+            raise MemoryError("no memory")
         return Adapter(name, copy, ())
 
     def ask(self, identity: bytes) -> str:
@@ -104,6 +109,23 @@ def test_one_without_a_name_serves_those_that_began_with_it():
     assert shelf.ask(a) == "no_adapter"
     b, c = add(shelf, "b", "c")
     assert shelf.get(b) == shelf.get(c) == "" and set(shelf.adapters.ready) == {b, c}
+
+
+def test_one_that_cannot_be_made_ready_is_told_and_let_be_for_a_while(monkeypatch, caplog):
+    """It would cost the slot of another one with each try."""
+    now = 0.0
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now))
+    shelf = Shelf(1)
+    a, b = add(shelf, "a", "b")
+    shelf.is_full = True
+    with suppress(MemoryError):
+        shelf.get(b)
+    assert "adapter b cannot be made ready" in caplog.text and "no memory" in caplog.text
+    shelf.is_full = False
+    assert shelf.ask(b) == "no_adapter" and shelf.get(a) == "" and shelf.made[b] == 2, "once when it was read"
+    shelf.held.clear()
+    now = adapters._PAUSE_S
+    assert shelf.get(b) == ""
 
 
 def test_two_names_of_one_and_one_name_of_two():
