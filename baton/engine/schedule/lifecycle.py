@@ -203,11 +203,11 @@ class GroupLifecycle:
             self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
             group.num_owned = len(block_ids)
             group.trunk.recurrent.settle(self.ledger.states, Holder.LEASED)
-            group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
         else:
             self._drop_unverified(group)
             self._lower_promise(group)
             group.accepted_at = time.monotonic()
+        group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
         self._wait(group)
 
     # ---- in the loop ----
@@ -294,7 +294,7 @@ class GroupLifecycle:
         # cache on.
         if is_past or not is_inside:
             num_missing = self.ledger.window.most_blocks(self.layout.num_blocks(trunk.num_tokens))
-            group.num_owned = group.num_cached_tokens = 0
+            group.num_owned = 0
             trunk.give_back(self.ledger)
         if self.ledger.states is not None:
             num_own = trunk.recurrent.reserve + (trunk.recurrent.block_id is not None)

@@ -119,7 +119,9 @@ def test_a_decode_worker_goes_on_behind_the_prefix_that_it_pulled(n):
     reader.admission.fetch_settled(request.key)
     reader.admission.compute_rest(request.key)
     reader.check_integrity()
-    assert run(reader)[request.key].answer() == toy_answer(request)
+    record = run(reader)[request.key]
+    assert record.answer() == toy_answer(request)
+    assert record.first.num_cached_tokens == 192
     assert sum(tokens for _, tokens in reader.runner.model.batch_sizes) == 250 - 192 + n * 5
     holder.admission.release_lease(offer.key)
     assert reader.ledger.states.num_available == 2
