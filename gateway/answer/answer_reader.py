@@ -65,7 +65,7 @@ class AnswerReader:
             grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
-        new_parser = partial(form.parser, self._spellings, tools, prompt_end)
+        new_parser = partial(form.parser, self._spellings, tools, prompt_end, options.continues)
         streams = options.streams_arguments
         return ReaderForm(self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings)
 

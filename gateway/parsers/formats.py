@@ -41,11 +41,14 @@ class AnswerFormat(NamedTuple):
         begun = prompt_end.rstrip()
         return next((begin for begin, _ in self.thinks if begun.endswith(begin)), "")
 
-    def parser(self, spellings: Mapping[str, str], tools: Mapping[str, Any], prompt_end: str) -> AnswerParser:
+    def parser(
+        self, spellings: Mapping[str, str], tools: Mapping[str, Any], prompt_end: str, continues: bool = False
+    ) -> AnswerParser:
         """Return a parser for one answer. `spellings`: characters that stand for control tokens; `tools`: schemas of
-        parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may begin the reasoning."""
+        parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may begin
+        the reasoning; `continues`: the prompt ends within the content of the message that the answer goes on with."""
         if self.is_harmony:
-            return HarmonyParser(spellings, bool(tools))
+            return HarmonyParser(spellings, bool(tools), continues)
         thinking = self.thinking(prompt_end)
         return TaggedParser(spellings, self.thinks, self.reader if tools else None, tools, thinking)
 

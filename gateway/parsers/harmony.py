@@ -16,9 +16,10 @@ _FUNCTIONS = "functions."
 class HarmonyParser(AnswerParser):
     """Analysis is reasoning, a message to a function is a call, what is meant for the user is content."""
 
-    def __init__(self, spellings: Mapping[str, str], has_tools: bool):
-        """`has_tools`: messages to functions are calls; they are left out otherwise."""
-        self._has_tools = has_tools
+    def __init__(self, spellings: Mapping[str, str], has_tools: bool, continues: bool):
+        """`has_tools`: messages to functions are calls; they are left out otherwise. `continues`: the answer begins within
+        a message for the user, whose header is in the prompt."""
+        self._has_tools, self._continues = has_tools, continues
         self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
         self._ends = tuple(ends)
         super().__init__(spellings)
@@ -26,6 +27,8 @@ class HarmonyParser(AnswerParser):
     def _run(self) -> Reading:
         source = self._source
         try:
+            if self._continues:
+                yield from self._text(self._say)
             while True:
                 head, end = yield from source.until(self._message, self._start, *self._ends)
                 if end == self._message:

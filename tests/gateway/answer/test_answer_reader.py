@@ -102,6 +102,22 @@ def test_the_prompt_may_begin_the_reasoning():
     assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
 
 
+def test_what_continues_a_message_of_gpt_oss_is_its_content():
+    """Its header is in the prompt."""
+    harmony = format_named("harmony")
+    source = byte_level(unspecial=harmony.markers)
+    tokenizer, tokens = Tokenizer(source), Tokens.from_str(source.decode())
+    reader = AnswerReader(tokenizer, Detokenizer(tokenizer), harmony)
+    conversation = Conversation((ChatMessage("assistant", "The answer is"),), ChatOptions(continues=True))
+    prompt_ids = tokens.encode("<|start|>assistant<|channel|>final<|message|>The answer is").ids
+    answer_ids = tokens.encode(" 42.<|end|><|start|>assistant<|channel|>final<|message|> Yes.<|return|>").ids
+    choice, messages = Choice(0, reader.form_of(conversation, prompt_ids), None, 0), []
+    for id_ in answer_ids:
+        choice.push([id_], (), pb.FINISH_REASON_STOP if id_ == answer_ids[-1] else 0)
+        messages.append(choice.take())
+    assert joined(messages) == ("", " 42. Yes.", [], pb.FINISH_REASON_STOP)
+
+
 def test_a_call_that_is_cut_is_no_call():
     choice = Choice(0, form(), None, 0)
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
