@@ -72,6 +72,9 @@ class AnswerReader:
 
 def _check_tools(options: ChatOptions) -> None:
     for index, tool in enumerate(options.tools):
+        where, types = f"messages.tools[{index}].parameters", tool["parameters"].get("type", "object")
         if problem := check_schema(tool["parameters"]):
             place, reason = problem
-            raise InvalidRequest(f"messages.tools[{index}].parameters", f"{place}: {reason}" if place else reason)
+            raise InvalidRequest(where, f"{place}: {reason}" if place else reason)
+        if "object" not in (types if isinstance(types, list) else [types]):
+            raise InvalidRequest(where, "/type: must be object, which arguments are")

@@ -29,7 +29,9 @@ def answer_grammar(
         return None
     writer, ways = GrammarWriter(control_ids), list[str]()
     if asked.tools and form.calls:
-        ways.append(form.calls(writer, asked.tools, asked.is_parallel))
+        # A schema may say nothing of the type, and arguments that are no object would be no call.
+        tools = {name: {**schema, "type": "object"} for name, schema in asked.tools.items()}
+        ways.append(form.calls(writer, tools, asked.is_parallel))
     if constraint and not asked.must_call:
         answer = constrained(writer, *constraint)
         ways.append(f"{writer.text('<|channel|>final<|message|>')} {answer}" if form.is_harmony else answer)

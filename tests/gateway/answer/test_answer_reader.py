@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokens
 
+from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.choice import Choice
@@ -102,9 +104,17 @@ def test_the_prompt_may_begin_the_reasoning():
     assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
 
 
+def test_arguments_that_must_be_none_are_refused():
+    tools = ({"name": "find", "parameters": {}}, {"name": "stop", "parameters": {"type": ["array", "null"]}})
+    options = ChatOptions(tools, callable_tools=("find",), must_call=True)
+    with pytest.raises(InvalidRequest, match=r"tools\[1\]\.parameters: /type: must be object"):
+        form(conversation=CONVERSATION._replace(options=options))
+
+
 def test_what_continues_a_message_of_gpt_oss_is_its_content():
     """Its header is in the prompt."""
     harmony = format_named("harmony")
+    assert harmony is not None
     source = byte_level(unspecial=harmony.markers)
     tokenizer, tokens = Tokenizer(source), Tokens.from_str(source.decode())
     reader = AnswerReader(tokenizer, Detokenizer(tokenizer), harmony)

@@ -105,6 +105,16 @@ def test_one_call_where_several_are_not_wanted(name):
     assert texts and all([call.name for call in model.parse(text)[1]] == ["find"] for text in texts)
 
 
+@pytest.mark.parametrize("types", [{}, {"type": ["object", "null"]}])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_arguments_are_an_object_whatever_their_schema_says(name, types):
+    model = Model(name)
+    tools = {"find": types | {"properties": {"n": {"type": "integer"}}, "additionalProperties": False}}
+    grammar = model.grammar(GrammarAsked(tools, True, False, None))
+    texts = [text for seed in range(40) if (text := model.draw(grammar, seed)) is not None]
+    assert texts and all([call.name for call in model.parse(text)[1]] == ["find"] for text in texts)
+
+
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_a_constraint_holds_behind_reasoning_or_there_are_calls(name):
     model = Model(name)
