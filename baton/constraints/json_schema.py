@@ -9,14 +9,14 @@ from baton.constraints.json_numbers import check_numbers
 
 # Keyword -> what its value holds: nothing, one schema, a list of schemas, or schemas by name.
 _NOTHING, _SCHEMA, _LIST, _NAMED = range(4)
-_SAYS_NOTHING = ("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example",
-                 "deprecated", "readOnly", "writeOnly", "$anchor", "$dynamicAnchor", "$vocabulary")  # fmt: skip
+SAYS_NOTHING = ("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example",
+                "deprecated", "readOnly", "writeOnly", "$anchor", "$dynamicAnchor", "$vocabulary")  # fmt: skip
 _BOUNDS = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "multipleOf", "maximum", "minimum",
            "exclusiveMaximum", "exclusiveMinimum", "maxLength", "minLength", "pattern", "format", "maxItems", "minItems",
            "uniqueItems", "maxContains", "minContains", "maxProperties", "minProperties", "required",
            "dependentRequired", "dependencies", "contentEncoding", "contentMediaType")  # fmt: skip
 KEYWORDS = {
-    **dict.fromkeys((*_SAYS_NOTHING, *_BOUNDS), _NOTHING),
+    **dict.fromkeys((*SAYS_NOTHING, *_BOUNDS), _NOTHING),
     **dict.fromkeys(
         ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties", "contentSchema"), _SCHEMA

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from baton.constraints.constraint import MAX_BYTES
-from baton.constraints.json_schema import rewrite_schema
+from baton.constraints.json_schema import SAYS_NOTHING, rewrite_schema
 from baton.service.errors import InvalidRequest
-from gateway.parsers.schema_types import types_of
+from gateway.parsers.schema_types import listed, referred, types_of
+from gateway.parsers.text_schemas import TextSchemas, quoted, regex
 
 # Between two words of JSON, as constraints have it.
 _GUIDANCE = {
@@ -17,10 +18,6 @@ _GUIDANCE = {
 }
 _ANY_TEXT = "/(?s:.*)/"
 _BLANKS = r"/[ \n]{0,4}/"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class GrammarWriter:
@@ -38,17 +35,24 @@ class GrammarWriter:
         """Return an expression for just this text; markers in it are tokens where the tokenizer has them."""
         parts, at = list[str](), 0
         for found in self._split.finditer(text):
-            parts += [_quoted(text[at : found.start()]), f"<[{self._control_ids[found[0]]}]>"]
+            parts += [quoted(text[at : found.start()]), f"<[{self._control_ids[found[0]]}]>"]
             at = found.end()
-        parts.append(_quoted(text[at:]))
+        parts.append(quoted(text[at:]))
         return self._counted(" ".join(part for part in parts if part != '""'))
 
-    def until(self, end: str) -> str:
-        """Return an expression for any text, and this one that ends it."""
+    def until(self, end: str, texts: str = _ANY_TEXT) -> str:
+        """Return an expression for any text, or one that this terminal allows, and this one that ends it."""
+        number = len(self._rules)
+        text = self.terminal(f"TEXT{number}", texts)
         if end in self._control_ids:
-            return f"{_ANY_TEXT} {self.text(end)}"
-        self._rules.append(self._counted(f"until{len(self._rules)}[suffix={_quoted(end)}]: {_ANY_TEXT}"))
-        return f"until{len(self._rules) - 1}"
+            return f"{text} {self.text(end)}"
+        self._rules.append(self._counted(f"until{number}[suffix={quoted(end)}]: {text}"))
+        return f"until{number}"
+
+    def terminal(self, name: str, terminal: str) -> str:
+        """Return this name, which stands for the terminal from now on."""
+        self._rules.append(self._counted(f"{name}: {terminal}"))
+        return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return an expression for a value of JSON."""
@@ -59,10 +63,14 @@ class GrammarWriter:
         """Return the grammar."""
         return "\n".join((f"start: {start}", *self._rules))
 
-    def _counted(self, expression: str) -> str:
-        self._num_written += len(expression)
+    def count(self, num_characters: int) -> None:
+        """Note what is written, or takes as much work. Raises InvalidRequest for too much."""
+        self._num_written += num_characters
         if self._num_written > MAX_BYTES:
             raise InvalidRequest("messages.tools", f"need a grammar of more than {MAX_BYTES} bytes, which is the most")
+
+    def _counted(self, expression: str) -> str:
+        self.count(len(expression))
         return expression
 
 
@@ -88,7 +96,7 @@ def object_calls(begin: str, key: str, end: str, separator: str) -> CallsWriter:
         calls = []
         for name, schema in tools.items():
             head = f'{{"name": {json.dumps(name)}, {json.dumps(key)}: '
-            calls.append(f"{_quoted(head)} {writer.json(schema)}")
+            calls.append(f"{quoted(head)} {writer.json(schema)}")
         call = " ".join(filter(None, (writer.text(begin), either(calls), writer.text("}" + end))))
         return repeated(call, writer.text(separator), is_parallel)
 
@@ -100,7 +108,7 @@ def named_calls(begin: str, behind_name: str, end: str) -> CallsWriter:
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         calls = either(
-            f"{_quoted(name)} {writer.text(behind_name)} {writer.json(schema)}" for name, schema in tools.items()
+            f"{quoted(name)} {writer.text(behind_name)} {writer.json(schema)}" for name, schema in tools.items()
         )
         call = f"{writer.text(begin)} {calls} {writer.text(end)}"
         return f"({call})+" if is_parallel else call
@@ -120,14 +128,13 @@ def section(begin: str, calls: CallsWriter, end: str) -> CallsWriter:
 def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     """Write calls of Qwen3-Coder: a tag around each argument, in the order of the schema."""
     calls = []
+    writer.terminal(_LINES, " & ".join(map(_lines_unlike, _TAGS)))
     for name, schema in tools.items():
-        parts = [writer.text(f"<function={name}>\n")]
-        properties, required = schema.get("properties"), schema.get("required")
-        for key, each in (properties if isinstance(properties, dict) else {}).items():
-            is_needed = isinstance(required, list) and key in required
-            part = f"{writer.text(_PARAMETER.format(key))} {_tagged_value(writer, each, schema)}"
-            parts.append(part if is_needed else f"({part})?")
-        calls.append(" ".join(parts))
+        head = writer.text(f"<function={name}>\n")
+        try:
+            calls.append(f"{head} {_tagged_arguments(writer, schema)}")
+        except ValueError as error:
+            raise InvalidRequest("messages.tools", f"{name}: {error}") from None
     call = f"{writer.text(_OPEN)} {either(calls)} {writer.text(_CLOSE)}"
     return repeated(call, writer.text("\n"), is_parallel)
 
@@ -135,17 +142,61 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
 _OPEN, _CLOSE, _PARAMETER, _PARAMETER_END = (
     "<tool_call>\n", "</function>\n</tool_call>", "<parameter={}>\n", "\n</parameter>\n",
 )  # fmt: skip
+_LINES = "LINES"  # the texts that an argument may be
+_TAGS = ("<parameter=", "</parameter>", "</function>")
+# What tags around arguments keep to, beside keywords that bind nothing.
+_KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
+
+
+def _tagged_arguments(writer: GrammarWriter, root: Mapping[str, Any]) -> str:
+    """Return an expression for arguments. Raises ValueError for what tags cannot keep to."""
+    schema = _arguments_schema(root)
+    properties, required = schema.get("properties"), listed(schema.get("required"))
+    properties = properties if isinstance(properties, dict) else {}
+    if missing := next((key for key in required if key not in properties), None):
+        raise ValueError(f"requires {str(missing)[:40]!r}, which is not in its properties")
+    parts = []
+    for key, each in properties.items():
+        try:
+            part = f"{writer.text(_PARAMETER.format(key))} {_tagged_value(writer, each, root)}"
+        except ValueError as error:
+            raise ValueError(f"{key[:40]!r} {error}") from None
+        parts.append(part if key in required else f"({part})?")
+    return " ".join(parts)
+
+
+def _arguments_schema(root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema that says what arguments there are: the root, or the one that it is a reference to."""
+    schema = root
+    if "$ref" in root and "properties" not in root:
+        schema = referred(root["$ref"], root)
+        root = {key: value for key, value in root.items() if key != "$ref"}
+    for keyword in (*root, *(schema if isinstance(schema, dict) else ("$ref",))):
+        if keyword not in _KEPT and keyword not in SAYS_NOTHING:
+            raise ValueError(f"has {keyword} at its root, which the form of this model's calls cannot keep to")
+    return schema
 
 
 def _tagged_value(writer: GrammarWriter, schema: Any, root: Mapping[str, Any]) -> str:
-    """Return an expression for an argument and its end: text as it is, JSON for all else."""
+    """Return an expression for an argument and its end: text as it is, JSON for all else. What may be text is text."""
     types = types_of(schema, root)
-    if isinstance(schema, dict) and types == {"string"} and "enum" in schema:
-        return f"{either(map(_quoted, schema['enum']))} {writer.text(_PARAMETER_END)}"
-    if not types or "string" in types:
-        return writer.until(_PARAMETER_END)
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"{writer.json({**schema, **shared})} {writer.text(_PARAMETER_END)}"
+    if types and "string" not in types:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f"{writer.json({**schema, **shared})} {writer.text(_PARAMETER_END)}"
+    texts = TextSchemas(root, writer.count).expression(schema)
+    if texts is None:
+        raise ValueError("has a schema that no text keeps to")
+    return writer.until(_PARAMETER_END, " & ".join(filter(None, (texts, _LINES))))
+
+
+def _lines_unlike(begin: str) -> str:
+    """Return a terminal for texts none of whose lines, but for the first, begins so: whoever reads it takes that for a tag.
+    As the complement of a search it would take seconds to follow, beside a bound on the length."""
+    *head, last = map(re.escape, begin)
+    line = rf"(?:[^{last}\n].*)?"
+    for character in reversed(head):
+        line = rf"(?:[^{character}\n].*|{character}{line})?"
+    return regex(rf".*(?:\n{line})*")
 
 
 def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
@@ -157,21 +208,12 @@ def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str
     return f"{writer.text('<|channel|>commentary')} {either(calls)}"
 
 
-# As Lark has a regex: on one line, between slashes.
-_IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    character = found[1] or found[0]
-    return {"/": r"\x2F", "\n": r"\n"}.get(character, found[0])
-
-
 def constrained(writer: GrammarWriter, kind: str, text: str) -> str:
     """Return an expression for an answer that keeps to a constraint, of any kind but a grammar."""
     if kind == "regex":
-        return f"/{_IN_REGEX.sub(_escaped, text)}/"
+        return regex(text)
     if kind == "choice":
-        return either(map(_quoted, json.loads(text)))
+        return either(map(quoted, json.loads(text)))
     schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
     return writer.json(schema if isinstance(schema, dict) else {})
 

@@ -1,9 +1,10 @@
 """The types that a JSON schema allows, as far as they decide how an argument without quotation marks is written."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 # What is looked at, which bounds the work: references may be a circle, and many arguments may share one definition.
 _MAX_SCHEMAS = 32
 _MAX_VALUES = 256  # of an enum
@@ -13,34 +14,52 @@ _MAX_STEPS = 16  # of a reference
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names; none, where it does not say. `root`: of what its references name. Of very
     many alternatives some count."""
-    found, waiting = set[str](), [schema]
+    return {name for each in _parts(schema, root) for name in _named(each)}
+
+
+def property_of(root: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of an argument; None where the tool's says nothing of it."""
+    every = (each.get("properties") for each in _parts(root, root))
+    return next((each[name] for each in every if isinstance(each, dict) and name in each), None)
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, and those that it is made of."""
+    waiting = [schema]
     for _ in range(_MAX_SCHEMAS):
         if not waiting:
             break
         each = waiting.pop()
         if isinstance(each, dict):
-            found |= _named(each)
-            for alternatives in (each.get("anyOf"), each.get("oneOf")):
-                waiting += _list(alternatives)[-_MAX_SCHEMAS:]
-            waiting.append(_referred(each.get("$ref"), root))
-    return found
+            yield each
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                waiting += listed(each.get(keyword))[-_MAX_SCHEMAS:]
+            waiting.append(referred(each.get("$ref"), root))
 
 
 def _named(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names without others."""
-    kinds = set(map(type, _list(schema.get("enum"))[:_MAX_VALUES]))
+    kinds = set(map(type, listed(schema.get("enum"))[:_MAX_VALUES]))
     if "const" in schema:
         kinds.add(type(schema["const"]))
+    names = {_NAMES.get(kind, "null") for kind in kinds} | named_types(schema)
+    return names or {implied for keyword, implied in _IMPLIED.items() if keyword in schema}
+
+
+def named_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that stand in `type`."""
     told = schema.get("type")
     names = told[: len(_NAMES) + 1] if isinstance(told, list) else [told]
-    return {_NAMES.get(kind, "null") for kind in kinds} | {name for name in names if isinstance(name, str)}
+    return {name for name in names if isinstance(name, str)}
 
 
-def _list(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """Return the value of a keyword that is a list; an empty one where it is none."""
     return value if isinstance(value, list) else []
 
 
-def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+def referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a reference within the root names; None where it names nothing there."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root

@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
 from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
-from gateway.parsers.schema_types import types_of
+from gateway.parsers.schema_types import property_of, types_of
 
 _WORDS = {"True": True, "False": False, "None": None}
 
@@ -50,8 +50,7 @@ class QwenXmlReader(CallReader):
     def _value(self, name: str, key: str, text: str) -> Any:
         """Return the value in the type that the tool's schema names; without one, text stays text."""
         root = self.tools.get(name) or {}
-        properties = root.get("properties")
-        types = types_of(properties.get(key), root) if isinstance(properties, dict) else set[str]()
+        types = types_of(property_of(root, key), root)
         if not types or ("string" in types and (text != "null" or "null" not in types)):
             return text
         if text in _WORDS:

@@ -161,6 +161,68 @@ def test_nothing_is_bound_where_nothing_has_to_be():
     assert answer_grammar(plain.form, plain.control_ids, "", asked) is None
 
 
+STRING = {"type": "string"}
+CHOSEN = {"C": {"enum": ["a", "b"], "type": "string"}, "N": {"type": "integer"}}
+TEXTS = [  # a schema, and texts that keep to it, and others
+    (STRING | {"pattern": "^[0-9]{2}$"}, ["12"], ["1", "123", "x"]),
+    (STRING | {"pattern": "b|c\\$"}, ["abc", "c$"], ["a", ""]),
+    (STRING | {"minLength": 2, "maxLength": 3}, ["ab", "a\n", "abc"], ["a", "abcd"]),
+    (STRING | {"minLength": 9, "maxLength": 2000}, ["a\n</param>"], ["a", "a\n</parameter>\n<parameter=b>"]),
+    (STRING | {"enum": ["a", "bc", None], "maxLength": 1}, ["a"], ["bc", "null"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", "null"], ["b"]),
+    ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, ["a", "null"], ["b"]),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ({"enum": ["a", 1]}, ["a"], ["1", "b"]),
+    ({"const": "a"}, ["a"], ["b"]),
+    ({"$ref": "#/$defs/C"}, ["a", "b"], ["c"]),
+    ({"allOf": [{"$ref": "#/$defs/C"}, {"enum": ["b", "c"]}]}, ["b"], ["a", "c"]),
+    ({"allOf": [{"$ref": "#/$defs/N"}]}, ["7"], ["x", '"7"']),
+    ({"properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}, ['{"x": 1}'], ["x"]),
+    ({"allOf": [{"items": {"type": "integer"}}]}, ["[1]"], ["[x]"]),
+    ({"anyOf": [STRING, {"type": "integer"}]}, ["7", "x"], []),
+    ({}, ["7", "", "a\n"], ["a\n<parameter=b>\n"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "texts", "others"), TEXTS)
+def test_arguments_between_tags_keep_to_their_schema(schema, texts, others):
+    model, others = Model("qwen-xml"), [*others, "a\n</function>\n</tool_call>"]
+    tool = {"$ref": "#/$defs/T", "$defs": CHOSEN | {"T": {"properties": {"a": schema}, "required": ["a"]}}}
+    grammar = model.grammar(GrammarAsked({"find": tool}, True, False, None))
+    parts = ("<function=find>\n<parameter=a>\n", "\n</parameter>\n</function>\n")
+    for text in (*texts, *others):
+        answer = f"<tool_call>\n{parts[0]}{text}{parts[1]}</tool_call>"
+        ids, cursor = model.tokens.encode(answer).ids, grammar.cursor()
+        assert (cursor.num_valid(ids) == len(ids)) == (text in texts), text
+        if text in texts:
+            parser = model.form.parser({}, {"find": tool}, "")
+            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            jsonschema.validate(json.loads(call.arguments), tool)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"required": ["a"]}, "find: requires 'a'"),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "find: has anyOf at its root"),
+        ({"$ref": "#/$defs/none"}, r"find: has \$ref at its root"),
+        ({"properties": {"a": {"not": {"const": "x"}}}}, "find: 'a' has not,"),
+        ({"properties": {"a": STRING | {"maxLength": "3}"}}}, "find: 'a' has a minLength or maxLength"),
+        ({"properties": {"a": STRING | {"pattern": 3}}}, "find: 'a' has a pattern that is no text"),
+        ({"properties": {"a": STRING | {"enum": [1]}}}, "find: 'a' has a schema that no text keeps to"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, r"find: 'a' has a \$ref that names nothing"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "find: 'a' has references or alternatives more than"),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 9}}}, "more than"),
+        ({"properties": {"a": {"anyOf": [{"anyOf": [{}] * 100}] * 100}}}, "grammar of more than"),
+    ],
+)
+def test_what_tags_cannot_keep_to_is_refused(schema, problem):
+    model = Model("qwen-xml")
+    with pytest.raises(InvalidRequest, match=f"messages.tools: .*{problem}"):
+        model.grammar(GrammarAsked({"find": schema}, True, False, None))
+
+
 def test_a_definition_that_stands_in_many_arguments_is_not_written_until_it_fills_the_memory():
     model = Model("qwen-xml")
     shared = {"n": {"description": "x" * 10_000, "type": "integer"}}

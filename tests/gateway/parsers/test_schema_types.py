@@ -29,6 +29,10 @@ class Counted(dict):
         ({"enum": [1, 1.5, [], {}]}, {"integer", "number", "array", "object"}),
         ({"enum": 5, "type": "string", "anyOf": {}}, {"string"}),
         ({"anyOf": [{"$ref": "#/$defs/small"}] * 100}, {"integer"}),
+        ({"allOf": [{"$ref": "#/$defs/small"}], "description": "of many"}, {"integer"}),
+        ({"properties": {}}, {"object"}),
+        ({"items": {}}, {"array"}),
+        ({"items": {}, "type": "string"}, {"string"}),
         ([], set()),
     ],
 )
@@ -36,7 +40,7 @@ def test_types_are_those_named_there_and_by_what_it_refers_to(schema, types):
     assert types_of(schema, ROOT) == types
 
 
-@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
 def test_a_schema_of_many_references_to_itself_is_looked_at_for_a_while_only(keyword):
     itself = {"$ref": "#/$defs/a"}
     root = Counted({"$defs": {"a": {keyword: [itself] * 20, "type": "integer"}}})

@@ -1,0 +1,104 @@
+"""The texts that a JSON schema allows, in the words of llguidance: of arguments that stand without quotation marks, where
+the library's own JSON is of no use."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from gateway.parsers.schema_types import listed, named_types, referred
+
+ANY = ""
+_MAX_DEPTH = 16  # of references and alternatives, which may be a circle
+_LOOK = 16  # a schema that is looked at counts as so many characters: that bounds the work too
+_UNKEPT = ("not", "if", "$dynamicRef", "$recursiveRef")
+# As Lark has a regex: on one line, between slashes.
+_IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
+
+
+def quoted(text: str) -> str:
+    """Return an expression for just this text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex(pattern: str) -> str:
+    """Return an expression for the texts that match as a whole."""
+    return f"/{_IN_REGEX.sub(_escaped, pattern)}/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    character = found[1] or found[0]
+    return {"/": r"\x2F", "\n": r"\n"}.get(character, found[0])
+
+
+class TextSchemas:
+    """Schemas that may refer to parts of one root."""
+
+    def __init__(self, root: Mapping[str, Any], count: Callable[[int], None]):
+        """`count` takes the number of characters that are written, and refuses too many."""
+        self._root, self._count = root, count
+
+    def expression(self, schema: Any, depth: int = 0) -> str | None:
+        """Return a terminal for the texts that a schema allows, and `null` where it allows null: ANY for any text, None for
+        none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a terminal cannot keep to."""
+        if not isinstance(schema, dict):
+            return None if schema is False else ANY
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"has references or alternatives more than {_MAX_DEPTH} deep")
+        if unkept := next((keyword for keyword in _UNKEPT if keyword in schema), ""):
+            raise ValueError(f"has {unkept}, which an argument that is text cannot keep to")
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        self._count(_LOOK + len(values or ()))
+        parts = [_own(schema, values), *(self.expression(each, depth + 1) for each in listed(schema.get("allOf")))]
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                parts.append(_any(self.expression(each, depth + 1) for each in listed(schema[keyword])))
+        if "$ref" in schema:
+            if (target := referred(schema["$ref"], self._root)) is None:
+                raise ValueError(f"has a $ref that names nothing here: {str(schema['$ref'])[:80]}")
+            parts.append(self.expression(target, depth + 1))
+        found = _all(parts)
+        self._count(len(found or ANY))
+        return found
+
+
+def _own(schema: Mapping[str, Any], values: list[Any] | None) -> str | None:
+    """Return the texts that a schema allows without others. `values`: that it lists."""
+    types, ways = named_types(schema), list[str | None]()
+    if not types or "string" in types:
+        texts = ANY if values is None else _any(quoted(value) for value in values if isinstance(value, str))
+        ways.append(_all([texts, *_bounds(schema)]))
+    if "null" in types if values is None else None in values and (not types or "null" in types):
+        ways.append(quoted("null"))
+    return _any(ways)
+
+
+def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if any(type(each) is not int or each < 0 for each in (least, most or 0)):
+        raise ValueError("has a minLength or maxLength that is no whole number")
+    if least or most is not None:
+        yield f"/(?s:.{{{least},{'' if most is None else most}}})/"
+    if "pattern" in schema:
+        if not isinstance(pattern := schema["pattern"], str):
+            raise ValueError("has a pattern that is no text")
+        # It may match anywhere. Anchors elsewhere are refused by the library.
+        begin = "" if pattern.startswith("^") else "(?s:.*)"
+        end = "" if re.search(r"(?<!\\)\$\Z", pattern) else "(?s:.*)"
+        yield regex(f"{begin}(?:{pattern}){end}")
+
+
+def _all(parts: Iterable[str | None]) -> str | None:
+    bounds = list[str]()
+    for part in parts:
+        if part is None:
+            return None
+        bounds += [part] if part else []
+    return f"({' & '.join(bounds)})" if bounds else ANY
+
+
+def _any(parts: Iterable[str | None]) -> str | None:
+    ways = [part for part in parts if part is not None]
+    if ANY in ways:
+        return ANY
+    return f"({' | '.join(ways)})" if ways else None
