@@ -84,7 +84,7 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
             form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
             config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)
         writer.add({EMBEDDING: embedding, FINAL_NORM: weights.read(FINAL_NORM, (job.spec.hidden_size,))})
-        if not job.spec.tied:
+        if not job.spec.tied or HEAD in weights:
             writer.add({HEAD: weights.read(HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
         writer.finish(job.spec.folder, read_json(job.spec.folder / "config.json") | {"quantization_config": config})
 

@@ -170,6 +170,21 @@ def test_other_families(tmp_path, family, scheme, plain, group):
     assert errors[scheme] < 1.5 * errors[plain]
 
 
+def test_a_head_of_its_own_beside_tied_embeddings_is_kept(tmp_path):
+    """Without it the folder would serve the embedding in its place, and nothing would say so."""
+    model = make_family(tmp_path / "float", "qwen3-tied", torch.bfloat16)
+    tensors = load_file(model / "model.safetensors")
+    head = {"lm_head.weight": torch.randn_like(tensors["model.embed_tokens.weight"])}
+    save_file(tensors | head, model / "model.safetensors")
+    quantize(plan(model, "int8"), tmp_path / "out")
+    with pytest.raises(ModelError, match="tie_word_embeddings true; set it to false"):
+        load_model(EngineConfig(tmp_path / "out"))
+    config = tmp_path / "out" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], head["lm_head.weight"])
+    load_model(EngineConfig(tmp_path / "out"))
+
+
 def test_shards(model, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SHARD_BYTES", 100_000)
     quantize(plan(model, "int8"), tmp_path / "out")
