@@ -156,11 +156,9 @@ class GatewaySettings(Exposure):
         for role in ROLES:
             for address in getattr(self, f"{role}_workers"):
                 try:
-                    _, port = split_address(address)
+                    split_address(address)
                 except ListenError as error:
                     raise ValueError(f"--{role}-workers: {error}") from None
-                if not port:
-                    raise ValueError(f"--{role}-workers: {address}: port 0 cannot be dialled")
 
     def _check_numbers(self) -> None:
         """Raise ValueError for what is too low, or not a number."""

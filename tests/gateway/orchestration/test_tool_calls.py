@@ -109,7 +109,8 @@ BAD_ENUM = pb.Tool(name="find", parameters='{"properties": {"a": {"type": "strin
 REFUSED = [
     ("hermes", asked(BAD_TOOL, tool_name="find"), "messages.tools[0].parameters"),
     ("hermes", asked(pb.Tool(name="find", parameters='{"properties": 5}'), tool_name="find"), "messages.tools"),
-    ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), BAD_TOOL, tool_name="a"), "messages.tools[1].parameters"),
+    ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), tool_name="a"), "messages.tools[0].parameters"),
+    ("qwen-xml", asked(pb.Tool(name="a", parameters="{}"), BAD_TOOL, tool_name="a"), "messages.tools[1].parameters"),
     ("qwen-xml", asked(BAD_ENUM, tool_name="find"), "messages.tools[0].parameters"),
     ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
