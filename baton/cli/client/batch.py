@@ -97,7 +97,7 @@ async def _send(args: argparse.Namespace, access: Access, num_done: int, write: 
     answers at first, GatewayGone where none does any more."""
     connection = access.for_client()
     async with AsyncClient(args.target, timeout_s=5, retry=NO_RETRIES, **connection) as client:
-        await client.list_models()
+        await client.list_models()  # whether it is there, and lets one in
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
         runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)
         waiting: deque[asyncio.Task[Json]] = deque()

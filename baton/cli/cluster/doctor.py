@@ -119,7 +119,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         hellos = await _workers(channels, found, report)
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
-        model_of = {address: found.models.get(address, "") for address in (*prefill, *decode)}
+        model_of = {address: _model_of(address, hellos[address], found) for address in (*prefill, *decode)}
         for model in dict.fromkeys(model_of.values()):
             _same_model({address: hellos[address] for address in model_of if model_of[address] == model}, report)
         pairs = [(source, taker) for source in prefill for taker in decode if model_of[source] == model_of[taker]]
@@ -220,6 +220,13 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
     if not found.decode:
         report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
     return hellos
+
+
+def _model_of(address: str, hello: pb.Hello, found: Found) -> str:
+    """Return the model that a worker is to serve, by what the gateway says or else its own word; empty where there is one."""
+    if len(set(filter(None, found.models.values()))) < 2:
+        return ""
+    return found.models.get(address) or hello.model.name
 
 
 def _same_model(hellos: dict[str, pb.Hello], report: Findings) -> None:

@@ -105,8 +105,8 @@ class _Store:
     def head(self, name: str) -> dict[str, Any]:
         return self._store.head(name)
 
-    def is_tagged_otherwise(self, name: str) -> bool:
-        """Return whether an object's tag is known to be no MD5 of it: S3's is none of one that it has encrypted with a key of
+    def has_opaque_tag(self, name: str) -> bool:
+        """Return whether an object's tag (ETag) is known to be no MD5 of it: S3's is none of one that it has encrypted with a key of
         KMS, which only its own answer says."""
         import obstore
 
@@ -158,13 +158,13 @@ def _size_and_time(found: dict[str, Any]) -> str:
 
 def _check(store: _Store, path: Path, name: str, size: int, e_tag: str) -> None:
     """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises StartError."""
-    if path.stat().st_size == size and (_has_tag(path, e_tag) or store.is_tagged_otherwise(name)):
+    if path.stat().st_size == size and (_matches_md5(path, e_tag) or store.has_opaque_tag(name)):
         return
     path.unlink()
     raise StartError(f"{name}: what was downloaded is not what the store names; it is removed, try again", 1)
 
 
-def _has_tag(path: Path, e_tag: str) -> bool:
+def _matches_md5(path: Path, e_tag: str) -> bool:
     """Return whether a file has this MD5; True where the tag is none."""
     digest = e_tag.strip('"')
     return re.fullmatch("[0-9a-f]{32}", digest) is None or _digest(path, "md5") == digest

@@ -108,11 +108,15 @@ def test_commands_that_ask_all_of_them(many, tmp_path, capsys):
     }
     lines = tmp_path / "in.jsonl"
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    for name in ("chat", "code"):
-        line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
-        lines.open("a").write(json.dumps(line) + "\n")
+    asked = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
+        for name in ("chat", "code")
+    ]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in asked))
     assert main(["batch", str(lines), "--target", many.target]) == 0
-    results = [json.loads(line)["response"]["body"] for line in (tmp_path / "in.results.jsonl").open()]
+    results = [
+        json.loads(line)["response"]["body"] for line in (tmp_path / "in.results.jsonl").read_text().splitlines()
+    ]
     assert [result["model"] for result in results] == ["chat", "code"]
     assert results[0]["choices"][0]["text"] != results[1]["choices"][0]["text"]
 

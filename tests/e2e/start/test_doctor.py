@@ -123,6 +123,15 @@ def test_a_worker_that_is_not_there(loose):
     assert "no prefill worker answers there: start it, or correct --prefill-workers" in fault(output)
 
 
+def test_a_worker_that_the_gateway_does_not_know(stack, loose):
+    """It is held against those of the gateway, and asked to take a prompt from them."""
+    status, output = doctor("--target", stack.target, "--decode-workers", f"{loose['tcp']},{loose['other']}")
+    assert status == 0
+    warned = [line for line in output.splitlines() if "serves another model" in line]
+    assert len(warned) == 1 and loose["other"] in warned[0], output
+    assert re.search(rf"handoff +\S+ > {loose['tcp']} ", output), output
+
+
 def test_an_address_of_something_else(stack, loose):
     status, output = doctor("--prefill-workers", stack.target, "--decode-workers", loose["tcp"])
     assert status == 1

@@ -16,6 +16,7 @@ from baton.system import heap_bytes
 from baton.v1 import worker_pb2 as pb
 from gateway.link import worker_link
 from gateway.link.worker_link import LinkState, WorkerLink
+from tests.support.pace import patience
 
 NUM_WARM, NUM_TRIES = 300, 1000
 
@@ -100,7 +101,13 @@ async def test_a_session_that_ends_with_messages_unread_leaves_nothing():
     async with running(address, write_late):
         while num_sessions < 20:
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    left = [task for task in asyncio.all_tasks() if "status_once_received" in task.get_coro().__qualname__]
+
+    def left() -> list[asyncio.Task]:
+        return [task for task in asyncio.all_tasks() if "status_once_received" in task.get_coro().__qualname__]
+
+    deadline = time.monotonic() + patience(5)
+    while left() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    found = left()
     server.stop(0).wait()
-    assert not left
+    assert not found
