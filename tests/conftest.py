@@ -1,9 +1,12 @@
-"""Rules for all tests: a time limit, and a table at the end of the injected faults and their outcomes."""
+"""Rules for all tests: a time limit that nothing outlasts, and a table at the end of the injected faults and their outcomes."""
 
+import faulthandler
 import gc
 import json
+import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +22,16 @@ settings.register_profile("untimed", deadline=None)  # its own 200 ms an example
 settings.load_profile("untimed")
 HERE = Path(__file__).parent
 SHARING = ("e2e", "faults")  # folders whose tests share stacks
+GRACE_S = 60  # for a test to end once its time is up
+STDERR = pytest.StashKey[int]()  # a descriptor: pytest takes the usual one away while tests run
 
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="run each N-th test of those that were chosen")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config) -> None:
+    config.stash[STDERR] = os.dup(2)
     pace.slowness()  # before pytest starts its workers, which inherit it
 
 
@@ -36,6 +42,28 @@ def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
         own = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(pace.patience(own.args[0] if own else usual_s)), append=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item) -> Iterator[None]:
+    _bound(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)  # behind pytest, which takes a bound for unwanted once a test has failed
+def pytest_exception_interact(node) -> None:
+    if isinstance(node, pytest.Item):
+        _bound(node)
+
+
+def _bound(item: pytest.Item) -> None:
+    """What its time limit does not end, native code and fixtures that wait for ever, ends with its process, which says where
+    each thread stood; pytest goes on with another. One such test took all 90 minutes of a run, without a word."""
+    limit_s = item.get_closest_marker("timeout").args[0]
+    faulthandler.dump_traceback_later(limit_s + pace.patience(GRACE_S), exit=True, file=item.config.stash[STDERR])
 
 
 def _in_order(items: list[pytest.Item]) -> list[pytest.Item]:

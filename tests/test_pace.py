@@ -1,11 +1,18 @@
-"""Time limits of tests are as long as the machine is slow, never shorter than they are written."""
+"""Time limits of tests are as long as the machine is slow, never shorter than they are written, and nothing outlasts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support import pace
 
+ROOT = Path(__file__).parents[1]
 
-@pytest.mark.parametrize("measured_s, factor", [(0.01, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 10.0), (60.0, 20.0)])
+
+@pytest.mark.parametrize("measured_s, factor", [(0.01, 1.0), (0.05, 1.0), (0.1, 2.0), (0.3, 6.0), (60.0, 8.0)])
 def test_a_slow_machine_is_waited_for(measured_s, factor):
     assert pace.of(measured_s) == pytest.approx(factor)
 
@@ -25,3 +32,31 @@ def test_a_test_may_take_as_much_longer(request):
 @pytest.mark.timeout(50)
 def test_so_does_one_with_a_limit_of_its_own(request):
     assert request.node.get_closest_marker("timeout").args[0] == pytest.approx(50 * pace.slowness())
+
+
+WAITS_FOR_EVER = """
+import ctypes, threading, pytest
+
+@pytest.fixture
+def unending():
+    yield
+    lock = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)  # in native code, where no signal is seen to
+
+def test_stuck(unending):
+    threading.Event().wait()
+
+def test_well():
+    pass
+"""
+
+
+def test_what_no_limit_ends_is_named_and_the_others_run(tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.GRACE_S = 0.2\n")
+    (tmp_path / "test_file.py").write_text(WAITS_FOR_EVER)
+    argv = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n1", "--timeout=0.2", "-c", os.devnull, tmp_path]
+    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
+    assert ran.returncode == 1 and "2 failed, 1 passed" in ran.stdout  # test_stuck, and its worker
+    assert "crashed while running 'test_file.py::test_stuck'" in ran.stdout
+    assert "in unending" in ran.stderr

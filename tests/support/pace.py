@@ -10,7 +10,7 @@ import time
 VARIABLE = "BATON_TESTS_PACE"  # inherited by pytest's own workers and by what tests start
 _USUAL_S = 0.05  # of what is measured: 0.015 s to start Python, 0.035 s of its own work
 _NUM_LOOPS = 1_000_000
-_MOST = 20.0  # beyond it something else is wrong
+_MOST = 8.0  # beyond it something else is wrong
 
 
 def patience(seconds: float) -> float:

@@ -38,9 +38,11 @@ async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda
         max_unread_tokens=100,
     )
     task = asyncio.create_task(link.run())
-    yield link
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.fixture

@@ -53,9 +53,17 @@ def distributed_of(degree: int, fast: bool = False) -> Iterator[list[Distributed
 
 
 def together(ends: Sequence[Collectives], act: Callable) -> list:
-    """Let all ranks act, each in a thread of its own; return what each of them had."""
+    """Let all ranks act, each in a thread of its own; return what each of them had. None waits for one that failed."""
+
+    def acting(end: Collectives):
+        try:
+            return act(end)
+        except BaseException:
+            end.lose()
+            raise
+
     with ThreadPoolExecutor(len(ends)) as threads:
-        return list(threads.map(act, ends))
+        return list(threads.map(acting, ends))
 
 
 def depths_of(engine: Engine) -> list[int]:
