@@ -2,6 +2,7 @@
 machine's best: at the lowest one in twenty of their tests, in `make test-long` all at each."""
 
 import fcntl
+import io
 import os
 import platform
 import shutil
@@ -121,19 +122,22 @@ def test_tiers_that_this_machine_lacks_compile(tier, tmp_path, monkeypatch):
     assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
 
 
-def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch, capfd):
-    """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still."""
+def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch):
+    """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still. And this test, for
+    ever: what is said while pytest's captures are read is lost, and `threads` waited for the one that `lock` kept waiting."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
     path = build.built("g++", TIERS[0])
     path.unlink()
-    with open(path.with_suffix(".lock")) as lock, ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, open(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert threads.submit(build.built, "g++", TIERS[1]).result(patience(10)).exists()
-        waiting, said = threads.submit(build.built, "g++", TIERS[0]), ""
-        while f"waiting for another process, which builds the native kernels for {TIERS[0].name}" not in said:
+        waiting = threads.submit(build.built, "g++", TIERS[0])
+        waits = f"waiting for another process, which builds the native kernels for {TIERS[0].name}"
+        while waits not in said.getvalue():
             assert not waiting.done()
-            said += capfd.readouterr().err
             time.sleep(0.01)
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert waiting.result(patience(10)) == path

@@ -1,14 +1,18 @@
 """A phase of a start is reported once it is long, and not when it is short."""
 
+import io
+import sys
 import threading
+import time
 
 from baton.service import progress
 
 
-def test_a_long_phase_is_one_line(capsys):
+def test_a_long_phase_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.phase("decode_worker", "reading /m", quiet_s=0):
-        while not (said := capsys.readouterr().err):
-            pass
+        while not (said := sys.stderr.getvalue()).endswith("\n"):
+            time.sleep(0.001)
     assert said == "starting: decode_worker: reading /m\n"
 
 
