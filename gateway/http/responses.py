@@ -211,7 +211,7 @@ class ResponseForm:
 
     def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, tokens: TokenTexts):
         """`values`: of the body, some of which an answer repeats."""
-        self._tokens = tokens
+        self._tokens, self._is_stream = tokens, asked.stream
         self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
         self._items: list[_Item] = []  # the last one open
@@ -333,6 +333,9 @@ class ResponseForm:
         return self._event(kind, **where, **values)
 
     def _event(self, kind: str, **values: object) -> bytes:
+        """Return the event; nothing for an answer in one object."""
+        if not self._is_stream:
+            return b""
         return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **values})
 
 
