@@ -70,7 +70,7 @@ class Config:
 
     def rope(
         self, context: int, theta: float = 10_000.0, partial: float = 1.0, interleaved: bool = False,
-        parameters: dict | None = None,
+        parameters: dict | None = None, head_dim: int | None = None,
     ) -> RopeSpec:  # fmt: skip
         """Return rotary embedding from `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta`
         (before). The arguments are what is assumed where the file is silent; `parameters`: in place of the file's."""
@@ -94,7 +94,7 @@ class Config:
                 positive(name, parameters[name])
         made = RopeSpec(
             kind, positive("rope_theta", theta), longest, counted(_ORIGINAL, original), parameters,
-            self._rotary_dim(part), interleaved,
+            self._rotary_dim(part, head_dim), interleaved,
         )  # fmt: skip
         counted("the context", made.context)
         return made
@@ -149,7 +149,7 @@ class Config:
         is assumed where the file is silent; `differences` are fields of ModelSpec."""
         num_heads, hidden_size = self.count("num_attention_heads"), self.count("hidden_size")
         kv_heads = self.count("num_key_value_heads", num_kv_heads or num_heads)
-        size = self.count("head_dim", head_dim or hidden_size // num_heads)
+        size = self._head_dim(head_dim)
         if num_heads % kv_heads:
             raise ValueError(f"{num_heads} attention heads do not divide into {kv_heads} KV heads")
         if size % 2:
@@ -189,14 +189,18 @@ class Config:
                 "rope_scaling differs from rope_parameters; put what is meant into rope_parameters and leave it out"
             )
 
-    def _rotary_dim(self, part: object) -> int | None:
+    def _rotary_dim(self, part: object, head_dim: int | None) -> int | None:
         if (share := positive("partial_rotary_factor", part)) == 1:
             return None
-        head_dim = self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads"))
+        head_dim = self._head_dim(head_dim)
         size = int(head_dim * share)
         if share > 1 or size < 2 or size % 2:
             raise ValueError(f"partial_rotary_factor {share:g} turns {size} of {head_dim} elements, not pairs of them")
         return size
+
+    def _head_dim(self, assumed: int | None) -> int:
+        """Return the elements of a head; where the file is silent, those that are assumed, or else an equal part of a row."""
+        return self.count("head_dim", assumed or self.count("hidden_size") // self.count("num_attention_heads"))
 
     def _dtype(self) -> str:
         name = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"

@@ -8,18 +8,18 @@ NAMES = TensorNames(before_mlp="")
 
 def cohere(config: Config) -> ModelSpec:
     qk_norm = "heads" if config.flag("use_qk_norm") else ""
-    return config.spec("cohere", [_rope(config)], qk_norm=qk_norm, **_common(config))
+    return config.spec("cohere", [_rope(config, 5e5)], qk_norm=qk_norm, **_common(config))
 
 
 def cohere2(config: Config) -> ModelSpec:
     """Three layers with a window and rope, then one with neither."""
     pattern = config.count("sliding_window_pattern", 4)
     layers = config.alternating(lambda layer: (layer + 1) % pattern != 0, full=None, sliding=0)
-    return config.spec("cohere2", [_rope(config)], layers, **_common(config))
+    return config.spec("cohere2", [_rope(config, 1e4)], layers, **_common(config))
 
 
-def _rope(config: Config):
-    return config.rope(8192, theta=5e5, interleaved=True)
+def _rope(config: Config, theta: float):
+    return config.rope(8192, theta=theta, interleaved=True)
 
 
 def _common(config: Config) -> dict:

@@ -6,10 +6,11 @@ from baton.engine.families.config import Config
 NAMES = TensorNames(
     after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("mlp.gate_up_proj",)
 )
+HEAD_DIM = 128  # where the file is silent
 
 
 def glm4(config: Config) -> ModelSpec:
-    rope = config.rope(131072, partial=0.5, interleaved=True)
+    rope = config.rope(131072, partial=0.5, interleaved=True, head_dim=HEAD_DIM)
     bias = config.flag("attention_bias", True)
     norm = config.norm(1.5625e-07)
-    return config.spec("glm4", [rope], num_kv_heads=2, head_dim=128, norm=norm, names=NAMES, qkv_bias=bias)
+    return config.spec("glm4", [rope], num_kv_heads=2, head_dim=HEAD_DIM, norm=norm, names=NAMES, qkv_bias=bias)

@@ -10,11 +10,12 @@ from baton.engine.families.config import Config, around_predictor
 from baton.engine.families.hybrid.mamba2 import ATTENTION, MAMBA, mixed
 from baton.engine.families.mixture.qwen_moe import NAMES, SHARED, sparse
 
+HEAD_DIM = 256  # where the file is silent
 STACKED = ("mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def qwen3_next(config: Config) -> ModelSpec:
-    experts = _experts(config, 10, config.flag("norm_topk_prob", True))
+    experts = _experts(config, 512, 10, config.flag("norm_topk_prob", True))
     theirs = {"project": "fc", "embedding_norm": "pre_fc_norm_embedding", "features_norm": "pre_fc_norm_hidden"}
     renamed = (*around_predictor(theirs, "mtp."), (f"model.layers.{config.num_layers}.", "mtp.layers.0."))
     predictor = PredictorSpec(LayerSpec(experts=experts), renamed)
@@ -28,15 +29,15 @@ def qwen3_5(config: Config) -> ModelSpec:
 
 def qwen3_5_moe(config: Config) -> ModelSpec:
     """Its config says nothing of MLPs: every layer has experts."""
-    experts = replace(_experts(config, 8, True), stacked_names=STACKED)
+    experts = replace(_experts(config, 256, 8, True), stacked_names=STACKED)
     layers = sparse(config, _layers(config, is_split=True), experts)
     sizes = {"intermediate_size": experts.intermediate_size}
     return _spec(Config(config.folder, sizes | config.values, config.generation), "qwen3_5_moe", layers, num_kv_heads=2)
 
 
-def _experts(config: Config, num_chosen: int, renormalized: bool) -> ExpertsSpec:
+def _experts(config: Config, num_experts: int, num_chosen: int, renormalized: bool) -> ExpertsSpec:
     return ExpertsSpec(
-        config.count("num_experts", 512), config.count("num_experts_per_tok", num_chosen),
+        config.count("num_experts", num_experts), config.count("num_experts_per_tok", num_chosen),
         config.count("moe_intermediate_size", 512), NAMES, renormalized,
         config.count("shared_expert_intermediate_size", 512), SHARED,
     )  # fmt: skip
@@ -59,8 +60,9 @@ def _spec(
 ) -> ModelSpec:
     config.refuse("hidden_act", "silu")
     bias = config.flag("attention_bias")
+    rope = config.rope(32768, partial=0.25, head_dim=HEAD_DIM)
     return config.spec(
-        family, [config.rope(32768, partial=0.25)], layers, num_kv_heads=num_kv_heads, head_dim=256,
+        family, [rope], layers, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM,
         norm=config.norm(offset=1.0), names=TensorNames(state="linear_attn"), qk_norm="head", qkv_bias=bias,
         output_bias=bias, attention_gate=True, **differences,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from baton.engine.core.model_spec import (
     RopeSpec,
     yarn_scale,
 )  # fmt: skip
-from baton.engine.families.config import Config, around_predictor
+from baton.engine.families.config import Config, around_predictor, counted
 
 NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
 # Embedding and head are copies of the model's.
@@ -28,40 +28,41 @@ def deepseek_v2(config: Config) -> ModelSpec:
     config.refuse("topk_method", "greedy", "group_limited_greedy")
     grouped = config.values.get("topk_method") == "group_limited_greedy"
     router = dict(scale=config.number("routed_scaling_factor", 1.0)) | (_groups(config, 1, 1) if grouped else {})
-    return _spec(config, "deepseek_v2", 0, router, renormalized=False)
+    return _spec(config, "deepseek_v2", router, False, dense=0, shared=2, context=2048)
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
     config.refuse("topk_method", "noaux_tc")
     router = dict(group_best=2, scoring="sigmoid", correction="mlp.gate.e_score_correction_bias")
     router |= _groups(config, 8, 4) | dict(scale=config.number("routed_scaling_factor", 2.5))
-    return _spec(config, "deepseek_v3", 3, router, renormalized=config.flag("norm_topk_prob", True))
+    return _spec(config, "deepseek_v3", router, config.flag("norm_topk_prob", True), dense=3, shared=1, context=4096)
 
 
 def _groups(config: Config, count: int, num_chosen: int) -> dict[str, Any]:
     return dict(num_groups=config.count("n_group", count), num_chosen_groups=config.count("topk_group", num_chosen))
 
 
-def _spec(config: Config, family: str, num_dense: int, router: dict[str, Any], renormalized: bool) -> ModelSpec:
+def _spec(config: Config, family: str, router: dict[str, Any], renormalized: bool, **assumed: int) -> ModelSpec:
     config.refuse("moe_layer_freq", 1)
-    query_rank = config.values.get("q_lora_rank")
+    query_rank = config.values.get("q_lora_rank", 1536)
     latent = LatentSpec(
         config.count("kv_lora_rank"), config.count("qk_rope_head_dim"), config.count("qk_nope_head_dim"),
-        config.count("v_head_dim"), None if query_rank is None else config.count("q_lora_rank"),
+        config.count("v_head_dim"), None if query_rank is None else counted("q_lora_rank", query_rank),
     )  # fmt: skip
     if latent.rope_dim % 2 or latent.rank % 2:
         raise ValueError(f"kv_lora_rank {latent.rank} and qk_rope_head_dim {latent.rope_dim} are not both even")
     size = config.count("moe_intermediate_size")
-    shared = size * config.count("n_shared_experts") if config.values.get("n_shared_experts") else 0
+    num_shared = config.values.get("n_shared_experts", assumed["shared"]) or 0
+    shared = size * counted("n_shared_experts", num_shared) if num_shared else 0
     experts = ExpertsSpec(
         config.count("n_routed_experts"), config.count("num_experts_per_tok"), size, NAMES, renormalized, shared, SHARED,
         **router,
     )  # fmt: skip
-    first = config.values.get("first_k_dense_replace", num_dense) or 0
+    first = config.values.get("first_k_dense_replace", assumed["dense"]) or 0
     num_extra = config.values.get("num_nextn_predict_layers") or 0
     around = around_predictor(PREDICTOR, f"model.layers.{config.num_layers}.")
     layers = tuple(LayerSpec(experts=experts if index >= first else None) for index in range(config.num_layers))
-    rope = config.rope(4096, interleaved=config.flag("rope_interleave", True))
+    rope = config.rope(assumed["context"], interleaved=config.flag("rope_interleave", True))
     bias = config.flag("attention_bias")
     spec = config.spec(
         family, [replace(rope, rotary_dim=latent.rope_dim)], layers, latent=latent, qkv_bias=bias, output_bias=bias,
