@@ -42,6 +42,7 @@ def state_of_mamba(
 ) -> Mamba2Spec:  # fmt: skip
     """Return a hybrid's Mamba-2, from keys that begin with `mamba_`. `norm_groups`: None, as many as heads have;
     `inner`: elements of a row, where they are not a multiple of the hidden size."""
+    config.refuse("hidden_act", "silu")  # the convolution's too
     inner = inner or config.count("mamba_expand", 2) * config.count("hidden_size")
     groups = config.count("mamba_n_groups", 1)
     heads, given = config.count("mamba_n_heads", 128), config.values.get("mamba_d_head", "auto")
