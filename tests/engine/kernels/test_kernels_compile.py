@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.engine.kernels.sources import read_table
+from tests.support.pace import patience
 
 SHARED_MEMORY = {"80": 166912, "90": 232448, "100": 232448}  # bytes that a block may have: A100, H100, B200
 
@@ -18,7 +19,7 @@ def compiled(module: str, cache) -> dict[str, dict]:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", f"tests.engine.{module}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(1800))
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     for name, kernel in made.items():
@@ -65,5 +66,5 @@ def test_the_table_of_resources_is_what_is_compiled(tmp_path):
         pytest.skip(f"the table was made with Triton {table['triton']}")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.engine.kernels.kernel_resources", str(made)]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=1800)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=patience(1800))
     assert json.loads(made.read_text()) == table

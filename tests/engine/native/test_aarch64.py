@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.native.compiler import compiled
 from baton.engine.native.tier import available, tiers_for
+from tests.support.pace import patience
 from tests.support.process import ROOT
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -61,7 +62,7 @@ def library(request, tmp_path_factory) -> Path:
 
 def replayed(folder: Path, library: Path, calls: str) -> subprocess.CompletedProcess:
     argv = [EMULATOR, "-cpu", "max", "-L", SYSROOT, folder / "replay", library, folder / calls]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=patience(600))
 
 
 def test_every_kernel_gives_the_same_bits(folder, library):

@@ -1,14 +1,21 @@
 """The suites of the native kernels, run once more with sanitizers: no byte out of bounds, nothing undefined."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from baton.engine.native import compiler
 from tests.support.process import ROOT
 
-BUILD = "from tests.support.engine import sanitized; print(sanitized.compiled()); print(sanitized.preloaded())"
+BUILD = """
+import json
+from tests.support.engine import sanitized
+sanitized.compiled()
+print(json.dumps(sanitized.OPTIONS | {"LD_PRELOAD": sanitized.preloaded()}))
+"""
 OVERRUN = """
 from tests.support.engine import sanitized
 import ctypes, numpy as np
@@ -33,13 +40,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(2700)]
 
 @pytest.fixture(scope="module")
 def env():
-    """Return the environment of a process that loads kernels with sanitizers."""
-    from tests.support.engine import sanitized
-
+    """Return the environment of a process that loads kernels with sanitizers, of which this one must know nothing."""
     found = subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, capture_output=True, text=True, check=True)
-    _, preloaded = found.stdout.splitlines()
-    assert preloaded, "the compiler has no sanitizers"
-    return {**os.environ, **sanitized.OPTIONS, "LD_PRELOAD": preloaded, "OMP_NUM_THREADS": "2"}
+    options = json.loads(found.stdout)
+    assert options["LD_PRELOAD"], "the compiler has no sanitizers"
+    assert not any("sanitize" in flag for flag in compiler.FLAGS)
+    return os.environ | options | {"OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.parametrize("suite", SUITES)

@@ -15,6 +15,7 @@ from kvtransfer.transfer.source import Source
 from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultLine, Plan
 from tests.support.kvtransfer.rig import Destination
 from tests.support.kvtransfer.unlike import Cluster, by_heads, layout
+from tests.support.pace import patience
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 NUM_TOKENS = 300
@@ -278,11 +279,11 @@ def test_the_taker_is_full(transport, pair):
 def test_many_healthy_ones_have_no_false_alarm(transport, pair, num_fetches, monkeypatch):
     """D14: all at once, some with a prefix already there, moved in chunks."""
     for module in ("socket_line", "inproc"):
-        monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", 60.0)
+        monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", patience(60))
     monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 8 << 20)
 
     async def main():
-        async with Cluster(transport, *pair, ttl_s=30) as cluster:
+        async with Cluster(transport, *pair, ttl_s=patience(30)) as cluster:
             rng, tasks = np.random.default_rng(1), []
             keys = range(num_fetches)
             for key in keys:
@@ -291,7 +292,7 @@ def test_many_healthy_ones_have_no_false_alarm(transport, pair, num_fetches, mon
                 destinations = cluster.destinations(num_tokens)
                 for each in destinations:
                     each.num_cached_tokens = 64 * int(rng.integers(0, 2))
-                tasks.append(cluster.fetch(handle, ticket, destinations, 120))
+                tasks.append(cluster.fetch(handle, ticket, destinations, patience(120)))
             fetching = asyncio.gather(*tasks)
             await asyncio.sleep(0)
             for key in keys:
