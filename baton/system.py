@@ -169,10 +169,10 @@ def user_behind(sock: socket.socket) -> int:
     return struct.unpack_from("2I", sock.getsockopt(0, 1, 76))[1]
 
 
-def run_and_wait_ns(thread_id: int | None = None) -> dict[int, tuple[int, int]]:
-    """Nanoseconds for which each thread of this process, or one, has run, and has waited for a core, by its id. Empty elsewhere, and
-    where the kernel does not count them."""
-    found = glob.glob(f"/proc/self/task/{thread_id or '*'}/schedstat") if LINUX else []
+def run_and_wait_ns(thread_id: int | None = None, pid: int | None = None) -> dict[int, tuple[int, int]]:
+    """Nanoseconds for which each thread of a process (this one if not given), or one, has run, and has waited for a core, by its id.
+    Empty elsewhere, and where the kernel does not count them."""
+    found = glob.glob(f"/proc/{pid or 'self'}/task/{thread_id or '*'}/schedstat") if LINUX else []
     rows = {path: _text_of(path).split() for path in found}
     return {int(path.split("/")[4]): (int(row[0]), int(row[1])) for path, row in rows.items() if row}
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from baton import system
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import instruction_set
 from baton.engine.models.decoder import Model
@@ -120,6 +121,10 @@ class RankProcess:
         if status is None:
             return ""
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def core_wait_s(self) -> float:
+        """Return the seconds for which its threads have waited for a core; 0 where that is not known."""
+        return sum(waited for _, waited in system.run_and_wait_ns(pid=self.pid).values()) / 1e9
 
     def ask_to_end(self) -> None:
         with suppress(BrokenPipeError):  # it has ended before it was told what it is

@@ -26,6 +26,8 @@ from baton.engine.ranks.process import Assignment, RankProcess, Ready
 START_S = 600.0  # for all ranks to read their parts
 BEAT_S = 0.1
 MISSED_BEATS = 15  # without a sign of life while the watching thread itself ran: 1.5 s
+# Of one that waits for a core meanwhile, for a quarter of that time at least: eight busy processes a core kept one silent for 1.5 s.
+MISSED_BEATS_OF_BUSY_HOST = 150
 END_S = 2.0
 
 
@@ -58,6 +60,7 @@ class Rank(Protocol):
     def missing(self, seconds: float) -> str: ...
     def said(self, deadline: float) -> dict | str | None: ...
     def ended(self) -> str: ...
+    def core_wait_s(self) -> float: ...
     def ask_to_end(self) -> None: ...
     def kill(self) -> None: ...
     def end(self, deadline: float) -> None: ...
@@ -195,16 +198,21 @@ class Ranks:
 
     def _watch(self) -> None:
         ranks = range(1, len(self._processes) + 1)
-        beats, missed = dict.fromkeys(ranks, -1), dict.fromkeys(ranks, 0)
+        beats, missed, waited_s = dict.fromkeys(ranks, -1), dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)
         while not self._closing.wait(BEAT_S):
             for rank, process in zip(ranks, self._processes, strict=True):
                 beat = self.group.beat_of(rank)
                 missed[rank] = missed[rank] + 1 if beat == beats[rank] else 0
                 beats[rank] = beat
+                if missed[rank] == 1:
+                    waited_s[rank] = process.core_wait_s()
                 if not (why := process.ended()):
                     if missed[rank] < MISSED_BEATS:
                         continue
-                    why = f"{process.still} for {MISSED_BEATS * BEAT_S:.1f} s"
+                    is_busy = process.core_wait_s() - waited_s[rank] > missed[rank] * BEAT_S / 4
+                    if is_busy and missed[rank] < MISSED_BEATS_OF_BUSY_HOST:
+                        continue
+                    why = f"{process.still} for {missed[rank] * BEAT_S:.1f} s"
                 self._lost(f"rank {rank} ({process.where}) {why}")
                 return
 

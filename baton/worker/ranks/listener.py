@@ -54,6 +54,10 @@ class JoiningRank:
             return f"at {self._peer} was not ready {seconds:.0f} s after the start"
         return f"has not joined {seconds:.0f} s after the start: `baton rank --leader {self._address} --model DIR` starts it"
 
+    def core_wait_s(self) -> float:
+        """Return 0: how its host is, is not known here."""
+        return 0.0
+
     def said(self, deadline: float) -> dict | str | None:
         """Wait for what it says once it has read its part; a str says why it ends, None: nothing in time."""
         try:

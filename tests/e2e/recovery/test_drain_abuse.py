@@ -33,7 +33,7 @@ def ask_to_drain(target: str, **fields) -> grpc.StatusCode | None:
     """Return the answer's status; None if the process is gone already or restarts."""
     with grpc.insecure_channel(target) as channel:
         try:
-            worker_pb2_grpc.WorkerStub(channel).Drain(pb.DrainRequest(**fields), timeout=10)
+            worker_pb2_grpc.WorkerStub(channel).Drain(pb.DrainRequest(**fields), timeout=patience(30))
             return grpc.StatusCode.OK
         except grpc.RpcError as error:
             return None if error.code() in GONE else error.code()

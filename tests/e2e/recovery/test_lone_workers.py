@@ -106,6 +106,7 @@ def test_the_other_role_stands_in(model, tmp_path, prompts):
 
 
 @pytest.mark.long
+@pytest.mark.alone  # beside other tests a start takes longer than the time between two kills
 @pytest.mark.parametrize("options", [(), ("--stand-in",)], ids=["waiting", "standing in"])
 def test_a_kill_every_few_seconds(model, tmp_path, prompts, options):
     prompt = prompts(600)

@@ -175,7 +175,7 @@ def test_a_gateway_dies_and_its_clients_go_to_another(stack, prompts, is_parked)
     with client_of(stack, 1) as other:
         expected = [add(Reply(), other.stream(prompt, **fields)) for prompt, fields in many]
     for process in stack.decode:
-        process.arm(SLOW)
+        process.arm(f"engine.step=sleep:{patience(0.1):.3f}")  # none ends before all have begun
     with client_of(stack) as client:
         calls = [client.stream(prompt, request_id=f"many-{i}", **fields) for i, (prompt, fields) in enumerate(many)]
         replies = [read_some(call, 3) for call in calls]
