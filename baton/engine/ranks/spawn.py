@@ -26,7 +26,7 @@ from baton.engine.ranks.process import Assignment, RankProcess, Ready
 START_S = 600.0  # for all ranks to read their parts
 BEAT_S = 0.1
 MISSED_BEATS = 15  # without a sign of life while the watching thread itself ran: 1.5 s
-# Of one that waits for a core meanwhile, for a quarter of that time at least: eight busy processes a core kept one silent for 1.5 s.
+# Of one that waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent for 1.5 s.
 MISSED_BEATS_OF_BUSY_HOST = 150
 END_S = 2.0
 

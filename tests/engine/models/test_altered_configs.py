@@ -11,10 +11,9 @@ import transformers
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import FAMILIES, SMALL, Hand, random_ids, randomize
+from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, Hand, config_class, random_ids, randomize
 
-pytestmark = pytest.mark.long
-ONE_OF_EACH_CLASS = {prefix: name for name, (prefix, _) in FAMILIES.items()}.values()
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 ACTIVATIONS = {"gelu_pytorch_tanh", "relu", "silu"}
 # What transformers itself reads past (the first), and where it clamps what its authors and others do not.
 NOT_AS_THERE = {("gemma3", "attn_logit_softcapping"), ("nemotron-3-latent", "time_step_min")}
@@ -37,15 +36,6 @@ OTHER |= {
     "pad_token_id",
 }
 PROMPT = random_ids(60, 4)  # longer than the windows
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices this small only wait for a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def altered(value: object) -> list:
@@ -86,7 +76,7 @@ def made(folder, prefix: str, config) -> torch.Tensor | None:
 @pytest.mark.parametrize("name", ONE_OF_EACH_CLASS)
 def test_an_altered_value_means_what_it_means_there_or_is_refused(tmp_path, name):
     prefix, differences = FAMILIES[name]
-    known = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    known = config_class(prefix)
     values = SMALL | differences
     told = json.loads(known(**values).to_json_string(use_diff=False))
     cases = [(key, other) for key, value in told.items() if key not in OTHER for other in altered(value)]

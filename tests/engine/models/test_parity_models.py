@@ -16,18 +16,10 @@ from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, mak
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PROMPTS = {"short": random_ids(5, 1), "middle": random_ids(70, 2), "long": random_ids(150, 3)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices this small only wait for a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

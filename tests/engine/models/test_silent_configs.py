@@ -4,22 +4,20 @@ import dataclasses
 import json
 
 import pytest
-import transformers
 
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.registry import read_spec
-from tests.support.engine.folders import FAMILIES, SMALL
+from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, config_class
 
 # Not taken over: what ends a text, which generation_config.json says, and the length that longrope began with, where its
 # parameters say another. Latent attention has no KV heads.
 LEFT_OUT = {"eos_token_id", "original_max_position_embeddings"}
-ONE_OF_EACH_CLASS = {prefix: name for name, (prefix, _) in FAMILIES.items()}.values()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_CLASS)
 def test_it_means_what_transformers_assumes(tmp_path, name):
     prefix, differences = FAMILIES[name]
-    known = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    known = config_class(prefix)
     values = json.loads(known(**(SMALL | differences)).to_json_string(use_diff=False))
     values["architectures"] = [f"{prefix}ForCausalLM"]
 

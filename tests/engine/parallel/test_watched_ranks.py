@@ -1,7 +1,11 @@
 """A rank that gives no sign of life is lost, later where it waits for a core."""
 
+import os
+import sys
+
 import pytest
 
+from baton import system
 from baton.engine.ranks import spawn
 from baton.engine.ranks.spawn import Ranks
 
@@ -41,3 +45,9 @@ def test_one_that_waits_for_a_core_is_waited_for(monkeypatch, share, num_beats):
     ranks._watcher.join()
     assert rank.is_killed and rank.num_looks == num_beats + 1  # the first tells where it stands
     assert reasons[0].startswith("rank 1 (here) stands still for ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it")
+def test_the_waits_of_a_process_are_those_of_all_its_threads():
+    by_thread = system.run_and_wait_ns(pid=os.getpid())
+    assert by_thread.keys() == system.run_and_wait_ns().keys() and not system.run_and_wait_ns(pid=2**30)

@@ -184,6 +184,8 @@ SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAM
 # Those of them that differ from another line by a setting alone: left to the long tests.
 VARIANTS = ("llama4-two", "nemotron-3-latent")
 
+ONE_OF_EACH_CLASS = {prefix: name for name, (prefix, _) in FAMILIES.items()}.values()
+
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
     """Two layers of 64, random, with clearly likeliest tokens."""
@@ -209,12 +211,16 @@ def save_tiny(path: Path, vocab_size: int) -> Path:
     return path
 
 
+def config_class(prefix: str):
+    """Return transformers' config of the models whose classes begin with `prefix`."""
+    return getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+
+
 def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """Save a random model of a family; returns it as transformers has it, for comparison."""
     prefix, differences = FAMILIES[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
-    config = config(**(SMALL | differences | changes))
+    config = config_class(prefix)(**(SMALL | differences | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     randomize(model, prefix)
     model.to(dtype).save_pretrained(folder)
