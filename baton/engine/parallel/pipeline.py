@@ -41,7 +41,7 @@ class PipelineLeader:
         self._streams = list(streams)
         self._parts: list[deque[Part]] = [deque() for _ in streams]  # that it has not done
         self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._heard, self._waited_ns = [0] * len(streams), [0] * self.degree
+        self._waited_ns = [0] * self.degree
         self._is_lost = False
         for index in range(len(streams)):
             threading.Thread(target=self._read, args=(index,), name=f"stage {index + 1}", daemon=True).start()
@@ -84,8 +84,8 @@ class PipelineLeader:
                 stream.send(_bytes(torch.tensor((COPY, source, target))))
 
     def beat_of(self, rank: int) -> int:
-        """Return how many messages a stage has sent."""
-        return self._heard[rank - 1]
+        """Return how many messages a stage has sent, parts of a long one counted."""
+        return self._streams[rank - 1].num_received
 
     def waited_s(self, rank: int) -> float:
         """Return for how long a stage has waited for parts of steps."""
@@ -116,7 +116,6 @@ class PipelineLeader:
         try:
             while True:
                 message = stream.receive()
-                self._heard[index] += 1
                 kind, number, waited_ns = _numbers(message, PREFIX).tolist()
                 if kind == BEAT:
                     continue

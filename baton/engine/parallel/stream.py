@@ -15,6 +15,7 @@ class RankStream(Protocol):
     """One end. `send` from any thread, `receive` from one; both raise RankLost when the other end is gone."""
 
     shares_memory: bool  # with the other end: rows are there, and do not travel
+    num_received: int  # messages so far, and parts of one that is long: it grows while the other end is there
 
     def send(self, *parts: Bytes) -> None:
         """Send the parts, one after the other, as one message."""
@@ -36,6 +37,7 @@ class SocketStream:
 
     def __init__(self, connected: socket.socket):
         self._socket, self._lock = connected, threading.Lock()
+        self.num_received = 0
 
     def send(self, *parts: Bytes) -> None:
         length = sum(memoryview(part).nbytes for part in parts)
@@ -47,7 +49,9 @@ class SocketStream:
 
     def receive(self) -> memoryview:
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return self._exactly(length)
+        message = self._exactly(length)
+        self.num_received += 1
+        return message
 
     def close(self) -> None:
         try:

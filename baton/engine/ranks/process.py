@@ -82,6 +82,7 @@ class RankProcess:
     """See the module."""
 
     still = "stands still"
+    missed_beats = 15  # 1.5 s
 
     def __init__(self, given: Assignment, program: str = "baton.engine.ranks"):
         fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.rows_fd, given.stream_fd) if fd >= 0)

@@ -25,8 +25,7 @@ from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
 BEAT_S = 0.1
-MISSED_BEATS = 15  # without a sign of life while the watching thread itself ran: 1.5 s
-# Of one that waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent for 1.5 s.
+# Where one waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent for 1.5 s.
 MISSED_BEATS_OF_BUSY_HOST = 150
 END_S = 2.0
 
@@ -54,6 +53,7 @@ class Rank(Protocol):
     """Another rank than the first, as ranks/process.py has one of this host."""
 
     still: str  # words for one that gives no sign of life
+    missed_beats: int  # in a row, while the watching thread itself ran, and it is lost
 
     @property
     def where(self) -> str: ...
@@ -127,7 +127,7 @@ class Ranks:
     def why_lost(self) -> str:
         """Return why a rank was lost, as soon as that is known; "" where none is."""
         if self._watcher.is_alive():
-            self._watcher.join(2 * MISSED_BEATS * BEAT_S)
+            self._watcher.join(2 * BEAT_S * max(process.missed_beats for process in self._processes))
         return self._reason
 
     @property
@@ -207,7 +207,7 @@ class Ranks:
                 if missed[rank] == 1:
                     waited_s[rank] = process.core_wait_s()
                 if not (why := process.ended()):
-                    if missed[rank] < MISSED_BEATS:
+                    if missed[rank] < process.missed_beats:
                         continue
                     is_busy = process.core_wait_s() - waited_s[rank] > missed[rank] * BEAT_S / 4
                     if is_busy and missed[rank] < MISSED_BEATS_OF_BUSY_HOST:

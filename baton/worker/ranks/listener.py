@@ -31,6 +31,9 @@ class JoiningRank:
     """A rank of another host as the engine sees it; for threads."""
 
     still = "was not heard"
+    missed_beats = (
+        50  # 5 s: what a link lost for 1.5 s comes after 3 s, for TCP doubles its pauses; and its host may be busy
+    )
 
     def __init__(self, given: Assignment, stream: JoinedStream, address: str):
         self.given, self.stream = given, stream

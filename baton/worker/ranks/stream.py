@@ -29,6 +29,7 @@ class JoinedStream:
         self._incoming: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._is_closed = False
+        self.num_received = 0
         self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
 
     def note(self, told: dict) -> None:
@@ -75,6 +76,7 @@ class JoinedStream:
         chunks: list[bytes] = []
         with suppress(*BROKEN):
             while isinstance(chunk := await read(), bytes):
+                self.num_received += 1
                 if chunk[:1] == _NOTE:
                     self.on_note(json.loads(chunk[1:]))
                     continue

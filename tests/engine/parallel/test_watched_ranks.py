@@ -13,7 +13,7 @@ from baton.engine.ranks.spawn import Ranks
 class Silent:
     """A rank, and the group that it is in: it runs, and never says so. `share` of its time it waits for a core."""
 
-    still, where = "stands still", "here"
+    still, where, missed_beats = "stands still", "here", 15
 
     def __init__(self, share: float):
         self._share, self.num_looks, self.is_killed = share, 0, False
@@ -35,7 +35,7 @@ class Silent:
         pass
 
 
-@pytest.mark.parametrize("share, num_beats", [(0.0, spawn.MISSED_BEATS), (0.9, spawn.MISSED_BEATS_OF_BUSY_HOST)])
+@pytest.mark.parametrize("share, num_beats", [(0.0, Silent.missed_beats), (0.9, spawn.MISSED_BEATS_OF_BUSY_HOST)])
 def test_one_that_waits_for_a_core_is_waited_for(monkeypatch, share, num_beats):
     monkeypatch.setattr(spawn, "BEAT_S", 0.001)
     rank, reasons = Silent(share), []
