@@ -79,8 +79,8 @@ struct Step {
   const int64_t *positions, *slots;
   int64_t num_tokens, num_threads;
   void* x;  // [num_tokens][hidden_size]
-  const AdapterRows* adapters;
-  int64_t num_adapters;
+  const AdapterRows* adapters = nullptr;
+  int64_t num_adapters = 0;
 };
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // that cost less than waking a second thread
