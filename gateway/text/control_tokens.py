@@ -1,6 +1,6 @@
 """Find the control tokens of a vocabulary in a text: in one pass, however many there are (Gemma 3 has 6,242)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ahocorasick_rs import AhoCorasick, MatchKind
@@ -23,14 +23,6 @@ class ControlTokens:
     def find(self, text: str) -> list[Match]:
         """Return the control tokens in `text`: leftmost, at one place the longest, without overlap."""
         return [Match(begin, end) for _, begin, end in self._whole.find_matches_as_indexes(text)]
-
-    def find_outside(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Match]:
-        """As `find`, for each piece of `text` between the spans, which are in order."""
-        found = []
-        ends, begins = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
-        for start, stop in zip(ends, begins, strict=True):
-            found += (Match(start + begin, start + end) for begin, end in self.find(text[start:stop]))
-        return found
 
     def may_begin_in(self, text: str) -> bool:
         """Return whether `text` spells one, or could do so together with what follows."""

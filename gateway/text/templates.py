@@ -1,11 +1,10 @@
-"""Chat templates, rendered exactly as transformers.apply_chat_template does, with the origin of every character.
+"""Chat templates, rendered exactly as transformers.apply_chat_template does.
 
 A template comes with the model and runs in Jinja's sandbox; messages come from clients and are values only.
 """
 
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -93,13 +92,6 @@ NO_OPTIONS = ChatOptions()
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-class Rendered(NamedTuple):
-    """`spans` are the [begin, end) of `text` that came from message contents; None: they cannot be distinguished."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...] | None
-
-
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]):
         """Raises TemplateFailed when the template does not compile."""
@@ -122,7 +114,7 @@ class ChatTemplate:
         if not options.continues:
             return self._written(messages, options)
         # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
-        tag, _ = _unused_marks(_texts(messages, options), "")
+        tag, _ = unused_marks(texts_of(messages, options), "")
         last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
         head, found, tail = self._written([*messages[:-1], last], options).rpartition(tag)
         if not found:
@@ -150,62 +142,6 @@ class ChatTemplate:
             raise TemplateFailed(_one_line(error)) from None
         return "".join(pieces)
 
-    def render_spans(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> Rendered:
-        """Render, and say which characters came from clients.
-
-        A second rendering carries marks around each of their texts, inside its outer white space, so that templates that
-        trim see what they would see. If it does not come out as the first one with marks, the spans are None.
-        """
-        text = self.render(messages, options)
-        begin, end = _unused_marks(_texts(messages, options), text)
-        marked = [_marked_message(message, begin, end) for message in messages]
-        tools = tuple(_marked(tool, begin, end) for tool in options.tools)
-        further = options._replace(tools=tools, kwargs=_marked(options.kwargs, begin, end))
-        try:
-            pieces = re.split(f"([{begin}{end}])", self.render(marked, further))
-        except TemplateFailed:
-            return Rendered(text, None)
-        if "".join(pieces[::2]) != text:
-            return Rendered(text, None)
-        return Rendered(text, _spans(pieces, begin))
-
-
-def _spans(pieces: list[str], begin: str) -> tuple[tuple[int, int], ...]:
-    """`pieces` alternate between text and a mark."""
-    spans, position, depth = [], 0, 0
-    for piece, mark in itertools.zip_longest(pieces[::2], pieces[1::2]):
-        if depth > 0 and piece:
-            spans.append((position, position + len(piece)))
-        position += len(piece)
-        depth += 0 if mark is None else 1 if mark == begin else -1
-    return tuple(spans)
-
-
-def _mark(content: str, begin: str, end: str) -> str:
-    core = content.strip()
-    if not core:
-        return content
-    head = content.index(core)
-    return f"{content[:head]}{begin}{core}{end}{content[head + len(core) :]}"
-
-
-def _marked_message(message: ChatMessage, begin: str, end: str) -> ChatMessage:
-    calls = (
-        ChatToolCall(_mark(call.id, begin, end), _mark(call.name, begin, end), _marked(call.arguments, begin, end))
-        for call in message.tool_calls
-    )
-    content, reasoning, id_ = (_mark(each, begin, end) for each in message[1:2] + message[4:] + message[3:4])
-    return ChatMessage(message.role, content, tuple(calls), id_, reasoning)
-
-
-def _marked(value: Any, begin: str, end: str) -> Any:
-    """Return a value of JSON with marks in each text of it, keys of objects left as they are: templates ask for them."""
-    if isinstance(value, str):
-        return _mark(value, begin, end)
-    if isinstance(value, dict):
-        return {key: _marked(each, begin, end) for key, each in value.items()}
-    return [_marked(each, begin, end) for each in value] if isinstance(value, list) else value
-
 
 def strings_of(value: object) -> list[str]:
     """Return all texts in a value of JSON, keys too."""
@@ -223,11 +159,12 @@ def keys_of(value: object) -> list[str]:
     return [text for each in value for text in keys_of(each)] if isinstance(value, list) else []
 
 
-def _texts(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
+def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
+    """Return all that clients wrote."""
     return Conversation(tuple(messages), options).texts
 
 
-def _unused_marks(texts: Sequence[str], text: str) -> tuple[str, str]:
+def unused_marks(texts: Sequence[str], text: str) -> tuple[str, str]:
     """Return two characters that occur nowhere: private ones, or, if a content has them all, of planes without an
     alphabet. A mebibyte cannot hold those too."""
     used = set(text).union(*texts)

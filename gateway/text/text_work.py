@@ -13,7 +13,8 @@ from baton.service.errors import DeadlineExceeded, FailedPrecondition, InvalidRe
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.templates import ChatTemplate, Conversation, Rendered, TemplateFailed
+from gateway.text.origins import Rendered, render_origins
+from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed
 from gateway.text.text_threads import TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
@@ -141,5 +142,5 @@ class TextWork:
         if any(map(self._tokenizer.may_spell_control, conversation.keys)):
             raise ControlTokenInContent
         if any(map(self._tokenizer.may_spell_control, conversation.texts)):
-            return self._template.render_spans(messages, options)
+            return render_origins(self._template, self._tokenizer.controls, messages, options)
         return Rendered(self._template.render(messages, options), ())

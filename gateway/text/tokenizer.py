@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from baton.service.settings import SettingsError
 from gateway.text.control_tokens import ControlTokens, Match
-from gateway.text.templates import Rendered
+from gateway.text.origins import Rendered
 
 # A text is encoded by the thread that asks for it: no other has been counted as its tenant's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,7 +43,7 @@ class Tokenizer:
         content = json.loads(tokenizer_json)
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self._controls = {token["content"]: token for token in self.added.values() if _is_control(token)}
-        self._found = ControlTokens(self._controls)
+        self.controls = ControlTokens(self._controls)
         self._plain = _without_control(self._normal, content.get("added_tokens") or [])
         self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
         self._normalizer = self._normal.normalizer
@@ -62,7 +62,7 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises
         CannotEncode."""
-        tokenizer = self._plain if self._spells_control(text) else self._normal
+        tokenizer = self._plain if self._num_controls(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     def only_token(self, text: str) -> int | None:
@@ -72,13 +72,14 @@ class Tokenizer:
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
         """Return the token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
-        text, spans = rendered
-        if spans is None:
+        text, of_clients = rendered
+        if of_clients is None:
             raise ControlTokenInContent
-        of_template = self._found.find_outside(text, spans)
-        if of_template == self._found.find(text):
+        of_template = self.controls.find(text)
+        if not of_clients and self._num_controls(text) == len(of_template):
             return _encode(self._normal, [text])[0].ids
-        return self._encode_around(text, of_template)
+        skipped = frozenset(of_clients)
+        return self._encode_around(text, [each for each in of_template if each not in skipped])
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
         """Return whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding
@@ -87,12 +88,14 @@ class Tokenizer:
 
     def may_spell_control(self, text: str) -> bool:
         """Return whether `text` spells a control token, or could do so together with what follows it."""
-        return self._found.may_begin_in(text)
+        return self.controls.may_begin_in(text)
 
-    def _spells_control(self, text: str) -> bool:
-        if self._normalizes and self._normalizer and self._found.find(self._normalizer.normalize_str(text)):
-            return True
-        return bool(self._found.find(text))
+    def _num_controls(self, text: str) -> int:
+        """Return how many control tokens the library would find in `text`."""
+        found = len(self.controls.find(text))
+        if self._normalizes and self._normalizer:
+            return max(found, len(self.controls.find(self._normalizer.normalize_str(text))))
+        return found
 
     def _encode_around(self, text: str, of_template: list[Match]) -> list[int]:
         pieces, position, strip = [], 0, False

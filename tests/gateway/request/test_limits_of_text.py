@@ -7,6 +7,7 @@ import time
 import grpc
 import pytest
 
+from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
 from tests.gateway.conftest import CONTROLS, TEMPLATE, cluster, digest, folder  # noqa: F401
@@ -70,7 +71,7 @@ def test_nor_does_it_in_a_conversation(tokenizer, role, text):
     template = ChatTemplate(TEMPLATE, {})
     messages = [ChatMessage("user", "hello"), ChatMessage(role, text), ChatMessage("user", text + text)]
     plain = [ChatMessage(message.role, "hello") for message in messages]
-    controls = [[i for i in tokenizer.encode_chat(template.render_spans(each)) if i in tokenizer.special_ids]
+    controls = [[i for i in tokenizer.encode_chat(render_origins(template, tokenizer.controls, each)) if i in tokenizer.special_ids]
                 for each in (messages, plain)]  # fmt: skip
     assert controls[0] == controls[1]
 
@@ -80,7 +81,9 @@ def test_split_over_two_messages(tokenizer):
     template = ChatTemplate("{% for message in messages %}{{ message['content'] }}{% endfor %}", {})
     for control in CONTROLS:
         for at in range(1, len(control)):
-            rendered = template.render_spans([ChatMessage("user", control[:at]), ChatMessage("user", control[at:])])
+            rendered = render_origins(
+                template, tokenizer.controls, [ChatMessage("user", control[:at]), ChatMessage("user", control[at:])]
+            )
             try:
                 ids = tokenizer.encode_chat(rendered)
             except ControlTokenInContent:

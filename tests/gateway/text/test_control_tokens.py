@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.text.control_tokens import ControlTokens
+from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import Tokenizer
-from tests.support.gateway.naive_text import control_tokens, control_tokens_outside
+from tests.support.gateway.naive_text import control_tokens
 from tests.support.gateway.small_tokenizers import byte_level
 
 LETTERS = "<a>|é🙂"
@@ -22,14 +23,6 @@ NUM_UNUSED = 6242  # Gemma 3's
 @given(st.text(LETTERS, max_size=40), TOKENS)
 def test_found_as_the_naive_search_does(text, controls):
     assert ControlTokens(controls).find(text) == control_tokens(text, controls)
-
-
-@settings(max_examples=500)
-@given(st.text(LETTERS, max_size=40), TOKENS, st.data())
-def test_outside_of_contents(text, controls, data):
-    edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8, unique=True)))
-    spans = list(zip(edges[::2], edges[1::2]))
-    assert ControlTokens(controls).find_outside(text, spans) == control_tokens_outside(text, spans, controls)
 
 
 @settings(max_examples=500)
@@ -64,8 +57,7 @@ def test_thousands_of_control_tokens_cost_what_a_dozen_do(few, many, word):
 
     def search(tokenizer):
         tokenizer.may_spell_control(text)
-        tokenizer._spells_control(text)
-        tokenizer._found.find_outside(text, [(i, i + 5) for i in range(0, len(text), 10)])
+        tokenizer._num_controls(text)
 
     search(many)
     usual = min(cpu_s(lambda: search(few)) for _ in range(3))
@@ -75,7 +67,7 @@ def test_thousands_of_control_tokens_cost_what_a_dozen_do(few, many, word):
 def test_the_cost_grows_with_the_text_alone(few):
     """A conversation of control tokens with four times the messages once took 27 times as long."""
     template = ChatTemplate("{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}", {})
-    rendered = {n: template.render_spans([ChatMessage("user", "<|user|>")] * n) for n in (1000, 8000)}
-    assert len(rendered[8000].spans) == 8000
+    rendered = {n: render_origins(template, few.controls, [ChatMessage("user", "<|user|>")] * n) for n in (1000, 8000)}
+    assert len(rendered[8000].of_clients) == 8000
     cost = {n: min(cpu_s(lambda n=n: few.encode_chat(rendered[n])) for _ in range(3)) for n in rendered}
     assert cost[8000] < 20 * cost[1000]

@@ -4,6 +4,7 @@ them becomes a control token."""
 import pytest
 
 from baton.service.errors import InvalidRequest
+from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ QWEN = """
 {%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}{{- '<think></think>' }}{%- endif %}{%- endif %}
 """
+CONTROLS = Tokenizer(byte_level()).controls
 TOOLS = ({"name": "find", "description": "Find it.", "parameters": {"type": "object", "properties": {"a": {}}}},)
 CALL = ChatToolCall("c1", "find", {"a": [1, "the fox"], "b": None})
 CHAT = (
@@ -48,7 +50,7 @@ def test_as_transformers(tools, kwargs):
     options = ChatOptions(tools, kwargs)
     template = ChatTemplate(QWEN, {})
     assert template.render(CHAT, options) == theirs(CHAT, options)
-    assert template.render_spans(CHAT, options).text == theirs(CHAT, options)
+    assert render_origins(template, CONTROLS, CHAT, options).text == theirs(CHAT, options)
 
 
 @pytest.mark.parametrize("trims", [False, True])
@@ -57,7 +59,7 @@ def test_the_last_message_is_continued(content, trims):
     chat, options = (*CHAT, ChatMessage("assistant", content)), ChatOptions(kwargs={"trims": trims}, continues=True)
     template = ChatTemplate(QWEN, {})
     assert template.render(chat, options) == theirs(chat, options)
-    assert template.render_spans(chat, options).text == theirs(chat, options)
+    assert render_origins(template, CONTROLS, chat, options).text == theirs(chat, options)
     assert template.render(chat, options).endswith(content.strip() if trims else content)
 
 

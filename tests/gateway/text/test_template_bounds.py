@@ -7,9 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.text.origins import render_origins
 from gateway.text.template_sandbox import MAX_CHARS
 from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
+from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.test_templates import TEMPLATES, chat_template
+from tests.support.gateway.small_tokenizers import byte_level
+
+CONTROLS = Tokenizer(byte_level()).controls
 
 LARGE = {
     "times": "{{ 'a' * 3000000000 }}",
@@ -107,14 +112,15 @@ def test_long_conversations_are_rendered(name):
     many = [ChatMessage(role, "x") for role in ("user", "assistant") * 511] + [ChatMessage("user", "x")]
     long = [ChatMessage("user", "words " * 170_000)]
     for messages in (many, long):
-        rendered = template.render_spans(messages)
-        assert sum(end - begin for begin, end in rendered.spans) == sum(len(m.content.strip()) for m in messages)
+        rendered = render_origins(template, CONTROLS, messages)
+        assert rendered == (template.render(messages), ())
 
 
 def test_every_private_character_in_a_content():
     content = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]))
-    rendered = chat_template("qwen-chatml").render_spans([ChatMessage("user", f"<|im_end|>{content}")])
-    assert [rendered.text[begin:end] for begin, end in rendered.spans] == [f"<|im_end|>{content}"]
+    messages = [ChatMessage("user", f"{content}<|im_end|>")]
+    text, of_clients = render_origins(chat_template("qwen-chatml"), CONTROLS, messages)
+    assert [text[begin - 1 : end] for begin, end in of_clients] == [f"{content[-1]}<|im_end|>"]
 
 
 def test_numbers_and_widths_that_are_in_use():

@@ -19,6 +19,7 @@ from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.model.model_folder import Defaults
 from gateway.request.validation import check
+from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import CannotEncode, Tokenizer
 from tests.support.client import make_request
@@ -161,7 +162,9 @@ def test_texts(name):
     with Bounded():
         for tokenizer in VOCABULARIES.values():
             assert tokenizer.decoder.decode(tokenizer.encode_text(text)) == text
-            rendered = template.render_spans([ChatMessage("user", text), ChatMessage("user", f"<|end|>{text}")])
+            rendered = render_origins(
+                template, tokenizer.controls, [ChatMessage("user", text), ChatMessage("user", f"<|end|>{text}")]
+            )
             ids = tokenizer.encode_chat(rendered)
             assert sum(token_id in tokenizer.special_ids for token_id in ids) == 4
         for form, tokenizer in COMPOSING.items():

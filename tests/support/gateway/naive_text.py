@@ -15,15 +15,6 @@ def control_tokens(text: str, controls) -> list[tuple[int, int]]:
     return found
 
 
-def control_tokens_outside(text: str, spans, controls) -> list[tuple[int, int]]:
-    """The same in each piece of text between the spans."""
-    found, position = [], 0
-    for begin, end in [*spans, (len(text), len(text))]:
-        found += [(position + a, position + b) for a, b in control_tokens(text[position:begin], controls)]
-        position = end
-    return found
-
-
 def stopped(text: str, stops) -> tuple[str, str | None]:
     """The text before the stop string that is complete first, of those the longest, and which one it is."""
     for end in range(1, len(text) + 1):
