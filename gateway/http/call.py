@@ -22,6 +22,7 @@ from gateway.request.validation import MAX_REQUEST_BYTES
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read
+_LAST_PART_S = 30.0  # of an answer, to one that reads slowly: until then it holds its tenant's slot
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -115,8 +116,7 @@ class HttpCall:
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part of the answer."""
-        self._has_ended = True
-        await self._send({"type": "http.response.body", "body": data})
+        await self._end(data, _LAST_PART_S)
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.has_begun = True
@@ -126,7 +126,7 @@ class HttpCall:
         """Answer with the error: as a status, or as the last event of an answer that has begun."""
         value, headers = self._to_error(error, self.names), headers_of(error)
         if self.has_begun:
-            await self._fail_late(value)
+            await self._end(self._to_event(value), _LAST_WORDS_S)
         elif self._has_read_all:
             await self.reply(value, status_of(error), tuple(headers))
         else:
@@ -137,10 +137,12 @@ class HttpCall:
             await self._read_on()
             await self.end()
 
-    async def _fail_late(self, value: Json) -> None:
+    async def _end(self, data: bytes, within_s: float) -> None:
+        """Hang up on a client that does not read in time what was before it."""
+        self._has_ended = True
         try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self.end(self._to_event(value))
+            async with asyncio.timeout(within_s):
+                await self._send({"type": "http.response.body", "body": data})
         except TimeoutError:
             self._scope["extensions"][ABORT]()
 

@@ -11,9 +11,12 @@ import struct
 import pytest
 
 from baton.service.net import http_server as server_module
+from baton.service.net.http_server import ABORT
 from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
+from gateway.http.answers import event
 from gateway.http.call import HttpCall
+from gateway.http.errors import to_json
 from tests.gateway.http.conftest import decoded
 from tests.support.pace import patience
 
@@ -216,3 +219,21 @@ async def test_a_prompt_is_not_kept_for_the_length_of_its_answer(served):
         c.decode[0].release("decode")
         async for _ in stream:
             pass
+
+
+async def test_a_client_that_does_not_read_the_end_is_hung_up_on(monkeypatch):
+    """The last part of an answer that is served waits until there is room in its connection."""
+    monkeypatch.setattr(call_module, "_LAST_PART_S", 0.05)
+    sent, has_hung_up = [], asyncio.Event()
+
+    async def send(message) -> None:
+        sent.append(message)
+        if len(sent) == 3:
+            await asyncio.Event().wait()
+
+    scope = {"headers": [], "path_params": {}, "extensions": {ABORT: has_hung_up.set}}
+    call = HttpCall(scope, asyncio.Event().wait, send, to_json)
+    await call.begin_stream(event)
+    await call.write(b"data: 1\n\n")
+    await asyncio.wait_for(call.end(b"data: [DONE]\n\n"), patience(20))
+    assert has_hung_up.is_set()
