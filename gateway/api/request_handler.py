@@ -40,6 +40,10 @@ class CallContext(NamedTuple):
     time_left_s: float | None = None  # None: the client named no deadline
     parent: TraceContext | None = None  # the client's span
 
+    def after(self, seconds: float) -> "CallContext":
+        """Return it as it is so much later."""
+        return self if self.time_left_s is None else self._replace(time_left_s=self.time_left_s - seconds)
+
 
 class _Settling:
     """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal, and a
@@ -88,6 +92,10 @@ class RequestHandler:
         an error for what it names."""
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
+
+    def max_concurrent(self, asked: str) -> int | None:
+        """Return how many choices of this model the tenant of the call may have running; None: any number."""
+        return self._admission.quotas.max_concurrent(guard.tenant(), self.model(asked).name)
 
     def detokenizer(self, asked: str) -> Detokenizer:
         """Return what knows the text of tokens of the model that a request names."""

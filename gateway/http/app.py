@@ -15,13 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton.service.clock import now
 from baton.service.errors import BatonError, InvalidRequest, NotFound
 from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HostCheck
 from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
-from gateway.api.request_handler import RequestHandler
+from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.answers import (
     ChatForm,
     CompletionForm,
@@ -139,14 +140,25 @@ class HttpApi:
         return self._handler.model(name).name, self._handler.detokenizer(name)
 
     async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
+        num_at_once = self._num_at_once(asked)
         boxes = _take(call, asked)
         if asked.stream:
-            return await self._stream(call, form, boxes)
-        context = call.context
-        await call.reply(form.whole(await _all([self._handler.complete(box, context) for box in boxes])))
+            return await self._stream(call, form, boxes, num_at_once)
 
-    async def _stream(self, call: HttpCall, form: StreamForm, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
-        context, usages = call.context, list[pb.Usage]()
+        def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
+            return self._handler.complete(boxes[prompt], context)
+
+        await call.reply(form.whole(await _each_prompt(complete, len(boxes), num_at_once, call.context)))
+
+    def _num_at_once(self, asked: Asked) -> int:
+        """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""
+        most = self._handler.max_concurrent(asked.requests[0].model)
+        return len(asked.requests) if most is None else max(1, most // asked.num_choices)
+
+    async def _stream(
+        self, call: HttpCall, form: StreamForm, boxes: Sequence[list[pb.GenerateRequest]], num_at_once: int = 1
+    ) -> None:
+        usages = list[pb.Usage]()
         for box in boxes:
             if box[0].WhichOneof("input") == "messages":
                 box[0].messages.stream_tool_arguments = True
@@ -159,7 +171,10 @@ class HttpApi:
             if data := form.chunk(prompt, message):
                 await call.write(data)
 
-        await _all([self._handler.generate(box, context, partial(emit, n)) for n, box in enumerate(boxes)])
+        def generate(prompt: int, context: CallContext) -> Awaitable[None]:
+            return self._handler.generate(boxes[prompt], context, partial(emit, prompt))
+
+        await _each_prompt(generate, len(boxes), num_at_once, call.context)
         await call.end(form.tail(usages))
 
     def _described(self, info: pb.GetModelInfoResponse, name: str) -> Json:
@@ -256,11 +271,20 @@ def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
     return boxes
 
 
-async def _all(works: Sequence[Awaitable[T]]) -> list[T]:
-    """Do all at once and return what they do. Raises what the first to fail does, and ends the others."""
-    if len(works) == 1:
-        return [await works[0]]
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def _each_prompt(
+    serve: Callable[[int, CallContext], Awaitable[T]], num_prompts: int, num_at_once: int, context: CallContext
+) -> list[T]:
+    """Serve the prompts of a call and return what becomes of each. Raises what the first to fail does, and ends the
+    others."""
+    if num_prompts == 1:
+        return [await serve(0, context)]
+    begun, room = now(), asyncio.Semaphore(num_at_once)
+
+    async def serve_in_turn(prompt: int) -> T:
+        async with room:
+            return await serve(prompt, context.after(now() - begun))
+
+    tasks = [asyncio.ensure_future(serve_in_turn(prompt)) for prompt in range(num_prompts)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

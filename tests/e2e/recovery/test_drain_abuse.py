@@ -87,8 +87,8 @@ def test_everybody_is_drained_again_and_again(stack, prompts, num_rounds):
         for thread in asking:
             thread.join(60)
     assert answers and all(answer == expected for answer in answers)
-    for said in refusals:
-        assert said.code is grpc.StatusCode.UNAVAILABLE and said.reason, said
+    for said in refusals:  # that it would come too late, too: one worker of the role is left, or none
+        assert said.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED) and said.reason, said
     assert [client.generate(prompt, **ANSWER).token_ids for _ in range(5)] == [expected] * 5
     client.close()
     for target, _ in roles:

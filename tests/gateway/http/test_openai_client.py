@@ -116,6 +116,21 @@ async def test_completions_of_every_form_of_a_prompt(served):
         assert texts == {0: said.text, 1: several.choices[2].text}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_beyond_a_quota_wait_for_each_other(served, tmp_path, stream):
+    """Two of two choices each may run, of five that are asked for at once; all at once would be refused each time."""
+    path = tmp_path / "quotas.toml"
+    path.write_text("[default]\nconcurrent_requests = 4\n")
+    async with served(quotas=path) as (_, client):
+        ask = {"model": "fake", "prompt": ["a fox"] * 5, "max_tokens": 3, "seed": 3, "n": 2}
+        if not stream:
+            assert len((await client.completions.create(**ask)).choices) == 10
+            return
+        chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
+        ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert sorted(ended) == list(range(10))
+
+
 async def test_echo_and_the_logprobs_of_a_prompt(served):
     async with served() as (c, client):
         text = "a quick brown fox"
