@@ -1,10 +1,11 @@
 """How the answers of one model are read: as plain text, or by the parser of its chat template's form."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from baton.constraints.constraint import Constraint
+from baton.constraints.constraint import MAX_BYTES, Constraint
 from baton.constraints.json_schema import check_schema
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
@@ -60,7 +61,8 @@ class AnswerReader:
         if options.must_call and constraint is not None:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
         if options.must_call or (constraint is not None and options.continues is False):
-            _check_tools(options)
+            if options.must_call or form.calls:
+                _check_tools(options)
             asked = GrammarAsked(tools, options.must_call, options.is_parallel, constraint)
             grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
@@ -71,7 +73,12 @@ class AnswerReader:
 
 
 def _check_tools(options: ChatOptions) -> None:
-    for index, tool in enumerate(options.tools):
+    """Check what the grammar will have of them. Raises InvalidRequest."""
+    called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in options.callable_tools]
+    num_bytes = sum(len(json.dumps(tool["parameters"])) for _, tool in called)
+    if num_bytes > MAX_BYTES:  # a mebibyte takes 0.5 s to walk
+        raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+    for index, tool in called:
         where, types = f"messages.tools[{index}].parameters", tool["parameters"].get("type", "object")
         if problem := check_schema(tool["parameters"]):
             place, reason = problem

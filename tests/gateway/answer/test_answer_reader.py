@@ -104,9 +104,17 @@ def test_the_prompt_may_begin_the_reasoning():
     assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
 
 
+def test_schemas_that_take_long_to_walk_are_refused_before():
+    options = ChatOptions(({"name": "find", "parameters": {"anyOf": [{}] * 40_000}},), callable_tools=("find",))
+    conversation = CONVERSATION._replace(options=options._replace(must_call=True))
+    with pytest.raises(InvalidRequest, match="^messages.tools: have parameters of 160011 bytes, at most 131072"):
+        form(conversation=conversation)
+    form(conversation=conversation._replace(options=options))  # where no grammar has them, they are not walked
+
+
 def test_arguments_that_must_be_none_are_refused():
     tools = ({"name": "find", "parameters": {}}, {"name": "stop", "parameters": {"type": ["array", "null"]}})
-    options = ChatOptions(tools, callable_tools=("find",), must_call=True)
+    options = ChatOptions(tools, callable_tools=("find", "stop"), must_call=True)
     with pytest.raises(InvalidRequest, match=r"tools\[1\]\.parameters: /type: must be object"):
         form(conversation=CONVERSATION._replace(options=options))
 

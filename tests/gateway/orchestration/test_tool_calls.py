@@ -110,12 +110,26 @@ REFUSED = [
     ("hermes", asked(BAD_TOOL, tool_name="find"), "messages.tools[0].parameters"),
     ("hermes", asked(pb.Tool(name="find", parameters='{"properties": 5}'), tool_name="find"), "messages.tools"),
     ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), tool_name="a"), "messages.tools[0].parameters"),
-    ("qwen-xml", asked(pb.Tool(name="a", parameters="{}"), BAD_TOOL, tool_name="a"), "messages.tools[1].parameters"),
+    ("qwen-xml", asked(pb.Tool(name="a", parameters="{}"), BAD_TOOL, tool_name="find"), "messages.tools[1].parameters"),
     ("qwen-xml", asked(BAD_ENUM, tool_name="find"), "messages.tools[0].parameters"),
     ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("hermes", asked(*TOOLS, tool_name="find", constraint=pb.Constraint(json_object=True)), "constraint"),
 ]  # fmt: skip
+
+
+JSON_OBJECT = pb.Constraint(json_object=True)
+NOT_CALLED = [
+    ("hermes", asked(BAD_TOOL, pb.Tool(name="b"), tool_name="b")),
+    ("hermes", asked(BAD_TOOL, tool_choice=pb.TOOL_CHOICE_NONE, constraint=JSON_OBJECT)),
+    ("pythonic", asked(BAD_TOOL, constraint=JSON_OBJECT)),  # whose calls have no grammar
+]
+
+
+@pytest.mark.parametrize(("parser", "request_"), NOT_CALLED)
+async def test_a_tool_that_no_grammar_has_may_have_any_schema(cluster, capable, parser, request_):
+    async with cluster(tool_call_parser=parser) as c:
+        assert (await c.stub.Complete(request_, timeout=20)).choices
 
 
 @pytest.mark.parametrize(("parser", "request_", "field"), REFUSED)
