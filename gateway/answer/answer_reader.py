@@ -28,6 +28,7 @@ class ReaderForm(NamedTuple):
     streams_arguments: bool = False  # of calls
     constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
     spellings: Mapping[str, str] = NO_SPELLINGS  # of characters that stand for control tokens, their text
+    continues: bool = False  # a text of the prompt: some vocabularies take a space from the first token of a text
 
 
 class AnswerReader:
@@ -49,13 +50,13 @@ class AnswerReader:
         the model's form cannot do."""
         form = self._form
         if conversation is None:
-            return ReaderForm(self._plain, constraint=constraint)
+            return ReaderForm(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
         options = conversation.options
         if options.must_call and (form is None or form.calls is None):
             name = f"the form of this model's calls ({form.name})" if form else "this model's chat template"
             raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no grammar of calls")
         if form is None:
-            return ReaderForm(self._plain, constraint=constraint)
+            return ReaderForm(self._plain, constraint=constraint, continues=options.continues)
         tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
@@ -69,7 +70,9 @@ class AnswerReader:
         ends_with_call = bool(tools) and not options.is_parallel
         new_parser = partial(form.parser, self._spellings, tools, prompt_end, options.continues)
         streams = options.streams_arguments
-        return ReaderForm(self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings)
+        return ReaderForm(
+            self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, options.continues
+        )
 
 
 def _check_tools(options: ChatOptions) -> None:

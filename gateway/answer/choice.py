@@ -64,7 +64,7 @@ class Choice:
         self.ended_here = False  # by a stop string or a call: the worker does not know
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
-        self._decoder: TextDecoder | None = form.detokenizer.decoder()  # None: its end was sent
+        self._decoder: TextDecoder | None = form.detokenizer.decoder(form.continues)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""

@@ -28,8 +28,12 @@ class TokenTexts(Protocol):
         """Return a token as it is shown alone, and the bytes that it stands for."""
         ...
 
-    def decoder(self) -> SequenceDecoder:
-        """Return a decoder for one sequence."""
+    def decoder(self, continues: bool = False) -> SequenceDecoder:
+        """Return a decoder for one sequence; `continues`: a text, and does not begin one."""
+        ...
+
+    def has_text(self, token_ids: Sequence[int]) -> bool:
+        """Return whether any of the tokens has text."""
         ...
 
 
@@ -144,13 +148,10 @@ class AnswerForm:
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object."""
         choices = [
-            {
-                "index": prompt * self._asked.num_choices + choice.index,
-                **self._choice(choice, response),
-                **self._end(choice),
-            }
+            {"index": index, **self._choice(choice, response, index), **self._end(choice)}
             for prompt, response in enumerate(responses)
             for choice in response.choices
+            for index in (prompt * self._asked.num_choices + choice.index,)
         ]
         usage = _usage(response.usage for response in responses)
         return {**self._head(self.names.object), "choices": choices, "usage": usage}
@@ -180,7 +181,7 @@ class AnswerForm:
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         raise NotImplementedError
 
-    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         raise NotImplementedError
 
 
@@ -203,7 +204,7 @@ class ChatForm(AnswerForm):
             delta["tool_calls"] = [self._part(index, part) for part in message.tool_calls]
         return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
 
-    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         content = choice.text if choice.text or not choice.tool_calls else None
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning:
@@ -232,6 +233,7 @@ class CompletionForm(AnswerForm):
     def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
         super().__init__(asked, model, tokens)
         self._places: dict[int, _TextPlace] = {}  # of choices
+        self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in asked.requests]
         self._firsts: dict[
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
@@ -248,9 +250,8 @@ class CompletionForm(AnswerForm):
             return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
         return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
 
-    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
-        self._places.clear()
-        return self._begun_choice(choice, response, choice.index)
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
+        return self._begun_choice(choice, response, index)
 
     def _begun_choice(
         self, part: pb.GenerateResponse | pb.Choice, first: pb.GenerateResponse | pb.CompleteResponse, index: int
@@ -288,7 +289,8 @@ class CompletionForm(AnswerForm):
             self._add_token(found, echoed.prompt.token_ids[0], prompt)
             self._add_tokens(found, echoed.prompt_logprobs, prompt)
         if index not in self._places:
-            self._places[index] = _TextPlace(self._tokens.decoder(), len(echoed.prompt.text) if echoed else 0)
+            decoder = self._tokens.decoder(self._continues[index // self._asked.num_choices])
+            self._places[index] = _TextPlace(decoder, len(echoed.prompt.text) if echoed else 0)
         self._add_tokens(found, logprobs, self._places[index])
         return found
 

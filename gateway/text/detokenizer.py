@@ -30,9 +30,13 @@ class Detokenizer:
         self._len_before = len(self._decode(self._word))
         self._len_behind = len(self._decode(self._word * 2)) - self._len_before
 
-    def decoder(self) -> "TextDecoder":
-        """Return a decoder for one sequence."""
-        return TextDecoder(self._bytes, self._bytes if self._is_byte_level else self._first_bytes)
+    def decoder(self, continues: bool = False) -> "TextDecoder":
+        """Return a decoder for one sequence; `continues`: a text, and does not begin one."""
+        return TextDecoder(self._bytes, self._bytes if self._is_byte_level or continues else self._first_bytes)
+
+    def has_text(self, token_ids: Sequence[int]) -> bool:
+        """Return whether any of the tokens has text."""
+        return any(self._bytes[token_id] for token_id in token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence, in steps short enough for other threads to run in between."""

@@ -15,7 +15,7 @@ from gateway.parsers.formats import format_named
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatMessage, ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer
-from tests.support.gateway.small_tokenizers import byte_level
+from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TOKENIZER_JSON = byte_level(unspecial=MARKERS)
@@ -134,6 +134,24 @@ def test_what_continues_a_message_of_gpt_oss_is_its_content():
         choice.push([id_], (), pb.FINISH_REASON_STOP if id_ == answer_ids[-1] else 0)
         messages.append(choice.take())
     assert joined(messages) == ("", " 42. Yes.", [], pb.FINISH_REASON_STOP)
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "first"])
+@pytest.mark.parametrize("continued", [None, Conversation((ChatMessage("user", "x"),), ChatOptions(continues=True))])
+def test_what_continues_a_text_keeps_its_space(kind, continued):
+    """Prompt and answer are the text of all tokens; an answer that begins one has no space in front."""
+    tokenizer = Tokenizer(sentencepiece(kind))
+    plain = Detokenizer(tokenizer)
+    reader, ids = AnswerReader(tokenizer, plain, None), tokenizer.encode_text("the fox the fox")
+
+    def text(conversation, num_prompt: int) -> str:
+        choice = Choice(0, reader.form_of(conversation, ids[:num_prompt]), None, 0)
+        choice.push(ids[num_prompt:], (), pb.FINISH_REASON_LENGTH)
+        return choice.take().text
+
+    for num_prompt in range(2, len(ids)):
+        assert plain.decode(ids[:num_prompt]) + text(continued, num_prompt) == "the fox the fox"
+    assert text(None, 1) == text(CONVERSATION, 1) == "the fox the fox"  # behind what has no text
 
 
 def test_a_call_that_is_cut_is_no_call():

@@ -56,7 +56,7 @@ def test_as_the_naive_search_in_whatever_pieces(text, stops, data):
 class OneLetter:
     """A detokenizer whose tokens are letters."""
 
-    def decoder(self):
+    def decoder(self, continues=False):
         return self
 
     def push(self, token_ids):

@@ -173,7 +173,7 @@ def test_offsets_of_tokens_point_into_the_text(tokenizer_json, echo):
         return [pb.Logprobs(chosen=pb.TokenLogprob(token_id=token_id, logprob=-1)) for token_id in ids]
 
     told = {"prompt": pb.EchoedPrompt(text=prompt, token_ids=prompt_ids), "prompt_logprobs": logprobs(prompt_ids[1:])}
-    choice = pb.Choice(text=detokenizer.decode(token_ids), logprobs=logprobs(token_ids))
+    choice = pb.Choice(text=detokenizer.decoder(continues=True).push(token_ids), logprobs=logprobs(token_ids))
     response = pb.CompleteResponse(choices=[choice], **(told if echo else {}))
     form = CompletionForm(read_completion({"prompt": prompt, "echo": echo, "logprobs": 0}), "fake", detokenizer)
     (found,) = form.whole([response])["choices"]
