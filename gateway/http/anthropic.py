@@ -12,6 +12,7 @@ from gateway.http.conversations import read_content, read_fields, read_list, rea
 from gateway.http.errors import status_of, to_json
 from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as, without_nulls
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
+from gateway.request.messages import WITHOUT_THINKING
 
 MESSAGES = (
     Field("model", "model", STRING),
@@ -23,7 +24,7 @@ MESSAGES = (
 )
 MESSAGES_NEUTRAL: Mapping[str, tuple] = {
     "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),
+    "thinking": ({"type": "disabled"},),  # which only templates hear of
 }
 COUNT_NEUTRAL = {name: values for name, values in MESSAGES_NEUTRAL.items() if name != "service_tier"}
 _CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice")
@@ -82,6 +83,8 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "is missing" if given is None else "must be a list of messages, and not empty")
     conversation = _tools(values, names)
+    if values.get("thinking"):
+        conversation.chat_template_kwargs = WITHOUT_THINKING
     if system := read_content("system", values["system"]) if "system" in values else "":
         conversation.messages.add(role="system", content=system)
     for index, message in enumerate(given):

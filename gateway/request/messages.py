@@ -12,6 +12,7 @@ from gateway.config.served_model import RequestLimits
 from gateway.text.templates import ChatMessage, ChatOptions, ChatToolCall, Conversation, JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+WITHOUT_THINKING = '{"enable_thinking": false}'  # variables for the templates of models that can do without
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion

@@ -8,6 +8,7 @@ from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
+from gateway.request.messages import WITHOUT_THINKING
 from gateway.request.prompt_batch import PromptBatch, in_place
 from gateway.request.validation import MAX_REQUEST_BYTES, check, check_model, check_size
 
@@ -34,7 +35,7 @@ def check_score(
     shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
     if request.HasField("priority"):
         shared.priority = request.priority
-    shared.messages.chat_template_kwargs = '{"enable_thinking": false}'
+    shared.messages.chat_template_kwargs = WITHOUT_THINKING
     shared.messages.messages.add(role="system", content=_SYSTEM)
     shared.messages.messages.add(role="user")
     head = f"<Instruct>: {request.instruction or _INSTRUCTION}\n<Query>: {request.query}\n<Document>: "

@@ -10,7 +10,7 @@ from anthropic import AsyncAnthropic
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import to_bytes
-from gateway.http.anthropic import MessageForm
+from gateway.http.anthropic import MessageForm, read_count, read_request
 from gateway.http.requests import Asked
 from tests.gateway.http.test_openai_client import over_grpc
 from tests.support.pace import patience
@@ -234,6 +234,14 @@ async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.messages.create(**{**TOOLS, "system": "be brief", **change})
         assert caught.value.body["error"]["message"].startswith(word)
+
+
+def test_a_model_is_told_not_to_think():
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    for thinking, kwargs in ((None, ""), ({"type": "disabled"}, '{"enable_thinking": false}')):
+        (asked,) = read_request({**body, **({"thinking": thinking} if thinking else {})}).requests
+        counted, _ = read_count({"messages": body["messages"], **({"thinking": thinking} if thinking else {})})
+        assert asked.messages.chat_template_kwargs == counted.messages.chat_template_kwargs == kwargs
 
 
 def test_arguments_of_the_call_before_come_before_the_text():
