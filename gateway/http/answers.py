@@ -1,10 +1,12 @@
 """Answers in OpenAI's form: one object, or the events of a stream."""
 
+import asyncio
 import base64
+import itertools
 import json
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
@@ -38,13 +40,32 @@ class TokenTexts(Protocol):
 
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_AT_ONCE = 32  # tokens: 4 ms
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _DONE = b"data: [DONE]\n\n"
 
 
-def to_bytes(value: Json) -> bytes:
+def to_bytes(value: Any) -> bytes:
     """Return the value as JSON. Half of a surrogate pair, which is no text, is escaped."""
     return _dumps(value).encode(errors="backslashreplace")
+
+
+async def to_bytes_in_turns(value: Any) -> bytes:
+    """Return the same, of a value that may have iterators in place of lists; others run in between. Logprobs of 65,536
+    tokens with 20 alternatives each are 95 MB, and take 8 s."""
+    if isinstance(value, dict):
+        pairs = [to_bytes(name) + b":" + await to_bytes_in_turns(each) for name, each in value.items()]
+        return b"{" + b",".join(pairs) + b"}"
+    if isinstance(value, Iterator):
+        elements = list[bytes]()
+        for each in value:
+            elements.append(to_bytes(each))
+            if len(elements) % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return b"[" + b",".join(elements) + b"]"
+    if isinstance(value, list):
+        return b"[" + b",".join([await to_bytes_in_turns(each) for each in value]) + b"]"
+    return to_bytes(value)
 
 
 def event(value: Json) -> bytes:
@@ -57,14 +78,14 @@ def named_event(name: str, value: Json) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_bytes(value) + b"\n\n"
 
 
-def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> list[Json]:
-    """Return the tokens of a part of an answer, each with its alternatives."""
+def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
+    """Yield the tokens of a part of an answer, each with its alternatives."""
 
     def told(token: pb.TokenLogprob) -> Json:
         text, raw = tokens.shown(token.token_id)
         return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
 
-    return [{**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs]
+    return ({**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs)
 
 
 class StreamForm(Protocol):
@@ -87,7 +108,7 @@ class Form(StreamForm, Protocol):
     """What an answer looks like."""
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
-        """Return the answer in one object."""
+        """Return the answer in one object, for `to_bytes_in_turns`."""
         ...
 
 
@@ -146,7 +167,7 @@ class AnswerForm:
         return event(error)
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
-        """Return the answer in one object."""
+        """Return the answer in one object, for `to_bytes_in_turns`."""
         choices = [
             {"index": index, **self._choice(choice, response, index), **self._end(choice)}
             for prompt, response in enumerate(responses)
@@ -202,7 +223,10 @@ class ChatForm(AnswerForm):
             delta["reasoning_content"] = message.reasoning
         if message.tool_calls:
             delta["tool_calls"] = [self._part(index, part) for part in message.tool_calls]
-        return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
+        if message.logprobs:
+            content = list(token_logprobs(message.logprobs, self._tokens))
+            return {"delta": delta, "logprobs": {"content": content, "refusal": None}}
+        return {"delta": delta}
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         content = choice.text if choice.text or not choice.tool_calls else None
@@ -211,7 +235,8 @@ class ChatForm(AnswerForm):
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["tool_calls"] = [_call(call) for call in choice.tool_calls]
-        return {"message": message, "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None}
+        content = token_logprobs(choice.logprobs, self._tokens)
+        return {"message": message, "logprobs": {"content": content, "refusal": None} if choice.logprobs else None}
 
     def _part(self, index: int, part: pb.ToolCall) -> Json:
         """Return a call that begins, or more arguments of the one before."""
@@ -220,9 +245,6 @@ class ChatForm(AnswerForm):
             return {"index": num_before - 1, "function": {"arguments": part.arguments}}
         self._num_calls[index] = num_before + 1
         return {"index": num_before, **_call(part)}
-
-    def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
-        return {"content": token_logprobs(logprobs, self._tokens), "refusal": None}
 
 
 class CompletionForm(AnswerForm):
@@ -247,8 +269,8 @@ class CompletionForm(AnswerForm):
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         if not is_first:
-            return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
-        return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
+            return {"text": message.text, "logprobs": _with_lists(self._logprobs(message.logprobs, index))}
+        return _with_lists(self._begun_choice(message, self._firsts[index // self._asked.num_choices], index))
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         return self._begun_choice(choice, response, index)
@@ -256,12 +278,12 @@ class CompletionForm(AnswerForm):
     def _begun_choice(
         self, part: pb.GenerateResponse | pb.Choice, first: pb.GenerateResponse | pb.CompleteResponse, index: int
     ) -> Json:
-        """Return a choice from its beginning, behind the prompt where that is echoed. `first` has what is of the
-        prompt."""
+        """Return a choice from its beginning, behind the prompt where that is echoed, with iterators. `first` has what is
+        of the prompt."""
         logprobs = self._logprobs(part.logprobs, index, first if first.HasField("prompt") else None)
         found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
         if first.prompt_logprobs:
-            found["prompt_logprobs"] = [None, *map(self._by_token, first.prompt_logprobs)]
+            found["prompt_logprobs"] = itertools.chain((None,), map(self._by_token, first.prompt_logprobs))
         return found
 
     def _by_token(self, logprobs: pb.Logprobs) -> Json:
@@ -280,32 +302,29 @@ class CompletionForm(AnswerForm):
         index: int,
         echoed: pb.GenerateResponse | pb.CompleteResponse | None = None,
     ) -> Json | None:
-        """`echoed` has a prompt, whose tokens come first; nothing is known of its first one."""
+        """Return iterators. `echoed` has a prompt, whose tokens come first; nothing is known of its first one."""
         if not logprobs:
             return None
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        rows = list[tuple[_TextPlace, int, pb.Logprobs | None]]()
         if echoed is not None:
             prompt = _TextPlace(self._tokens.decoder())
-            self._add_token(found, echoed.prompt.token_ids[0], prompt)
-            self._add_tokens(found, echoed.prompt_logprobs, prompt)
+            rows.append((prompt, echoed.prompt.token_ids[0], None))
+            rows += [(prompt, each.chosen.token_id, each) for each in echoed.prompt_logprobs]
         if index not in self._places:
             decoder = self._tokens.decoder(self._continues[index // self._asked.num_choices])
             self._places[index] = _TextPlace(decoder, len(echoed.prompt.text) if echoed else 0)
-        self._add_tokens(found, logprobs, self._places[index])
-        return found
+        rows += [(self._places[index], each.chosen.token_id, each) for each in logprobs]
+        return {
+            "tokens": (self._tokens.shown(token_id)[0] for _, token_id, _ in rows),
+            "token_logprobs": (each and max(each.chosen.logprob, _LEAST_LOGPROB) for _, _, each in rows),
+            "top_logprobs": (each and self._by_text(each) for _, _, each in rows),
+            "text_offset": (place.pass_token(token_id) for place, token_id, _ in rows),
+        }
 
-    def _add_tokens(self, found: Json, logprobs: Iterable[pb.Logprobs], place: "_TextPlace") -> None:
-        for each in logprobs:
-            best = {self._tokens.shown(b.token_id)[0]: max(b.logprob, _LEAST_LOGPROB) for b in reversed(each.top)}
-            self._add_token(found, each.chosen.token_id, place, max(each.chosen.logprob, _LEAST_LOGPROB), best)
-
-    def _add_token(
-        self, found: Json, token_id: int, place: "_TextPlace", logprob: float | None = None, best: Json | None = None
-    ) -> None:
-        found["tokens"].append(self._tokens.shown(token_id)[0])
-        found["token_logprobs"].append(logprob)
-        found["top_logprobs"].append(best)
-        found["text_offset"].append(place.pass_token(token_id))
+    def _by_text(self, logprobs: pb.Logprobs) -> Json:
+        """Return the likeliest tokens in one place, as OpenAI has them."""
+        best = reversed(logprobs.top)
+        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, _LEAST_LOGPROB) for each in best}
 
 
 class _TextPlace:
@@ -345,6 +364,13 @@ def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, mod
         results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
     usage = {"prompt_tokens": response.usage.prompt_tokens, "total_tokens": response.usage.prompt_tokens}
     return {"id": f"rerank-{response.request_id}", "model": model, "results": results, "usage": usage}
+
+
+def _with_lists(value: Any) -> Any:
+    """Return the value with lists in place of iterators."""
+    if isinstance(value, dict):
+        return {name: _with_lists(each) for name, each in value.items()}
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def _call(call: pb.ToolCall) -> Json:

@@ -34,6 +34,7 @@ from gateway.http.answers import (
     embeddings,
     rerank,
     to_bytes,
+    to_bytes_in_turns,
 )
 from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
 from gateway.http.call import BadCall, HttpCall, ToError
@@ -148,7 +149,8 @@ class HttpApi:
         def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
             return self._handler.complete(boxes[prompt], context)
 
-        await call.reply(form.whole(await _each_prompt(complete, len(boxes), num_at_once, call.context)))
+        responses = await _each_prompt(complete, len(boxes), num_at_once, call.context)
+        await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
     def _num_at_once(self, asked: Asked) -> int:
         """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""

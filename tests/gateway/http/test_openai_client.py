@@ -1,6 +1,7 @@
 """OpenAI's own client, against what the gRPC door says of the same request."""
 
 import asyncio
+import json
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -8,7 +9,7 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import CompletionForm
+from gateway.http.answers import ChatForm, CompletionForm, to_bytes_in_turns
 from gateway.http.requests import read_completion
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
@@ -160,6 +161,34 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
                 tokens[choice.index] += len(choice.logprobs.tokens) if choice.logprobs else 0
         assert texts == [choice.text for choice in whole]
         assert tokens == [len(choice.logprobs.tokens) for choice in whole]
+
+
+@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
+async def test_others_run_while_logprobs_are_written(form_of):
+    """65,536 tokens with 20 alternatives each had taken 8 s of the event loop."""
+    tokens = Detokenizer(Tokenizer(byte_level()))
+    top = [pb.TokenLogprob(token_id=20 + n, logprob=-n) for n in range(5)]
+    logprobs = [pb.Logprobs(chosen=top[n % 5], top=top) for n in range(1000)]
+    choices = [
+        pb.Choice(index=index, text="x", logprobs=logprobs, finish_reason=pb.FINISH_REASON_STOP) for index in (0, 1)
+    ]
+    asked = read_completion({"prompt": "a", "n": 2, "logprobs": 5})
+    num_turns, is_over = 0, False
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while not is_over:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(take_turns())
+    written = await to_bytes_in_turns(form_of(asked, "fake", tokens).whole([pb.CompleteResponse(choices=choices)]))
+    is_over = True
+    await others
+    assert num_turns > 2 * 1000 // 32 - 2
+    found = [choice["logprobs"] for choice in json.loads(written)["choices"]]
+    names = ("content",) if form_of is ChatForm else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert all(len(told[name]) == 1000 for told in found for name in names)
 
 
 @pytest.mark.parametrize("echo", [False, True])
