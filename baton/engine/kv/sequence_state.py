@@ -34,6 +34,11 @@ class SequenceState:
         assert self.block_id is not None
         return self.block_id
 
+    @property
+    def num_own(self) -> int:
+        """Return how many blocks it has of its own or is promised."""
+        return self.reserve + (self.block_id is not None)
+
     def held(self, holder: Holder) -> list[tuple[Holder, list[int]]]:
         """Return the blocks that it holds, by holder; `holder`: its group's."""
         held = [(self.holder, self.block_id), (holder, self.checkpoint_id), (Holder.RUNNING, self.kept_id)]
@@ -52,9 +57,13 @@ class SequenceState:
         return True
 
     def promise(self, states: Ledger | None, num: int) -> bool:
-        """Reserve blocks, one for each choice. False where they are not there."""
-        if states is None or not states.reserve(num):
-            return states is None
+        """Reserve blocks, one for each choice, or as many as there can be beside a pinned checkpoint: a choice without
+        one starts parked. False where they are not there."""
+        if states is None:
+            return True
+        num = min(num, states.num_blocks - (self.checkpoint_id is not None))
+        if not states.reserve(num):
+            return False
         self.reserve += num
         return True
 

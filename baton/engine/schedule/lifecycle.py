@@ -285,6 +285,7 @@ class GroupLifecycle:
     def _drop_unverified(self, group: Group) -> None:
         """Give back the blocks of an unfinished fetch and promise them again; verified ones stay."""
         trunk = group.trunk
+        num_states = trunk.recurrent.num_own
         num_missing = self.ledger.window.most_blocks(len(trunk.block_ids) - group.num_owned)
         self._give_back_fetching(group)
         is_past = trunk.recurrent.is_ready and trunk.num_computed >= trunk.num_tokens
@@ -296,11 +297,8 @@ class GroupLifecycle:
             num_missing = self.ledger.window.most_blocks(self.layout.num_blocks(trunk.num_tokens))
             group.num_owned = 0
             trunk.give_back(self.ledger)
-        if self.ledger.states is not None:
-            num_own = trunk.recurrent.reserve + (trunk.recurrent.block_id is not None)
-            if not trunk.recurrent.promise(self.ledger.states, group.request.sampling.n - num_own):
-                raise Refusal(KV_FULL)
-        if not self.ledger.reserve(num_missing):
+        promised = trunk.recurrent.promise(self.ledger.states, num_states - trunk.recurrent.num_own)
+        if not (promised and self.ledger.reserve(num_missing)):
             raise Refusal(KV_FULL)
         trunk.reserve += num_missing
 

@@ -77,6 +77,16 @@ def test_speculated_and_once_more_from_a_checkpoint(engines, whole, shape):
     assert sum(counts.proposed) > sum(counts.accepted) > 0
 
 
+@pytest.mark.parametrize("shape", ["one process", "two stages"])
+def test_choices_that_find_no_state_wait_for_one(engines, shape):
+    """Whether they begin from a checkpoint, which has a block too, or not."""
+    few, many = engines(shape, num_states=4), engines("one process", num_states=32)
+    for turn, n in enumerate((8, 1, 4, 4)):
+        asked = request(f"{shape} {turn}", n=n)
+        found, expected = (run(engine, [asked])[asked.key] for engine in (few, many))
+        assert found.answer() == expected.answer() and found.logprobs == expected.logprobs
+
+
 @pytest.mark.parametrize("source", shapes("two ranks", "two stages", "two stages of two ranks"))
 @pytest.mark.parametrize("back", [False, True])
 def test_handed_over(engines, whole, source, back):

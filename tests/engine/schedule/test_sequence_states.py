@@ -56,6 +56,25 @@ def test_without_a_checkpoint_nothing_is_found():
     engine.ledger.states.release(held[0], Holder.RUNNING)
 
 
+@pytest.mark.parametrize(("num_states", "n"), [(2, 2), (4, 4), (4, 8)])
+def test_choices_that_find_no_state_wait_for_one(num_states, n):
+    """Also where a block is taken by the checkpoint that they begin from, and where a fetch brought nothing."""
+    engine = toy_engine(**(OPTIONS | dict(max_num_seqs=8, num_states=num_states)))
+    run(engine, [make_request("before", SHARED, 4)])
+    for name in ("from a checkpoint", "once more"):
+        request = make_request(name, SHARED, 12, n=n)
+        record = run(engine, [request])[request.key]
+        assert record.answer() == toy_answer(request)
+        assert record.first.num_cached_tokens == 192 or name == "once more"
+    request = make_request("fetched", [*SHARED, *range(10, 60)], 6, n=n)
+    engine.admission.admit(request)
+    engine.admission.set_aside(request.key, 250)
+    engine.admission.fetch_settled(request.key)
+    engine.admission.compute_rest(request.key)
+    assert run(engine)[request.key].answer() == toy_answer(request)
+    assert engine.ledger.states.num_available == num_states
+
+
 @pytest.mark.parametrize("num_tokens", [1, 30, 64, 65, 128, 129, 250])
 @pytest.mark.parametrize("n", [1, 3])
 def test_handed_over(num_tokens, n):
