@@ -49,9 +49,10 @@ class Cursor:
     def done(self) -> bool:
         return self.token == self.num_tokens
 
-    def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int) -> Range | None:
+    def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int, max_stretch: int) -> Range | None:
         """The next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
-        token."""
+        token. A stretch of more than `max_stretch` tokens, which cannot be cut once it is begun, waits for its last
+        layer."""
         num_bytes = min(max_bytes, MAX_RANGE_BYTES, max(FIRST_RANGE_BYTES, (self.token - self._begin) * token_bytes))
         full_token = mark.upto_token if mark.upto_layer >= self.layers.stop else mark.full_token
         if self.token_end > self.token:  # a stretch of tokens that has its first layers
@@ -60,6 +61,8 @@ class Cursor:
         if full_token > self.token:
             step = max(1, min(MAX_RANGE_TOKENS, num_bytes // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
             return Range(self.token, min(full_token, self.token + step), self.layers.start, self.layers.stop)
+        if mark.upto_token - self.token > max_stretch:
+            return None
         return self._some_layers(mark.upto_token, mark.upto_layer, token_bytes, num_bytes)
 
     def _some_layers(self, token_end: int, ready: int, token_bytes: int, num_bytes: int) -> Range | None:

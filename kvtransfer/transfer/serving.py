@@ -37,6 +37,7 @@ from kvtransfer.wire import (
     range_to_proto,
 )
 
+GENERATION_BYTES = 8  # of a block in a Ready
 MAX_UNACKED = 4  # ranges under way; the taker's room is what holds the source back
 TAKEOVER_S = 1.5  # a live taker is heard every second
 _MAX_REPLIES = 64
@@ -252,15 +253,23 @@ class Serving:
         digests = self._digests.shape(one)[1] * self._digests.cell_bytes
         return max(1, self._wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
 
+    def _max_stretch(self) -> int:
+        """Return the number of tokens, whole spans, of which digests of one layer and generations fit into a frame."""
+        first = self._cells.first_layer
+        _, num_digests = self._digests.shape(Range(0, SPAN_TOKENS, first, first + 1))
+        num_blocks = -(-SPAN_TOKENS // self._cells.block_size)
+        span_bytes = num_digests * self._digests.cell_bytes + num_blocks * GENERATION_BYTES
+        return MAX_FRAME_BYTES // 2 // span_bytes * SPAN_TOKENS
+
     async def _prepare_all(self, lease: Lease) -> None:
         """Digests a range while the one before it is sent."""
         token_bytes, max_bytes = self._token_cost(), MAX_SENT_BYTES if self._sends else MAX_RANGE_BYTES
+        max_stretch = self._max_stretch()
         while True:
             lease.changed.clear()
             self._check_alive(lease)
-            moved = (
-                None if self._sent.done else self._sent.upcoming(self._extent.watermark(lease), token_bytes, max_bytes)
-            )
+            mark, sent = self._extent.watermark(lease), self._sent
+            moved = None if sent.done else sent.upcoming(mark, token_bytes, max_bytes, max_stretch)
             if moved is None:
                 await lease.changed.wait()
                 continue

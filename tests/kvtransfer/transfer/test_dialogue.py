@@ -1,15 +1,20 @@
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer import wire
 from kvtransfer.errors import ProtocolError
-from kvtransfer.transfer import dialogue
+from kvtransfer.transfer import dialogue, serving
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
 from kvtransfer.wire import Range
+from tests.support.kvtransfer.rig import NUM_TOKENS, running
 
 NUM_LAYERS = 5
 LAYERS = range(NUM_LAYERS)
+NO_END = 1 << 40
 CHUNK = st.tuples(st.integers(1, 4), st.lists(st.integers(0, NUM_LAYERS - 1), max_size=3))  # spans, layer marks
 
 
@@ -18,8 +23,9 @@ CHUNK = st.tuples(st.integers(1, 4), st.lists(st.integers(0, NUM_LAYERS - 1), ma
     tail=st.integers(0, 63),
     begin_span=st.integers(0, 3),
     max_bytes=st.sampled_from((1, 64 * 10, 64 * 25, 10**6)),
+    max_stretch=st.sampled_from((64, 128, NO_END)),
 )
-def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_bytes):
+def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_bytes, max_stretch):
     num_tokens = 64 * sum(spans for spans, _ in chunks) + tail
     begin = min(64 * begin_span, num_tokens)
     sent, taken = (Cursor(begin, num_tokens, LAYERS) for _ in range(2))
@@ -32,7 +38,7 @@ def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_byt
     before, dialogue.MAX_RANGE_BYTES = dialogue.MAX_RANGE_BYTES, max_bytes
     try:
         for mark in marks:
-            while not sent.done and (moved := sent.upcoming(mark, 5, 10**7)):
+            while not sent.done and (moved := sent.upcoming(mark, 5, 10**7, max_stretch)):
                 sent.take(moved), taken.take(moved)
                 cells = {(t, layer) for t in range(*moved[:2]) for layer in range(*moved[2:])}
                 assert cells and not cells & seen
@@ -74,19 +80,47 @@ def test_begins_where_a_span_does(begin):
 
 
 def test_ranges_of_small_tokens_fit_a_frame():
-    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5, 10**7)
+    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5, 10**7, NO_END)
     assert moved == Range(0, dialogue.MAX_RANGE_TOKENS, 0, NUM_LAYERS)
 
 
 def test_some_layers_of_a_model():
     """A rank that holds layers 4 to 8: what is written below or above them does not concern it."""
     cursor = Cursor(0, 200, range(4, 8))
-    assert cursor.upcoming(Watermark(0, 128, 4), 1, 10**7) is None
-    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) == Range(0, 128, 4, 6)
+    assert cursor.upcoming(Watermark(0, 128, 4), 1, 10**7, NO_END) is None
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7, NO_END) == Range(0, 128, 4, 6)
     cursor.take(Range(0, 128, 4, 6))
-    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) is None
-    assert cursor.upcoming(Watermark(0, 128, 12), 1, 10**7) == Range(0, 128, 6, 8)
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7, NO_END) is None
+    assert cursor.upcoming(Watermark(0, 128, 12), 1, 10**7, NO_END) == Range(0, 128, 6, 8)
     cursor.take(Range(0, 128, 6, 8))
-    assert cursor.upcoming(Watermark(128, 200, 9), 1, 10**7) == Range(128, 200, 4, 8), (
+    assert cursor.upcoming(Watermark(128, 200, 9), 1, 10**7, NO_END) == Range(128, 200, 4, 8), (
         "complete here before it is elsewhere"
     )
+
+
+def test_a_long_stretch_waits_for_its_last_layer():
+    cursor = Cursor(0, 400, LAYERS)
+    assert cursor.upcoming(Watermark(0, 192, 2), 5, 10**7, 128) is None
+    assert cursor.upcoming(Watermark(192, 192, 5), 5, 10**7, 128) == Range(0, 192, 0, NUM_LAYERS)
+    assert cursor.upcoming(Watermark(0, 128, 2), 5, 10**7, 128) == Range(0, 128, 0, 2)
+    cursor.take(Range(0, 128, 0, 2))
+    assert cursor.upcoming(Watermark(0, 128, 3), 5, 10**7, 128) == Range(0, 128, 2, 3)
+
+
+def test_digests_of_a_layer_that_fit_no_frame_wait_for_all_layers(monkeypatch):
+    """As those of a chunk of 16384 tokens with 64 KV heads would; here a frame is short."""
+    for module in (serving, wire):
+        monkeypatch.setattr(module, "MAX_FRAME_BYTES", 720)
+
+    async def main():
+        async with running("tcp", digest="sha256") as rig:
+            destination = rig.destination()
+            fetching = asyncio.create_task(rig.fetch(rig.offer(), destination))
+            for layer in (1, 2):
+                rig.source.advance("k", NUM_TOKENS, layer)
+                await asyncio.sleep(0.05)
+            rig.source.finish("k")
+            await fetching
+            assert rig.arrived() and destination.upto[-1] == NUM_TOKENS
+
+    asyncio.run(main())
