@@ -101,10 +101,12 @@ class Admission:
                 raise LookupError(f"{key} is not admitted here, or ended")
             return self._state_refs(group.trunk)
 
-    def verified(self, key: Key, upto_token: int) -> None:
-        """Confirm tokens [0, upto_token): whole units enter the prefix cache. LookupError when the key has ended."""
+    def verified(self, key: Key, upto_token: int) -> int:
+        """Confirm tokens [0, upto_token): whole units enter the prefix cache. Return the first token that is to be computed
+        here still, which may be one before: a part of a block is, and all where a state stands inside of one. LookupError
+        when the key has ended."""
         with self.ledger.lock:
-            self._tell(key, GroupEvent.VERIFY, upto_token)
+            return self._tell(key, GroupEvent.VERIFY, upto_token).trunk.num_computed
 
     def fetch_settled(self, key: Key) -> None:
         """Say that no byte of the key's fetch can land any more. Idempotent."""

@@ -34,8 +34,8 @@ class KeyEnded(Exception):
 
 
 class EngineBlocks:
-    """The blocks of one key, into which the fetcher writes. `on_verified(token)`: all below is verified. Raises
-    KeyEnded."""
+    """The blocks of one key, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
+    is. Raises KeyEnded."""
 
     def __init__(self, engine: Engine, key: Key, num_cached_tokens: int, on_verified: Callable[[int], None]):
         self.num_cached_tokens = num_cached_tokens
@@ -65,10 +65,10 @@ class EngineBlocks:
         self._engine.pool.landed([block.block_id for block in blocks])
         self._num_landed = upto_token
         try:
-            self._engine.admission.verified(self._key, upto_token)
+            num_computed = self._engine.admission.verified(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
-        self._on_verified(upto_token)
+        self._on_verified(num_computed)
 
 
 class KVFetcher(Protocol):
@@ -117,13 +117,13 @@ class Intake:
     def _begin_prefix(self, leg: Leg, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
         """Count what is verified as cached, for the next source too."""
         decoded = self._check(leg, handle)
-        num_tokens, block_size = decoded.num_tokens, self._engine.layout.block_size
+        num_tokens = decoded.num_tokens
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
             raise ProtocolError(f"{num_tokens} tokens are no prefix of whole spans with something left to compute")
 
         def arrived(upto_token: int) -> None:
-            leg.num_cached_tokens = upto_token // block_size * block_size  # what the engine will not compute again
-            on_verified(leg.num_cached_tokens)
+            leg.num_cached_tokens = upto_token
+            on_verified(upto_token)
 
         self._engine.admission.fetching(leg.key)
         self._fetch(leg, decoded, handle, ticket, on_end, arrived)

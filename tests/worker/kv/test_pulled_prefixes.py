@@ -1,0 +1,37 @@
+"""What a prefill worker says of a prefix that it pulls: final is what its engine goes on behind."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from baton.worker.kv import intake
+from tests.support.engine.toys import make_request, toy_engine
+
+NUM_TOKENS = 192
+
+
+class WholeFetcher:
+    """Brings all that the handle has, in one go."""
+
+    async def fetch(self, handle, ticket, destination, deadline):
+        destination.set_aside(NUM_TOKENS)
+        destination.verified(NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_states", "num_final"), [(64, None, 192), (128, None, 128), (64, 6, 192), (128, 6, 0)]
+)
+async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_states, num_final, monkeypatch):
+    """It does what is a part of a block, and all of it where the state stands inside of one."""
+    engine, said = toy_engine(block_size=block_size, num_blocks=16, num_states=num_states), []
+    request = make_request("a", [5 + index % 80 for index in range(NUM_TOKENS + 70)])
+    handle = SimpleNamespace(num_tokens=NUM_TOKENS, span_hashes=request.span_hashes[:3], source_instance=b"")
+    monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
+    engine.admission.accept(request, fetches=True)
+    leg = SimpleNamespace(key=request.key, request=request, sources=[(b"", b"")], num_cached_tokens=0)
+    assert intake.Intake(engine, WholeFetcher()).begin_prefix(leg, lambda *end: None, said.append)
+    await leg.fetching
+    assert (said, leg.num_cached_tokens) == ([num_final], num_final)
+    engine.admission.compute_rest(request.key)
+    assert engine.admission.groups[request.key].num_cached_tokens == num_final
+    engine.check_integrity()
