@@ -148,11 +148,11 @@ class Serving:
         earlier._heard.clear()
         waits = [asyncio.ensure_future(event.wait()) for event in (earlier._heard, earlier._over)]
         try:
-            await asyncio.wait(waits, timeout=TAKEOVER_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waits, timeout=TAKEOVER_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if earlier._heard.is_set() and not earlier._over.is_set():
+        if waits[0] in done and not earlier._over.is_set():  # not by the event, which another line may have cleared
             log.warning(
                 "a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport
             )
