@@ -238,13 +238,11 @@ class LeaseTable:
         if lease := self._by_key.get(key):
             self._end(lease, CANCELLED)
 
-    def expire(self) -> int:
-        """End the leases past their deadline; return how many of them were not taken."""
+    def expire(self) -> None:
+        """End the leases past their deadline."""
         now = self._clock()
-        late = [lease for lease in self._by_id.values() if lease.deadline <= now]
-        for lease in late:
+        for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
             self._expire(lease)
-        return sum(lease.ending == EXPIRED for lease in late)
 
     def close(self) -> None:
         """Cancel all leases."""

@@ -19,7 +19,7 @@ from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
-from kvtransfer.transfer.leases import Lease, LeaseTable
+from kvtransfer.transfer.leases import EXPIRED, Lease, LeaseTable
 from kvtransfer.transfer.mirror_room import MirrorRoom
 from kvtransfer.transfer.serving import Serving, Shelf
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
@@ -65,6 +65,7 @@ class Source:
         self.identity = identity
         self.layout = layout
         self.counters: Counter[str] = Counter()
+        self._on_release = on_release
         self._host_id = host_id
         self._region = region
         self._device = device
@@ -73,7 +74,7 @@ class Source:
         self._sharding = sharding or Sharding.whole(layout)
         self._is_strict = is_strict
         self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
-        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
+        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), self._lease_over)
         self._shelf = Shelf(
             self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
             generations, state_generations or generations, self.counters, {}, room, grace_s,
@@ -203,4 +204,8 @@ class Source:
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(min(0.25, self._ttl_s / 4))
-            self.counters["leases_expired"] += self._leases.expire()
+            self._leases.expire()
+
+    def _lease_over(self, key: Hashable, ending: str) -> None:
+        self.counters["leases_expired"] += ending == EXPIRED
+        self._on_release(key, ending)
