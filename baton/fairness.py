@@ -40,21 +40,24 @@ class RoundRobin(Generic[Tenant]):
 
     def next(self, among: Container[Tenant]) -> Tenant | None:
         """Return whose turn it is of those that wait and are `among` them, the same until it is charged; None without
-        one."""
+        one. Those that are left out keep their turns, and the others what they owe."""
         ring = [tenant for tenant in self._left if tenant in self._waiting and tenant in among]
         if not ring:
             return None
         if self.has_saved(most := max(ring, key=self._left.__getitem__)):
             return most
+        left = dict(self._left)
         # Laps in which none would have anything left, at once.
-        num_laps = max(0, math.floor(min(-self._left[tenant] for tenant in ring) / self._quantum))
+        num_laps = max(0, math.floor(min(-left[tenant] for tenant in ring) / self._quantum))
         for tenant in ring:
-            self._left[tenant] += num_laps * self._quantum
-        while self._left[ring[0]] <= 0:
+            left[tenant] += num_laps * self._quantum
+        while left[ring[0]] <= 0:
             ring.append(ring.pop(0))
-            self._left[ring[-1]] = self._left.pop(ring[-1])
-            if self._left[ring[0]] <= 0:
-                self._left[ring[0]] += self._quantum
+            left[ring[-1]] = left.pop(ring[-1])
+            if left[ring[0]] <= 0:
+                left[ring[0]] += self._quantum
+        if len(ring) == len(self._waiting):
+            self._left = left
         return ring[0]
 
     def charge(self, tenant: Tenant, cost: float) -> None:
@@ -62,7 +65,8 @@ class RoundRobin(Generic[Tenant]):
         had. Does nothing for one that does not wait."""
         if tenant not in self._waiting:
             return
-        self._left[tenant] -= cost
+        # It owes more only where others could not use their turns, and these save no more than one that is away.
+        self._left[tenant] = max(self._left[tenant], -self._most_saved) - cost
         for away in self._left.keys() - self._waiting:
             self._left[away] += cost / len(self._waiting)
             if self._left[away] >= self._most_saved:

@@ -78,6 +78,26 @@ def test_who_is_away_saves_what_others_were_given_and_no_more():
     assert len(turns._left) == 1, "a tenant that saved all it may is forgotten"
 
 
+def test_a_look_at_some_of_those_that_wait_forgives_nothing():
+    turns, costs, got = RoundRobin[str](64, 2048), {"a": 1000, "b": 100}, dict.fromkeys("ab", 0)
+    turns.wait(costs)
+    for _ in range(400):
+        assert turns.next("a") == "a" and turns.next("b") == "b"
+        who = turns.next(costs)
+        turns.charge(who, costs[who])
+        got[who] += costs[who]
+    assert abs(got["a"] - got["b"]) <= 2 * 64 + 2 * 1000
+
+
+def test_who_cannot_use_its_turns_saves_no_more_than_one_that_is_away():
+    turns, costs = RoundRobin[str](10, 300), {"f": 100, "q": 100}
+    turns.wait(costs)
+    for _ in range(1000):
+        turns.charge(turns.next("f"), 100)
+    first = served(turns, costs, 20).index("f")
+    assert first <= 8, "what it had saved, as much again, and one request"
+
+
 def test_gaps_between_requests_forgive_nothing():
     turns = RoundRobin[str](10, 300)
     for _ in range(5):

@@ -149,6 +149,29 @@ def test_who_is_refused_lets_the_next_tenant_try():
     assert len(called) == 4 and called[-1] != first.queued.tenant
 
 
+def test_turns_are_by_tokens_whatever_was_refused_between():
+    called, queue, got = [], WaitingQueue(100), dict.fromkeys(("large", "small"), 0)
+    costs = {"large": 1000, "small": 100}
+
+    def join(name):
+        entries[name] = queue.join(of(name, num_tokens=costs[name]), lambda: called.append(name))
+
+    entries = {}
+    for name in costs:
+        join(name)
+    for _ in range(500):
+        called.clear()
+        queue.call_first()
+        for name in called:  # workers are full: one after the other
+            queue.refused(entries[name])
+        queue.call_first()
+        entry, name = entries[called[-1]], called[-1]  # there is room
+        got[name] += costs[name]
+        join(name)
+        queue.leave(entry)
+    assert abs(got["large"] - got["small"]) <= 2 * 64 + 2 * 1000
+
+
 def test_the_wait_of_a_tenant_is_its_own(clock):
     queue = WaitingQueue(100)
     entries = [queue.join(of("flood", clock[0], num_tokens=500), lambda: None) for _ in range(20)]
