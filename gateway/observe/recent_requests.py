@@ -50,8 +50,9 @@ class RecentRequests:
         self._running[id(record)] = record
 
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
-        """Keep a request that has ended, however it did."""
+        """Keep a request that has ended, however it did, without its prompt."""
         self._running.pop(id(record), None)
+        record.checked = record.checked and record.checked.without_content()
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
         self._num_input += record.num_prompt_tokens or 0

@@ -6,7 +6,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import MAX_DRAFT_TOKENS
@@ -59,6 +59,14 @@ class Checked:
     def input_field(self) -> str:
         """The field that the prompt came in, for errors."""
         return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
+
+    def without_content(self) -> "Checked":
+        """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
+        sampling = worker_pb2.WorkerSampling()
+        sampling.CopyFrom(self.sampling)
+        sampling.ClearField("logit_bias")
+        kept = replace(self, text=None, token_ids=None, messages=None, sampling=sampling)
+        return replace(kept, stops=(), stop_token_ids=frozenset(), constraint=None)
 
 
 def check_model(asked: str, served: ServedModel) -> bytes:

@@ -1,13 +1,18 @@
 """The requests that operators see: running and ended ones, in order, bounded, and without a word of content."""
 
 import asyncio
+from dataclasses import asdict
 
 from baton.service.errors import Overloaded
 from baton.v1 import fleet_pb2 as pb
+from baton.v1 import inference_pb2
+from gateway.config.served_model import ServedModel
+from gateway.model.model_folder import Defaults
 from gateway.observe import recent_requests
 from gateway.observe.recent_requests import RecentRequests
 from gateway.orchestration.states import RequestState
 from gateway.request.timing import PHASES
+from gateway.request.validation import check
 from tests.support.gateway.records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
@@ -37,6 +42,20 @@ def test_only_the_last_are_kept(monkeypatch):
     listed = kept.listed(pb.ListRequestsRequest(max_recent=10_000), 0)
     assert len(listed.recent) == recent_requests.NUM_KEPT and listed.num_ended == recent_requests.NUM_KEPT + 50
     assert len(kept.listed(pb.ListRequestsRequest(max_recent=3), 0).recent) == 3
+
+
+def test_what_was_asked_is_not_kept():
+    """A prompt may have a MiB, and the gateway says that it keeps none."""
+    kept, each = RecentRequests(), record()
+    request = inference_pb2.GenerateRequest(request_id="a1", text="secret " * 100)
+    request.sampling.logit_bias[7] = 1.0
+    request.stopping.stop.append("secret")
+    request.constraint.regex = "secret"
+    each.checked = check(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
+    kept.began(each)
+    kept.ended(each, None)
+    assert "secret" not in str(asdict(kept._ended[0][0].checked)) and not each.checked.sampling.logit_bias
+    assert kept.listed(ALL, 0).recent[0].request_id == "a1"
 
 
 def test_every_state_has_its_phase():
