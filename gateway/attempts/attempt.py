@@ -126,8 +126,8 @@ class Attempt:
 
     def doubt_fetch(self) -> None:
         """Give an unfinished fetch little time: its source may be gone, or live on without a session to this
-        gateway."""
-        if self.prefill_link is not None and not self.is_fetched:
+        gateway. Later doubts give it no more."""
+        if self.prefill_link is not None and not self.is_fetched and self.doubt_until is None:
             self.doubt_until = now() + _DOUBT_S
 
     def start(self, first_tokens: Sequence[pb.FirstToken]) -> None:

@@ -20,7 +20,7 @@ class Rejoined:
 
 
 class Stalled:
-    """The worker's engine does not step, though its session is alive."""
+    """The worker's engine does not step, though its session is alive. It comes again with each report that says so."""
 
 
 @dataclass(slots=True)

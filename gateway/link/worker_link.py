@@ -342,9 +342,9 @@ class WorkerLink:
         if load.wall_time_ns:
             self._compare_clocks(load)
         state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
-        has_stalled = state is LinkState.STALLED is not self.state
         self._become(state, "" if state is LinkState.SERVING else load.state)
-        for leg in list(self.legs.values()) if has_stalled else ():
+        # Each time, for another worker may come to serve meanwhile.
+        for leg in list(self.legs.values()) if state is LinkState.STALLED else ():
             leg.post(Stalled())
 
     def _compare_clocks(self, load: pb.Load) -> None:

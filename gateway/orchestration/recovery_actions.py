@@ -26,9 +26,11 @@ def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestStat
 
 
 def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> RequestState | None:
-    """Try again if another worker serves; else wait, since the stalled one may still come back. Raises BatonError."""
-    is_prefill = occurred.event is RequestEvent.PREFILL_STALLED
-    if not request.router.has_another("prefill" if is_prefill else "decode"):
+    """Try again if another worker could do the work; else wait, since the stalled one may still come back. Raises
+    BatonError."""
+    is_prefill, router = occurred.event is RequestEvent.PREFILL_STALLED, request.router
+    may_read = is_prefill and router.may_read_where_it_decodes and router.has_any("decode")
+    if not may_read and not router.has_another("prefill" if is_prefill else "decode"):
         return None
     event = RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
     ended = pb.Ended(code=14, reason="STALLED", message="its engine does not step")

@@ -258,6 +258,51 @@ async def test_a_stalled_worker_alone_may_come_back(cluster):
         assert c.decode[0].kinds().count("admit") == 1
 
 
+async def test_a_stalled_worker_is_left_where_another_comes_to_serve(cluster):
+    async with cluster(num_decode=2) as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        (worker,) = (worker for worker in c.decode if worker.held)
+        (other,) = (each for each in c.decode if each is not worker)
+        for each in (other, worker):
+            each.state = "stalled"
+            await c.until(lambda: any(link.state is LinkState.STALLED for link in c.gateway.registry.decode))
+        await c.until(lambda: all(link.state is LinkState.STALLED for link in c.gateway.registry.decode))
+        other.state = "serving"
+        await c.until(lambda: other.held)
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_a_prompt_leaves_a_stalled_worker_for_one_that_decodes(cluster):
+    async with cluster() as c:
+        hold(c, "prefill")
+        running = start(c)
+        await c.until(lambda: "fetch" in c.decode[0].kinds())
+        c.fleet.router._split = "auto"
+        c.prefill[0].state = "stalled"
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        release(c, "prefill")
+        await c.idle()
+
+
+async def test_a_fetch_from_a_stalled_worker_is_given_up_once_it_has_had_its_moment(cluster):
+    """However often the worker says that it is stalled."""
+    async with cluster(num_prefill=2) as c:
+        hold(c, "fetch")
+        running = start(c)
+        await reached(c, "decode")
+        (link,) = (link for link in c.gateway.registry.prefill if link.legs)
+        (worker,) = (each for each in c.prefill if each.address == link.address)
+        worker.state = "stalled"
+        await c.until(lambda: sum(each.kinds().count("prefill") for each in c.prefill) == 2)
+        release(c, "fetch")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
 async def test_a_gateway_that_goes_says_how_to_go_on(cluster):
     async with cluster(drain_grace_s=0.2) as c:
         hold(c, "decode")
