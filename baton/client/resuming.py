@@ -7,9 +7,12 @@ from baton.v1 import inference_pb2 as pb
 
 
 def make_resumable(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Return a copy with a request_id and a seed of our own where there are none: what a lost gateway would have drawn."""
+    """Return a copy with a request_id and a seed of our own where there are none: what a lost gateway would have drawn.
+    A request that continues an answer needs those of that answer, and others would hide that they are missing."""
     copy = pb.GenerateRequest()
     copy.CopyFrom(request)
+    if request.resume_from:
+        return copy
     if not copy.request_id:
         copy.request_id = uuid.uuid4().hex
     if not copy.sampling.HasField("seed"):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, CallError, Client, RetryPolicy
+from baton.client.request import make_request
 from baton.client.retries import Addresses
 from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from tests.client.conftest import NUM_TOKENS, ScriptedGateway, answer_of, serving
@@ -69,6 +70,18 @@ def test_what_is_not_named_is_drawn_here(gateways, ask):
     assert one.request_id and one.request_id == again.request_id
     assert one.sampling.HasField("seed") and one.sampling.seed == again.sampling.seed
     assert not one.resume_from and again.resume_from == [0]
+
+
+def test_what_names_an_answer_that_it_continues_is_not_drawn_here(gateways):
+    """With another seed another answer would follow: the gateway refuses what lacks it."""
+    (gateway,) = gateways(1)
+    request = make_request("a", {"temperature": 1.0})
+    request.resume_from.append(2)
+    with Client(gateway.target) as client:
+        list(client.send(request))
+        client.complete(request)
+    for sent in gateway.requests:
+        assert not sent.request_id and not sent.sampling.HasField("seed") and sent.resume_from == [2]
 
 
 def test_a_stream_breaks_again_and_again(gateways, ask):
