@@ -189,7 +189,7 @@ class AsyncClient:
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
             pause_s = attempts.pause_s(error)
             self._addresses.leave(index, error)
-            await asyncio.sleep(pause_s)
+            await pause(self._addresses, asyncio.Event(), pause_s)
 
 
 class AsyncStream(AsyncIterator[pb.GenerateResponse]):
@@ -266,13 +266,18 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         pause_s = self._attempts.pause_s(error)
         if self._received is None:
             raise error
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._cancelled.wait()
+        await pause(self._addresses, self._cancelled, pause_s)
         if self._cancelled.is_set():
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
         self._index, self._call = self._open(self._received.rest())
+
+
+async def pause(addresses: "Addresses[AsyncMethods]", ended: asyncio.Event, pause_s: float) -> None:
+    """Wait for as long, or until `ended` is set, as it is when the client closes."""
+    with addresses.ending(ended), contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(pause_s):
+            await ended.wait()
 
 
 def is_cancelling() -> bool:

@@ -1,7 +1,6 @@
 """The blocking client. aio.py has the same methods for asyncio."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self, TypeVar, Unpack
@@ -179,7 +178,9 @@ class Client:
                 error = read_call_error(raised)
             pause_s = attempts.pause_s(error)
             self._addresses.leave(index, error)
-            time.sleep(pause_s)
+            closed = threading.Event()
+            with self._addresses.ending(closed):
+                closed.wait(pause_s)
 
 
 class Stream(Iterator[pb.GenerateResponse]):
@@ -246,8 +247,9 @@ class Stream(Iterator[pb.GenerateResponse]):
         pause_s = self._attempts.pause_s(error)
         if self._received is None:
             raise error
-        if self._cancelled.wait(pause_s):
-            raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
+        with self._addresses.ending(self._cancelled):
+            if self._cancelled.wait(pause_s):
+                raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
         self._index, self._call = self._open(self._received.rest())
         if self._cancelled.is_set():  # meanwhile, and it ended the stream before

@@ -3,9 +3,10 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
@@ -89,6 +90,12 @@ def is_gone(error: CallError) -> bool:
 OpenT = TypeVar("OpenT")
 
 
+class Settable(Protocol):
+    """An Event, of threading or of asyncio."""
+
+    def set(self) -> None: ...
+
+
 class Addresses(Generic[OpenT]):
     """Gateways of which any will do: the first that answers is kept until it fails. Threads may share it."""
 
@@ -100,6 +107,7 @@ class Addresses(Generic[OpenT]):
             raise ValueError("no address: give host:port")
         self._open_one, self._opened = open_one, dict[int, OpenT]()
         self._current, self._is_closed, self._lock = 0, False, threading.Lock()
+        self._pauses = set[Settable]()
 
     def current(self) -> tuple[int, OpenT]:
         """Return the address to ask, by number, and what is open to it. Raises CallError once they are closed."""
@@ -116,8 +124,23 @@ class Addresses(Generic[OpenT]):
         if is_gone(error) and index == self._current:
             self._current = (index + 1) % len(self.targets)
 
+    @contextmanager
+    def ending(self, pause: Settable) -> Generator[None]:
+        """Have `close()` set what a call waits for before it is sent again; it is set at once where they are closed."""
+        with self._lock:
+            self._pauses.add(pause)
+            if self._is_closed:
+                pause.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses.discard(pause)
+
     def close(self) -> list[OpenT]:
-        """Open nothing any more, and return all that was opened."""
+        """Open nothing any more, end all pauses, and return all that was opened."""
         with self._lock:
             self._is_closed = True
+            for pause in self._pauses:
+                pause.set()
             return list(self._opened.values())

@@ -234,6 +234,33 @@ def test_what_runs_ends_with_its_client(gateways, num):
     assert sum(len(gateway.requests) for gateway in found) == 1
 
 
+@pytest.mark.parametrize("what", ["stream", "call"])
+def test_what_pauses_ends_with_its_client(gateways, what):
+    (gateway,) = gateways(1)
+    gateway.script = [(0, Overloaded("quota", 1000.0))]
+    with ThreadPoolExecutor(1) as threads:
+        client = Client(gateway.target, timeout_s=None)
+        pausing = threads.submit(lambda: next(client.stream("a")) if what == "stream" else client.generate("a"))
+        while not client._addresses._pauses:
+            time.sleep(0.01)
+        client.close()
+        with pytest.raises(CallError, match="CANCELLED"):
+            pausing.result(patience(10))
+
+
+@pytest.mark.parametrize("what", ["stream", "call"])
+async def test_what_pauses_ends_with_its_client_of_asyncio(gateways, what):
+    (gateway,) = gateways(1)
+    gateway.script = [(0, Overloaded("quota", 1000.0))]
+    client = AsyncClient(gateway.target, timeout_s=None)
+    pausing = asyncio.ensure_future(anext(client.stream("a")) if what == "stream" else client.generate("a"))
+    while not client._addresses._pauses:
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(CallError, match="CANCELLED"):
+        await asyncio.wait_for(pausing, patience(10))
+
+
 class Silent(ScriptedGateway):
     """Answers nothing until its server ends."""
 
