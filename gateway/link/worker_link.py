@@ -292,7 +292,9 @@ class WorkerLink:
         self.hello = None
 
     def _become(self, state: LinkState, reason: str) -> None:
-        if state in _COMING and self.state not in _COMING:
+        # One that drained or stalled for long, and then went, starts again from here.
+        has_gone = state is LinkState.CONNECTING is not self.state
+        if has_gone or (state in _COMING and self.state not in _COMING):
             self._away_since = now()
         self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may come from a worker
         self._on_change(self)

@@ -27,9 +27,8 @@ def no_pauses(monkeypatch):
         monkeypatch.setattr(worker_link, pause, 0.0)
 
 
-@asynccontextmanager
-async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None):
-    link = WorkerLink(
+def link_to(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None) -> WorkerLink:
+    return WorkerLink(
         address,
         b"gateway",
         check_hello=lambda link, hello: None,
@@ -37,6 +36,11 @@ async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda
         on_block_events=lambda link, events: None,
         max_unread_tokens=100,
     )
+
+
+@asynccontextmanager
+async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None):
+    link = link_to(address, on_change)
     task = asyncio.create_task(link.run())
     try:
         yield link
@@ -113,3 +117,17 @@ async def test_a_session_that_ends_with_messages_unread_leaves_nothing():
     found = left()
     server.stop(0).wait()
     assert not found
+
+
+@pytest.mark.parametrize("before", [LinkState.DRAINING, LinkState.STALLED])
+def test_one_that_drained_for_long_is_awaited_once_it_has_gone(monkeypatch, before):
+    at = [1000.0]
+    monkeypatch.setattr(worker_link, "now", lambda: at[0])
+    link = link_to("127.0.0.1:1")
+    link._become(LinkState.SERVING, "")
+    for state, after_s in ((before, 60), (LinkState.CONNECTING, 45), (LinkState.CONNECTING, 29)):
+        at[0] += after_s
+        link._become(state, "")
+    assert link.may_come(30.0), "as one that was killed"
+    at[0] += 2
+    assert not link.may_come(30.0)
