@@ -55,6 +55,7 @@ class ModelFleet:
         self._here: dict[WorkerLink, None] = {}  # in the order in which they came
         self._decided = b""  # the identity, by a worker that the settings name
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
+        self._adapters: dict[str, bytes] = {}  # identity by name
 
     @property
     def name(self) -> str:
@@ -156,12 +157,27 @@ class ModelFleet:
         """Take the end of a worker's session."""
         self._here.pop(link, None)
 
+    def update(self, link: WorkerLink) -> None:
+        """Take a change of a worker: it may have begun or ceased to serve, or hold other adapters."""
+        num_changes = self.candidates.num_changes
+        self.candidates.update(link)
+        if self.candidates.num_changes != num_changes:
+            self._note_adapters()
+
     def forget(self) -> None:
         """Make what requests are checked against again: a worker will not come back."""
         self._model = None
 
     def _all_links(self) -> list[WorkerLink]:
         return [*self.links("decode"), *self.links("prefill")]
+
+    def _note_adapters(self) -> None:
+        """Keep the adapters that decode workers hold. While none serves they stay known: requests that name one wait as
+        others do."""
+        if decode := self.candidates.serving("decode"):
+            self._adapters = _adapters_of(decode)
+        else:
+            self._adapters = self._adapters | _adapters_of(self.router.writers())
 
     def _served_model(self) -> ServedModel:
         folder = self.folder
@@ -178,17 +194,17 @@ class ModelFleet:
             slo_classes=self._slo_classes,
             proposers=frozenset(name for hello in hellos for name in hello.model.proposers) if hellos else None,
             limits=PRESETS[self._settings.limits],
-            adapters=_adapters_of(hellos),
+            adapters=self._adapters,
             adapter_tenants=self._adapter_tenants,
         )
 
 
-def _adapters_of(hellos: Sequence[pb.Hello]) -> dict[str, bytes]:
+def _adapters_of(links: Sequence[WorkerLink]) -> dict[str, bytes]:
     """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the one
     that most of them hold."""
     held: dict[str, Counter[bytes]] = {}
-    for hello in hellos:
-        for adapter in hello.adapters:
+    for link in links:
+        for adapter in link.hello.adapters if link.hello else ():
             held.setdefault(adapter.name, Counter())[adapter.identity] += 1
     return {name: max(counts, key=lambda identity: (counts[identity], identity)) for name, counts in held.items()}
 

@@ -262,7 +262,7 @@ class Registry:
             fleet.join(link)
         else:
             fleet.leave(link)
-        fleet.candidates.update(link)
+        fleet.update(link)
 
     def _excuses(self, fleet: ModelFleet, role: str) -> str:
         """Return why no worker of this role serves the model."""

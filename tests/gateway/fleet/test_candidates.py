@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -22,11 +23,15 @@ FOLDER = ModelFolder(Path("/m"), "m", 4096, 1000, frozenset(), Defaults(), b"", 
 ASK = RoutingRequest(2000, 2001)
 
 
-def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
+def fleet(num: int, split: str = "always", transports=("tcp",), **fields) -> Registry:
     """`num` workers of each role, one of each on a host."""
     addresses = [f"127.0.0.1:{port}" for port in range(1, 2 * num + 1)]
     settings = GatewaySettings(
-        model=Path("/m"), split=split, prefill_workers=tuple(addresses[:num]), decode_workers=tuple(addresses[num:])
+        model=Path("/m"),
+        split=split,
+        prefill_workers=tuple(addresses[:num]),
+        decode_workers=tuple(addresses[num:]),
+        **fields,
     )
     registry = Registry(settings, MemoryIndex(), b"secret")
     registry.add(FOLDER)
@@ -43,7 +48,10 @@ def held(num_spans: dict[bytes, int]) -> Matches:
     return Matches(bits, WorkerBits.of(workers))
 
 
-def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill") -> None:
+def serve(
+    link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill", adapters=MappingProxyType({})
+) -> None:
+    """`adapters`: a byte of the identity, by name."""
     hello = pb.Hello(
         instance=hashlib.sha256(link.address.encode()).digest()[:16],
         epoch=1,
@@ -54,6 +62,7 @@ def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill
         kv_takes=["kv"],
         model=pb.ModelCard(transports=transports, vocab_size=1000),
         kv_token_bytes=1000,
+        adapters=[pb.Adapter(name=name, identity=bytes([byte] * 32)) for name, byte in adapters.items()],
     )
     assert link._check_hello(link, hello) is None
     link.note_hello(hello)
@@ -173,3 +182,17 @@ def test_prompts_of_others_wait_behind_ones_own():
     assert candidates._waiting(link, None) == 90_000
     link.prefill_tokens = Counter(default=80_100)
     assert candidates._waiting(link, RoutingRequest(500, 501)) == 90_000, "there is one tenant"
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_adapters_while_no_decode_worker_serves(stand_in):
+    registry = fleet(1, stand_in=stand_in)
+    (prefill,), (decode,), model = registry.prefill, registry.decode, registry.fleets[0]
+    serve(decode, "host0", role="decode", adapters={"tabs": 1, "prose": 2})
+    serve(decode, "host0", role="decode", adapters={"tabs": 1})
+    assert model.model.adapters == {"tabs": bytes([1] * 32)}, "one was unloaded"
+    decode._lose("killed")
+    serve(prefill, "host0", adapters={"verse": 3})
+    assert model.model.adapters.keys() == ({"tabs", "verse"} if stand_in else {"tabs"})
+    serve(decode, "host0", role="decode")
+    assert not model.model.adapters

@@ -233,3 +233,21 @@ async def test_a_worker_that_comes_back_has_no_room_yet(cluster):
         assert ids_of(await coming) == tokens_of(PROMPT, 6, 400)
         assert not worker.refusals
         await c.idle()
+
+
+async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluster):
+    async with cluster(0, 1) as c:
+        worker, link = c.decode[0], c.gateway.registry.decode[0]
+        worker.hello.adapters.add(name="tabs", identity=b"a" * 32)
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        await worker.start(worker.port)
+        await c.until(lambda: link.serving)
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        coming = start(c, model="tabs")
+        await asyncio.sleep(0.5)
+        assert not coming.done()
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        assert ids_of(await coming) == tokens_of(PROMPT, 6, 400)
