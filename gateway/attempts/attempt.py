@@ -36,6 +36,7 @@ class Attempt:
         self.decode: WorkerLeg | None = None
         self.prefill: WorkerLeg | None = None
         self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
+        self.counted_reader: WorkerLink | None = None  # of whose recent work reading the prompt is a part
         self.prefix_holder: WorkerLink | None = None  # gives the decode worker a prefix
         self.spec: pb.RequestSpec | None = None
         self.output_ids: Sequence[int] = ()  # that the spec carries

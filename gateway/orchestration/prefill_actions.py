@@ -33,15 +33,15 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     request.attempt.prefill_link = prefill_link
     # A later attempt may pull what others hold.
     request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
-    _note_work(request, 1)
+    _count_reading(request, prefill_link or decode_link)
+    decode_link.recent.add(decision.write_s, now())
     return RequestState.ADMITTING
 
 
 def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
     """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
     _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
-    _note_work(request, -1)
-    request.attempt.drop_decode()
+    _drop_decode(request)
     router = request.router
     if router.has_untried("decode"):
         request.call_room()
@@ -82,10 +82,10 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         try:
             attempt.prefill_link = router.prefill_for(attempt.decode.link)
         except Unavailable as error:
-            _note_work(request, -1)
-            attempt.drop_decode()
+            _drop_decode(request)
             request.place.leave(served=False)
             return _await_worker(request, error)
+    _count_reading(request, attempt.prefill_link or attempt.decode.link)
     if attempt.prefill_link is None:
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
@@ -105,6 +105,7 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
         await_credit(request, occurred)
         return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
+    _count_reading(request, None)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.call_room()  # where no prefill worker can read it, the decode worker can
@@ -193,12 +194,23 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     return RequestState.AWAITING_CREDIT
 
 
-def _note_work(request: RequestContext, sign: int) -> None:
-    """Count what the chosen workers are asked for as their recent work, at once, since others choose meanwhile; -1: take it
-    out again, for it was refused."""
-    decision, attempt = request.record.decision, request.attempt
-    (attempt.prefill_link or attempt.decode.link).recent.add(sign * decision.read_s, now())
-    attempt.decode.link.recent.add(sign * decision.write_s, now())
+def _count_reading(request: RequestContext, link: WorkerLink | None) -> None:
+    """Count reading the prompt as recent work of `link` alone, at once, since others choose meanwhile; None: all it was
+    given to have refused it."""
+    attempt, read_s = request.attempt, request.record.decision.read_s
+    if attempt.counted_reader is not link:
+        for each, seconds in ((attempt.counted_reader, -read_s), (link, read_s)):
+            if each is not None:
+                each.recent.add(seconds, now())
+        attempt.counted_reader = link
+
+
+def _drop_decode(request: RequestContext) -> None:
+    """Close the decode leg, and count nothing as work of the chosen workers any more."""
+    attempt = request.attempt
+    _count_reading(request, None)
+    attempt.decode.link.recent.add(-request.record.decision.write_s, now())
+    attempt.drop_decode()
 
 
 def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused, queue: WaitingQueue) -> None:

@@ -251,3 +251,19 @@ async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluste
         worker.hello.epoch = worker.epoch = 7
         await worker.start(worker.port)
         assert ids_of(await coming) == tokens_of(PROMPT, 6, 400)
+
+
+@pytest.mark.parametrize("refusals", [["queue_full"], ["too_long", "too_long"]])
+async def test_a_prompt_is_counted_as_work_of_who_reads_it(cluster, monkeypatch, refusals):
+    """Of the second prefill worker, or where both say that it is too long of the decode worker."""
+    given = defaultdict[Recent, float](float)
+    monkeypatch.setattr(Recent, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
+    async with cluster(2) as c:
+        for worker in c.prefill:
+            worker.refusals = refusals  # of both together
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        ((record, _, _),), (writer,) = c.gateway.recent._ended, c.gateway.registry.decode
+        refused_by = [retry.worker for retry in record.retries]
+        (reader, *_) = [link for link in c.gateway.registry.links if link.name not in refused_by]
+        expected = Counter({reader.recent: record.decision.read_s}) + Counter({writer.recent: record.decision.write_s})
+        assert {recent: seconds for recent, seconds in given.items() if seconds} == pytest.approx(expected)
