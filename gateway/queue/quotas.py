@@ -52,7 +52,8 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
         [default.models.chat]       # of these, for requests of one model
         tokens_per_s = 5000
 
-    By the name of their usage. Raises ValueError, one line."""
+    By the name of their usage. A tenant of which it has models alone keeps the default's bounds of all its requests.
+    Raises ValueError, one line."""
     if path is None:
         return {}
     try:
@@ -62,7 +63,8 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
             models = table.pop("models", {}) if isinstance(table, dict) else {}
             if not isinstance(models, dict):
                 raise ValueError(f"[{name}] models is not a table: write [{name}.models.NAME] and its lines")
-            found[name] = _quota(name, table, _FIELDS)
+            if table or not models:  # else TOML alone has made it, around them
+                found[name] = _quota(name, table, _FIELDS)
             for model, own in models.items():
                 found[usage_name(name, model)] = _quota(f"{name}.models.{model}", own, _OF_A_MODEL)
         return found
@@ -223,8 +225,9 @@ class Quotas:
 
     def quota(self, tenant: str, model: str = "") -> Quota:
         """Return its own, or that of all others; for requests of one model where that is given."""
-        own = tenant if tenant in self._table else OTHERS
-        return self._table.get(usage_name(own, model), Quota())
+        whose = tenant if tenant in self._table else OTHERS
+        others = self._table.get(usage_name(whose, model), Quota())
+        return self._table.get(usage_name(tenant, model), others)
 
     def max_concurrent(self, tenant: str, model: str = "") -> int | None:
         """Return how many choices this tenant may have running, of a model where that is given; None: it has no quota of

@@ -89,6 +89,20 @@ def test_models_of_all_others():
         quotas.enter("a", 0.0, model="chat")
 
 
+def test_a_tenant_with_models_alone_keeps_the_bounds_of_all_others(tmp_path):
+    path = tmp_path / "quotas.toml"
+    path.write_text(
+        "[default]\ntokens_per_s = 100\nmax_priority = 2\n[default.models.code]\nconcurrent_requests = 3\n"
+        "[default.models.chat]\nconcurrent_requests = 9\n[a.models.chat]\nconcurrent_requests = 1\n"
+        "[b]\n[c]\ntokens_per_s = 5\n[c.models.chat]\nconcurrent_requests = 1\n"
+    )
+    quotas = Quotas.read(path)
+    assert quotas.quota("a") == quotas.quota("another") == Quota(100, 1000, None, 2)
+    assert [quotas.max_concurrent(tenant, "chat") for tenant in ("a", "b", "c", "another")] == [1, None, 1, 9]
+    assert [quotas.max_concurrent(tenant, "code") for tenant in ("a", "b", "c", "another")] == [3, None, None, 3]
+    assert quotas.quota("b") == Quota() and quotas.quota("c").tokens_per_s == 5
+
+
 def test_a_rest_saves_up_one_burst():
     quotas = Quotas({"a": Quota(100.0, 500.0)})
     quotas.enter("a", 0.0)
