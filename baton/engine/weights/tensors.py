@@ -1,6 +1,7 @@
 """The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from baton.gguf import is_gguf
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BASE, BARE = "model.", "embed_tokens.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STORED_FLOATS = ("F32", "BF16", "F16")  # the same, as safetensors spells them
 
 
 class Weights:
@@ -49,6 +51,15 @@ class Weights:
         """Return the name that a tensor has in its file."""
         return self._stored[name]
 
+    @cached_property
+    def modules(self) -> dict[str, str]:
+        """The modules that have tensors: the name by which one is asked for -> the name that it has in the files."""
+        return {name.rpartition(".")[0]: stored.rpartition(".")[0] for name, stored in self._stored.items()}
+
+    def is_float(self, name: str) -> bool:
+        """Return whether there is a tensor of this name, and it is one of FLOATS."""
+        return name in self and self._view(name).get_dtype() in STORED_FLOATS
+
     def unread(self) -> list[str]:
         """Return the names of tensors that nobody has asked for."""
         return [name for name in self._files if name not in self._read]
@@ -78,7 +89,7 @@ class Weights:
         if name not in self._files:
             raise ModelError(f"{self._source}: tensor {name} is missing")
         path, file = self._files[name]
-        found = tuple(file.get_slice(self._stored[name]).get_shape())
+        found = tuple(self._view(name).get_shape())
         if shape is not None and found != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
         tensor = get(file)
@@ -90,6 +101,10 @@ class Weights:
         self._read.add(name)
         self.read_bytes += tensor.nbytes
         return tensor
+
+    def _view(self, name: str):
+        """Return a tensor in its file, of which nothing is read yet."""
+        return self._files[name][1].get_slice(self._stored[name])
 
     def _check_index(self) -> None:
         """A shard of another checkpoint lacks what the index says it holds."""

@@ -13,6 +13,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.quantization.quantize import plan, quantize
+from tests.support.engine import published
 from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
 
@@ -101,6 +102,16 @@ def test_a_rounded_model_keeps_the_layer_as_it_is(made, tmp_path):
     engine = load(folder, speculator="mtp", num_draft_tokens=3)
     check(run(engine, requests()), run(load(folder), requests()))
     assert engine.speculator.counts["mtp"].num_drafts > 20
+
+
+@pytest.mark.parametrize(("name", "listed"), [("deepseek-v3", []), ("qwen3-next", ["mtp.fc"])])
+def test_an_fp8_folder_as_it_is_published(tmp_path, name, listed):
+    """What projects into the layer is a float, which DeepSeek lists nowhere and Qwen by its name in the files."""
+    make_predicting(tmp_path, name)
+    published.write_fp8(tmp_path, spread="row", modules_to_not_convert=listed)
+    engine = load(tmp_path, speculator="mtp", num_draft_tokens=2)
+    run(engine, requests()[:1])
+    assert engine.speculator.counts["mtp"].num_drafts > 0
 
 
 def test_a_full_slot_moves_down(made, monkeypatch):

@@ -7,7 +7,7 @@ qzeros [groups, out / 8], scales [groups, out]; w = scale * (u - zero).
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed, unpack_int32
+from baton.engine.weights.formats.base import Format, unpack_int32
 from baton.engine.weights.forms import IntWeight, pack_int4
 
 BITS, PER_WORD, HALF = 4, 8, 8
@@ -27,7 +27,7 @@ class AWQFormat(Format):
         self._group = config.get("group_size", config.get("q_group_size", 128))
 
     def is_quantized(self, module: str) -> bool:
-        return not listed(module, self.config.get("modules_to_not_convert")) and super().is_quantized(module)
+        return not self.is_listed(module, self.config.get("modules_to_not_convert")) and super().is_quantized(module)
 
     def marker(self, module: str) -> str:
         return f"{module}.qweight"

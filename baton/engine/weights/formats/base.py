@@ -2,7 +2,8 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -156,9 +157,25 @@ class Format(DenseFormat):
         """Formats store more than they need (zero points of symmetric weights, orders)."""
 
     def is_quantized(self, module: str) -> bool:
-        """Return whether the config lists the module as quantized. For the head its tensors decide: configs do not list
-        it."""
-        return module != HEAD or self.marker(module) in self.tensors
+        """Return whether the config lists the module as quantized. For the head, and for a module whose weight is a float
+        among quantized ones, the tensors decide: configs do not list all that they leave out."""
+        if self.marker(module) in self.tensors:
+            return True
+        is_left_out = self._holds_quantized and self.tensors.is_float(f"{module}.weight")
+        return module != HEAD and not is_left_out
+
+    def is_listed(self, module: str, patterns: Iterable[str] | None) -> bool:
+        """Return whether a list of the config names the module, as it is asked for or as the files have it."""
+        return any(listed(name, patterns) for name in self.names_of(module))
+
+    def names_of(self, module: str) -> tuple[str, str]:
+        """Return what a module is called: as it is asked for, and in the files, which is what a config goes by."""
+        return module, self.tensors.modules.get(module, module)
+
+    @cached_property
+    def _holds_quantized(self) -> bool:
+        """Whether any module of the folder is quantized: if none is, config and tensors contradict each other."""
+        return any(self.marker(module) in self.tensors for module in self.tensors.modules)
 
     @abstractmethod
     def marker(self, module: str) -> str:
@@ -193,7 +210,7 @@ class Format(DenseFormat):
         return in_features // group
 
 
-def listed(module: str, patterns: list[str] | None) -> bool:
+def listed(module: str, patterns: Iterable[str] | None) -> bool:
     """Return whether a list of modules names this one: `re:` and a regular expression from its start, or whole parts of
     its dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
     for pattern in patterns or ():

@@ -10,7 +10,7 @@ import json
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed
+from baton.engine.weights.formats.base import Format
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -28,7 +28,7 @@ class BitsAndBytesFormat(Format):
             raise self.wrong_config("bitsandbytes needs load_in_8bit or load_in_4bit")
 
     def is_quantized(self, module: str) -> bool:
-        return not listed(module, self.config.get("llm_int8_skip_modules")) and super().is_quantized(module)
+        return not self.is_listed(module, self.config.get("llm_int8_skip_modules")) and super().is_quantized(module)
 
     def marker(self, module: str) -> str:
         return f"{module}.SCB" if self._bits == 8 else f"{module}.weight.absmax"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed, unpack_int32
+from baton.engine.weights.formats.base import Format, unpack_int32
 from baton.engine.weights.formats.fp8 import read_fp8
 from baton.engine.weights.formats.gptq import group_order
 from baton.engine.weights.forms import IntWeight, Weight, pack_int4
@@ -55,11 +55,11 @@ class CompressedTensorsFormat(Format):
 
     def _scheme(self, module: str) -> dict | None:
         """The first config group that targets a module, unless it is ignored."""
-        if listed(module, self.config.get("ignore")):
+        if self.is_listed(module, self.config.get("ignore")):
             return None
         for scheme in self._schemes:
             targets = scheme.get("targets") or []
-            if scheme.get("weights") and ("Linear" in targets or listed(module, targets)):
+            if scheme.get("weights") and ("Linear" in targets or self.is_listed(module, targets)):
                 return scheme
         return None
 

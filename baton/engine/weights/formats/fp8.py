@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed
+from baton.engine.weights.formats.base import Format
 from baton.engine.weights.forms import Fp8Weight
 
 E4M3 = (torch.float8_e4m3fn,)
@@ -29,7 +29,7 @@ class FP8Format(Format):
 
     def is_quantized(self, module: str) -> bool:
         skipped = [*(self.config.get("modules_to_not_convert") or ()), *(self.config.get("ignored_layers") or ())]
-        return not listed(module, skipped) and super().is_quantized(module)
+        return not self.is_listed(module, skipped) and super().is_quantized(module)
 
     def marker(self, module: str) -> str:
         inverse = f"{module}.weight_scale_inv"

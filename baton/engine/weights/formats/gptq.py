@@ -9,7 +9,7 @@ import re
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed, unpack_int32
+from baton.engine.weights.formats.base import Format, unpack_int32
 from baton.engine.weights.forms import IntWeight, pack_int4
 
 
@@ -29,9 +29,9 @@ class GPTQFormat(Format):
     def is_quantized(self, module: str) -> bool:
         inside = self.config.get("modules_in_block_to_quantize") or ()  # names, or lists of names
         inside = [name for names in inside for name in ([names] if isinstance(names, str) else names)]
-        if inside and not listed(module, inside):
+        if inside and not self.is_listed(module, inside):
             return False
-        if listed(module, self.config.get("modules_to_not_convert")) or self._override(module) is None:
+        if self.is_listed(module, self.config.get("modules_to_not_convert")) or self._override(module) is None:
             return False
         return super().is_quantized(module)
 
@@ -69,7 +69,8 @@ class GPTQFormat(Format):
     def _override(self, module: str) -> dict | None:
         """Return the entry of GPTQModel's `dynamic` for a module: None if it is left out, {} if there is none."""
         for pattern, values in (self.config.get("dynamic") or {}).items():
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+            expression = pattern.removeprefix("-:").removeprefix("+:")
+            if any(re.match(expression, name) for name in self.names_of(module)):
                 return None if pattern.startswith("-:") else values
         return {}
 

@@ -7,7 +7,7 @@ outlier_columns int64 [C] ascending and outlier_weight bf16 [out, C].
 import torch
 from torch import Tensor
 
-from baton.engine.weights.formats.base import Format, listed
+from baton.engine.weights.formats.base import Format
 from baton.engine.weights.forms import IntWeight, Outliers
 
 SCHEMES = ("int8-outlier",)
@@ -22,7 +22,7 @@ class OutlierFormat(Format):
             raise self.wrong_config(f"scheme {config.get('scheme')!r} is not supported, one of {', '.join(SCHEMES)}")
 
     def is_quantized(self, module: str) -> bool:
-        return not listed(module, self.config.get("ignore")) and super().is_quantized(module)
+        return not self.is_listed(module, self.config.get("ignore")) and super().is_quantized(module)
 
     def marker(self, module: str) -> str:
         return f"{module}.weight_scale"
