@@ -102,7 +102,7 @@ class VirtualStack:
         self._times = times
         host = times["decode"].efficiencies.host
         self._host, self._device = host, times["decode"].device
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], None], QueueEntry | None]] = []
         self._order = itertools.count()
         self._queues = WaitingQueues(_MAX_WAITING, clock=lambda: self.now)
         fleet = self._fleet_rates = WorkerRates()
@@ -135,12 +135,15 @@ class VirtualStack:
             for request in requests[: self._concurrency]:
                 self._at(0.0, partial(self._come, request))
         while self._events:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
+            when, _, event, waiting = heapq.heappop(self._events)
+            if waiting is None or waiting.is_open:  # for who waits no longer time does not go on
+                self.now = when
+                event()
         return requests
 
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
+    def _at(self, when: float, event: Callable[[], None], waiting: QueueEntry | None = None) -> None:
+        """Let `event` happen then; with `waiting` only if that waits still."""
+        heapq.heappush(self._events, (when, next(self._order), event, waiting))
 
     # ---- the gateway ----
 
@@ -210,7 +213,7 @@ class VirtualStack:
                 self._queued(request), lambda: self._at(self.now, lambda: self._again(request, again))
             )
             entry = request.queue_entry
-            self._at(self.now + entry.queued.max_wait_s, lambda: self._waited(queue, request, entry))
+            self._at(self.now + entry.queued.max_wait_s, lambda: self._waited(queue, request, entry), entry)
         else:
             queue.refused(request.queue_entry)
 
@@ -220,8 +223,6 @@ class VirtualStack:
 
     def _waited(self, queue: WaitingQueue, request: ServedRequest, entry: QueueEntry) -> None:
         """It has waited as long as it may; one with credit gives that back."""
-        if not entry.is_open:
-            return
         request.refused, request.queue_entry = "QUEUE_WAIT", None
         queue.leave(entry, served=False)
         if request.decision is None:

@@ -55,6 +55,14 @@ def test_a_pool_that_is_too_small_for_all_delays_and_loses_nothing():
     assert not any(request.refused for request in served)
 
 
+def test_time_ends_with_the_last_token_though_some_have_waited():
+    stack = make_stack(0, 1, max_num_seqs=4)
+    served = stack.run(drawn_entries(200, Shape(100, 20), 30))
+    check(stack, served)
+    assert not any(request.refused for request in served)
+    assert stack.now == pytest.approx(max(request.last_s for request in served), abs=0.001)
+
+
 def test_the_same_load_takes_the_same_time():
     first, second = (
         [(request.first_s, request.last_s) for request in make_stack().run(drawn_entries(30, Shape(300, 20), 40))]
