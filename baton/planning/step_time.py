@@ -99,7 +99,7 @@ class StepTimes:
         self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: str, kv_form: str, degree: int = 1
     ):
         self.spec, self.device, self.efficiencies, self.form = spec, device, efficiencies, form
-        self.roofs, self._degree = Roofs(spec, device, form, kv_form), degree
+        self.roofs, self.degree = Roofs(spec, device, form, kv_form), degree
 
     @property
     def kv_token_bytes(self) -> float:
@@ -120,7 +120,7 @@ class StepTimes:
             head_s = roofs.head_s(num_rows, is_cached)
             head_s /= efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows, is_cached)
         linear_s, head_s, attention_s = (
-            each / self._degree for each in (linear_s, head_s, self._attention(step, is_cached))
+            each / self.degree for each in (linear_s, head_s, self._attention(step, is_cached))
         )
         host = self.efficiencies.host
         return StepBound(linear_s, head_s, attention_s, host.step_s + host.sequence_s * len(step.pieces), is_memory)

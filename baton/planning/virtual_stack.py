@@ -299,11 +299,12 @@ class VirtualStack:
         self._wake(worker)
 
     def _crowded_s(self, step_s: float) -> float:
-        """Return how long a step takes where processes of one host share its cores: workers that compute now, and gateway and
-        clients, which work on a core of their own if there is one, and else take as much from each of the others."""
+        """Return how long a step takes where processes of one host share its cores: all ranks of workers that compute now, and
+        gateway and clients, which work on a core of their own if there is one, and else take as much from each of the others."""
         if (cores := self._device.cores) is None:
             return step_s
-        computing = sum(each.engine.config.threads or 1 for each in self.workers if each.is_busy)
+        busy = [worker for worker in self.workers if worker.is_busy]
+        computing = sum((worker.engine.config.threads or 1) * self._times[worker.role].degree for worker in busy)
         alone, beside = max(1.0, computing / cores), max(1.0, (computing + 1) / cores)
         others_s, self._gateway_s = self._gateway_s, 0.0
         return alone * step_s + (beside - alone) * others_s

@@ -21,12 +21,12 @@ POINTS = [Point(kind, "*", 1e6, 1, 0.5) for kind in ("linear", "head", "decode_a
 HOST = HostCosts(step_s=1e-4, sequence_s=1e-5, request_s=0.002, token_s=1e-5, handover_s=0.002, split_s=0.001)
 
 
-def make_stack(num_prefill=1, num_decode=1, *, cores=None, slo=Slo(), concurrency=None, **options) -> VirtualStack:
+def make_stack(num_prefill=1, num_decode=1, *, cores=None, degree=1, slo=Slo(), concurrency=None, **options) -> VirtualStack:
     device = Device("test", "cpu" if cores else "cuda", 8 << 30, 1e10, {"bf16": 1e11}, 1e9, cores)
     spec: ModelSpec = read_spec(MODEL)
     defaults = dict(num_blocks=512, max_num_seqs=16, max_model_len=2048, threads=1)
     config = resolve(EngineConfig(model=MODEL, **(defaults | options)), spec)
-    times = StepTimes(spec, device, Efficiencies("", HOST, POINTS, True), "none", "bf16")
+    times = StepTimes(spec, device, Efficiencies("", HOST, POINTS, True), "none", "bf16", degree)
     shape = StackShape(num_prefill, num_decode, config, config, "auto" if num_prefill else "never")
     return VirtualStack(shape, {"prefill": times, "decode": times}, slo, concurrency)
 
@@ -125,6 +125,12 @@ def test_a_closed_loop_keeps_its_number():
 def test_processes_of_one_host_share_its_cores():
     load = drawn_entries(10, Shape(600, 30), 40)
     alone, shared = (sum(r.e2e_s for r in make_stack(2, 2, cores=cores).run(load)) for cores in (64, 1))
+    assert shared > 1.5 * alone
+
+
+def test_every_rank_of_a_worker_takes_its_cores():
+    load = drawn_entries(10, Shape(600, 30), 40)
+    alone, shared = (sum(r.e2e_s for r in make_stack(0, 2, cores=cores, degree=4).run(load)) for cores in (64, 2))
     assert shared > 1.5 * alone
 
 
