@@ -21,7 +21,9 @@ POINTS = [Point(kind, "*", 1e6, 1, 0.5) for kind in ("linear", "head", "decode_a
 HOST = HostCosts(step_s=1e-4, sequence_s=1e-5, request_s=0.002, token_s=1e-5, handover_s=0.002, split_s=0.001)
 
 
-def make_stack(num_prefill=1, num_decode=1, *, cores=None, degree=1, slo=Slo(), concurrency=None, **options) -> VirtualStack:
+def make_stack(
+    num_prefill=1, num_decode=1, *, cores=None, degree=1, slo=Slo(), concurrency=None, **options
+) -> VirtualStack:
     device = Device("test", "cpu" if cores else "cuda", 8 << 30, 1e10, {"bf16": 1e11}, 1e9, cores)
     spec: ModelSpec = read_spec(MODEL)
     defaults = dict(num_blocks=512, max_num_seqs=16, max_model_len=2048, threads=1)
