@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from kvtransfer.layout import KVLayout
 
 CHUNK = 512  # tokens of one step
 LOGIT_ROWS = 128  # of which logits are held at once: half a GB at a vocabulary of a million
@@ -64,7 +63,8 @@ def score(
     """`texts`: token ids, each with the tokens before a text (its first token is given, not predicted); `num_bytes`:
     of what is predicted; `pool_type`: what stores KV."""
     window = min(MAX_WINDOW, model.spec.context)
-    pool = pool_type(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), -(-window // BLOCK_SIZE))
+    layout = model.kv_layout(kv_form, BLOCK_SIZE)
+    pool = pool_type(layout, -(-window // BLOCK_SIZE), num_states=int(layout.state is not None))
     nats, choices = [], []
     total = sum(len(ids) - 1 for ids in texts)
     with tqdm(total=total, unit="token", desc="score", disable=not progress) as bar, torch.inference_mode():
@@ -107,6 +107,7 @@ class _Window:
     def _step(self, begin: int, end: int) -> Tensor:
         # One sequence in consecutive blocks: a token's slot is its position.
         positions = torch.arange(begin, end)
-        sequence = SeqSlice(0, end - begin, end, self._block_ids)
+        state = None if self._pool.states is None else FIRST_STATE
+        sequence = SeqSlice(0, end - begin, end, self._block_ids, state)
         batch = ForwardBatch(self._ids[begin:end], positions, positions, [sequence], torch.tensor([end - begin - 1]))
         return self._model.hidden(batch, self._pool)

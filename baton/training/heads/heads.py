@@ -64,10 +64,12 @@ def train_heads(
 
     State for resuming is kept in `out/.training` and removed at the end.  Returns figures, among them `agreement`: for
     each step the share of places at which heads and target name the same token.  Raises ValueError if the text is too
-    short or the state is another model's, ModelError if the model folder cannot be read, OSError if `out` cannot be
+    short, the state is another model's or the model has no rope by which an eagle draft could turn, ModelError if the model folder cannot be read, OSError if `out` cannot be
     written.
     """
     spec = read_spec(model)
+    if kind == "eagle" and not spec.ropes:
+        raise ValueError(f"{model}: an eagle draft turns by the model's rope, and it has none; train --kind medusa")
     if not (model / "tokenizer.json").is_file():
         raise ValueError(f"{model}: no tokenizer.json, so the text cannot be turned into its tokens")
     batches = Batches(load_tokenizer(model), Corpus(tuple(documents), (), ()), seed)

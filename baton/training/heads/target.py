@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import product_dtype
 from baton.engine.engine import Engine
+from baton.engine.models.registry import read_spec
 
 BLOCK_SIZE = 32
 
@@ -21,11 +22,14 @@ class FrozenTarget:
 
     def __init__(self, folder: Path, max_length: int, max_tokens: int) -> None:
         """Tokens of the longest window, and of the largest batch.  Raises ModelError naming the file at fault."""
-        num_blocks = max_tokens // max_length * -(-max_length // BLOCK_SIZE)
+        num_seqs = max_tokens // max_length
+        num_blocks = num_seqs * -(-max_length // BLOCK_SIZE)
+        num_states = None if read_spec(folder).state is None else max(2, num_seqs)
         # Exact bits do not matter here, so the kernels are the fast ones.
         config = EngineConfig(
-            folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_model_len=max_length, batch_invariant=False
-        )
+            folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, num_states=num_states, max_model_len=max_length,
+            batch_invariant=False,
+        )  # fmt: skip
         engine = Engine.load(config)
         self.model, self._pool = engine.runner.model, engine.pool
         self.identity = engine.model_identity
@@ -47,11 +51,15 @@ class FrozenTarget:
         num_blocks = -(-length // BLOCK_SIZE)
         tables = torch.arange(num_seqs * num_blocks).view(num_seqs, num_blocks)
         positions = torch.arange(length)
+        states = [None if self._pool.states is None else StateRows(index) for index in range(num_seqs)]
         batch = ForwardBatch(
             token_ids=token_ids.reshape(-1),
             positions=positions.repeat(num_seqs),
             slots=(tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).view(-1),
-            seqs=[SeqSlice(index * length, length, length, table) for index, table in enumerate(tables)],
+            seqs=[
+                SeqSlice(index * length, length, length, table, state)
+                for index, (table, state) in enumerate(zip(tables, states, strict=True))
+            ],
             logit_rows=torch.empty(0, dtype=torch.int64),
         )
         rows = self.model.hidden(batch, self._pool)[: token_ids.numel()]
