@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from baton.cli.main import main
+from baton.cli.planning.picture_file import PictureError, write_picture
 from baton.engine.models.registry import read_spec
 from baton.loadgen.workload import Shape
 from baton.planning import answer, search
@@ -148,6 +149,28 @@ def test_the_command_prints_a_plan(tmp_path, capsys):
         "1 devices" in out and "extrapolated" in out and "baton up --model DIR --prefill" in out and "$/M tokens" in out
     )
     assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("options", "find"),
+    [
+        (["plan", "--rate", "5", "--device", "L40S"], "baton.planning.search.find"),
+        (["scaler", "--dry-run", "--device", "H100"], "baton.planning.scaling.day.run_day"),
+    ],
+    ids=["plan", "scaler"],
+)
+def test_a_picture_that_has_no_place_is_told_before_the_work(options, find, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(find, lambda *_: pytest.fail("the work was done"))
+    for path, why in ((tmp_path, "a folder"), (tmp_path / "none" / "a.svg", "there is no folder")):
+        assert main([*options, "--model", "llama-3.2-1b", "--picture", str(path)]) == 1
+        told = capsys.readouterr().err
+        assert f"baton {options[0]}: --picture {path}: {why}" in told and told.count("\n") == 1
+
+
+def test_a_picture_that_cannot_be_written_is_told_in_one_line(tmp_path):
+    taken = tmp_path / ("a" * 256)  # longer than a name can be
+    with pytest.raises(PictureError, match=f"--picture {taken}: File name too long"):
+        write_picture(taken, "<svg/>")
 
 
 @pytest.mark.parametrize(

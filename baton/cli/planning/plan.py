@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, name_to_start, read_model
+from baton.cli.planning.picture_file import PictureError, check_place, write_picture
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Shape
 from baton.service.arguments import add_command, positive, whole
@@ -74,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 with an answer, 1 where nothing holds the load, 2 for wrong use."""
+    """Return 0 with an answer, 1 where nothing holds the load or the picture cannot be written, 2 for wrong use."""
     try:
         slo = parse_slo(args.slo)
         if args.attain > 1:
@@ -83,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TraceError) as error:
         print(f"baton plan: {error}", file=sys.stderr)
         return 2
-    return _plan(args, entries, rate, slo)
+    try:
+        check_place(args.picture)
+        return _plan(args, entries, rate, slo)
+    except PictureError as error:
+        print(f"baton plan: {error}", file=sys.stderr)
+        return 1
 
 
 def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
@@ -103,7 +109,7 @@ def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
 
 
 def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo: Slo) -> int:
-    """What is imported here needs torch: wrong use is told before."""
+    """What is imported here needs torch: wrong use is told before. Raises PictureError."""
     from baton.engine.core.model_errors import ModelError
     from baton.planning import answer, search
     from baton.planning.picture import goodput_picture
@@ -135,8 +141,7 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     print(show(choices, ask, device, sure, args.price, name_to_start(args)))
     if args.picture is not None:
         title = f"{spec.name} on {device.name}, {slo}: {sure}"
-        args.picture.write_text(goodput_picture(title, answer.curves_of(choices), rate))
-        print(f"picture: {args.picture}", file=sys.stderr)
+        write_picture(args.picture, goodput_picture(title, answer.curves_of(choices), rate))
     return 0
 
 

@@ -16,6 +16,7 @@ from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model
 from baton.cli.planning.performer import FleetPerformer
+from baton.cli.planning.picture_file import PictureError, check_place, write_picture
 from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
@@ -80,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 at the end of a dry run or by Ctrl-C, 2 for wrong use."""
+    """Return 0 at the end of a dry run or by Ctrl-C, 1 where a launcher or the picture fails, 2 for wrong use."""
     try:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
@@ -88,16 +89,18 @@ def run(args: argparse.Namespace) -> int:
     except (SettingsError, ModelError, ValueError, TraceError) as error:
         print(f"baton scaler: {error}", file=sys.stderr)
         return 2
-    if args.dry_run:
-        return _dry_run(args, day, model, scaler, bounds)
     try:
-        asyncio.run(_serve(args, access, model, scaler))
+        if args.dry_run:
+            check_place(args.picture)
+            _dry_run(args, day, model, scaler, bounds)
+        else:
+            asyncio.run(_serve(args, access, model, scaler))
     except KeyboardInterrupt:
         pass
     except ValueError as error:  # of --redis, of flags beside --launcher
         print(f"baton scaler: {error}", file=sys.stderr)
         return 2
-    except LaunchError as error:
+    except (LaunchError, PictureError) as error:
         print(f"baton scaler: {error}", file=sys.stderr)
         return 1
     return 0
@@ -160,18 +163,16 @@ def _day(args: argparse.Namespace) -> list[LoadMinute]:
 
 def _dry_run(
     args: argparse.Namespace, day: list[LoadMinute], model: StepModel, scaler: Scaler, bounds: ScalerBounds
-) -> int:
+) -> None:
+    """Raises PictureError."""
     from baton.planning.picture import day_picture
     from baton.planning.scaling.day import run_day
 
     found = run_day(day, model, scaler, bounds, args.start_s)
     print(_table(found))
     if args.picture is not None:
-        args.picture.write_text(
-            day_picture("Workers over the day, and the least that hold it", found.workers, found.needed)
-        )
-        print(f"picture: {args.picture}", file=sys.stderr)
-    return 0
+        drawn = day_picture("Workers over the day, and the least that hold it", found.workers, found.needed)
+        write_picture(args.picture, drawn)
 
 
 def _table(found: DayResult) -> str:
