@@ -73,26 +73,26 @@ class GpuAdapters:
         self._tables: WeakKeyDictionary[Adapter, Tensor] = WeakKeyDictionary()
 
     def plan(self, adapters: Sequence[AdapterRows]) -> StepAdapters | None:
-        """Return the adapters of a step, cut into tiles of rows; None: there are none. Nothing waits for the device."""
-        if not adapters:
-            return None
+        """Return the adapters of a step, cut into tiles of rows; None: none adds to a layer that is here. Nothing waits for
+        the device."""
         tables = {each: self._table(each) for each in dict.fromkeys(rows.adapter for rows in adapters)}
+        largest = max((pair.rank for each in tables for layer in each.layers for pair in layer.values()), default=0)
+        if not largest:
+            return None
         tiles = [
             (tables[adapter].data_ptr(), first, min(first + BLOCK_M, end))
             for begin, end, adapter in adapters
             for first in range(begin, end, BLOCK_M)
         ]
-        largest = max(pair.rank for each in tables for layer in each.layers for pair in layer.values())
         return StepAdapters(self._sent(tiles), tuple(tables.values()), largest)
 
     def warm_up(self, adapter: Adapter, dtype: torch.dtype) -> None:
         """Compile what an adapter asks for, before requests do. `dtype`: of rows."""
         with torch.inference_mode():
             plan = self.plan([AdapterRows(0, 1, adapter)])
-            assert plan is not None
             for index, layer in enumerate(adapter.layers):
                 for name, pair in layer.items():
-                    assert isinstance(pair, GpuLowRank)
+                    assert plan is not None and isinstance(pair, GpuLowRank)
                     x, y = (torch.zeros(1, size, dtype=dtype, device=self._device) for size in pair.shape)
                     plan.add(index, name, x, y)
 

@@ -58,6 +58,14 @@ def test_rows_of_several_adapters(dtype):
     assert torch.equal(alone[7], y[7])
 
 
+def test_an_adapter_of_which_a_stage_has_nothing():
+    from baton.engine.adapters.gpu_low_rank import GpuAdapters
+
+    adapter, own = Adapter("a", None, ({}, {})), GpuAdapters(DEVICE)
+    own.warm_up(adapter, torch.float32)
+    assert own.plan([AdapterRows(0, 3, adapter)]) is None
+
+
 def test_engines_that_mix_adapters(tmp_path, on_gpu_kernels):
     model = make_folder(tmp_path / "base", "llama3", head_dim=16)
     merged = make_adapter(tmp_path / "a", model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
