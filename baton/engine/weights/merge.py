@@ -123,7 +123,7 @@ def _pad_int(weight: IntWeight, rows: int, columns: int) -> Weight:
     )
     order = weight.order
     if order is not None and columns:
-        order = torch.cat((order, torch.arange(in_features, in_features + columns)))
+        order = torch.cat((order, torch.arange(in_features, in_features + columns, device=order.device)))
     outliers = weight.outliers
     if outliers is not None and rows:
         outliers = replace(outliers, values=F.pad(outliers.values, (0, 0, 0, rows)))

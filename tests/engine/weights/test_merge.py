@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.engine.weights.formats.placed import placed
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Outliers, form_name
 from baton.engine.weights.merge import merge, pad
 from baton.engine.weights.round import round_asymmetric, round_fp8, round_symmetric
@@ -66,6 +67,11 @@ def test_forms_that_differ_stay_apart():
     other_order = replace(parts[5], order=torch.arange(127, -1, -1))
     assert len(merge([parts[5], other_order])) == 2
     assert len(merge([blocked(values(40)), blocked(values(64))])) == 2  # 40 rows end within a block
+
+
+def test_an_order_is_padded_where_it_is():
+    weight = placed(ordered(values(48)), torch.device("meta"))
+    assert pad(weight, 0, 64).order.is_meta
 
 
 @pytest.mark.parametrize("name", FORMS)
