@@ -28,7 +28,7 @@ class ReaderForm(NamedTuple):
     streams_arguments: bool = False  # of calls
     constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
     spellings: Mapping[str, str] = NO_SPELLINGS  # of characters that stand for control tokens, their text
-    continues: bool = False  # a text of the prompt: some vocabularies take a space from the first token of a text
+    continues: bool = False  # it goes on with a text of the prompt, and keeps the space before its first word
 
 
 class AnswerReader:

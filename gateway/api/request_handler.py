@@ -93,6 +93,10 @@ class RequestHandler:
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
 
+    def with_deadline(self, call: CallContext) -> CallContext:
+        """Return it with the deadline that it has in any case."""
+        return call if call.time_left_s is not None else call._replace(time_left_s=self._settings.default_timeout_s)
+
     def max_concurrent(self, asked: str) -> int | None:
         """Return how many choices of this model the tenant of the call may have running; None: any number."""
         return self._admission.quotas.max_concurrent(guard.tenant(), self.model(asked).name)

@@ -24,7 +24,7 @@ MESSAGES = (
 )
 MESSAGES_NEUTRAL: Mapping[str, tuple] = {
     "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),  # which only templates hear of
+    "thinking": ({"type": "disabled"},),  # told to the chat template
 }
 COUNT_NEUTRAL = {name: values for name, values in MESSAGES_NEUTRAL.items() if name != "service_tier"}
 _CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice")

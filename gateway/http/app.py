@@ -149,7 +149,7 @@ class HttpApi:
         def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
             return self._handler.complete(boxes[prompt], context)
 
-        responses = await _each_prompt(complete, len(boxes), num_at_once, call.context)
+        responses = await _each_prompt(complete, len(boxes), num_at_once, self._handler.with_deadline(call.context))
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
     def _num_at_once(self, asked: Asked) -> int:
@@ -176,7 +176,7 @@ class HttpApi:
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
             return self._handler.generate(boxes[prompt], context, partial(emit, prompt))
 
-        await _each_prompt(generate, len(boxes), num_at_once, call.context)
+        await _each_prompt(generate, len(boxes), num_at_once, self._handler.with_deadline(call.context))
         await call.end(form.tail(usages))
 
     def _described(self, info: pb.GetModelInfoResponse, name: str) -> Json:

@@ -138,7 +138,7 @@ class HttpCall:
             await self.end()
 
     async def _end(self, data: bytes, within_s: float) -> None:
-        """Hang up on a client that does not read in time what was before it."""
+        """Send the last part; hang up on a client that leaves no room for it, as it does not read, in so many seconds."""
         self._has_ended = True
         try:
             async with asyncio.timeout(within_s):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from ahocorasick_rs import AhoCorasick, MatchKind
 
+_BRACKETS = (("<", ">"), ("</", ">"), ("[", "]"), ("[/", "]"))
+
 
 class Match(NamedTuple):
     begin: int
@@ -19,6 +21,7 @@ class ControlTokens:
         self._whole = AhoCorasick(contents, matchkind=MatchKind.LeftmostLongest)
         self._heads = AhoCorasick({content[:2] for content in contents})
         self._first = frozenset(content[0] for content in contents)
+        self._joined = "\0".join(contents)
 
     def find(self, text: str) -> list[Match]:
         """Return the control tokens in `text`: leftmost, at one place the longest, without overlap."""
@@ -27,3 +30,11 @@ class ControlTokens:
     def may_begin_in(self, text: str) -> bool:
         """Return whether `text` spells one, or could do so together with what follows."""
         return text[-1:] in self._first or bool(self._heads.find_matches_as_indexes(text))
+
+    def contain(self, text: str) -> bool:
+        """Return whether any of them has `text` in it."""
+        return text in self._joined
+
+    def may_name(self, text: str) -> bool:
+        """Return whether `text` is one without its brackets, as templates put them around names."""
+        return any(self.find(f"{begin}{text}{end}") for begin, end in _BRACKETS)

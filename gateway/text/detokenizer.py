@@ -12,6 +12,7 @@ from gateway.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEP = 4096  # ids
+_LOOKED_AT = 64  # of a prompt: few begin with as many that have no text
 _WORD = re.compile("[a-z]+")
 NO_CHARACTERS: Mapping[int, str] = {}
 
@@ -25,18 +26,20 @@ class Detokenizer:
         self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
         self._is_byte_level = tokenizer.decoder_steps == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_steps
-        self._bytes, self._first_bytes = _Bytes(self.bytes_of), _Bytes(self._first_bytes_of)
+        self._bytes, self._first_bytes = (
+            _Bytes(bytes_of, self._knows) for bytes_of in (self.bytes_of, self._first_bytes_of)
+        )
         self._word = [] if self._is_byte_level else self._find_word()
         self._len_before = len(self._decode(self._word))
         self._len_behind = len(self._decode(self._word * 2)) - self._len_before
 
     def decoder(self, continues: bool = False) -> "TextDecoder":
-        """Return a decoder for one sequence; `continues`: a text, and does not begin one."""
+        """Return a decoder for one sequence; `continues`: it goes on with a text that stands before it."""
         return TextDecoder(self._bytes, self._bytes if self._is_byte_level or continues else self._first_bytes)
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Return whether any of the tokens has text."""
-        return any(self._bytes[token_id] for token_id in token_ids)
+        """Return whether any of the first tokens has text."""
+        return any(self._bytes[token_id] for token_id in token_ids[:_LOOKED_AT])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence, in steps short enough for other threads to run in between."""
@@ -70,6 +73,9 @@ class Detokenizer:
         text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")
         return text.encode() if value is None or not text else value
 
+    def _knows(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is not None
+
     def _byte_of(self, token: str) -> bytes | None:
         """The byte that a token of a vocabulary with byte fallback is written for."""
         found = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
@@ -87,13 +93,15 @@ class Detokenizer:
 
 
 class _Bytes(dict[int, bytes]):
-    """The bytes of the tokens so far."""
+    """The bytes of the tokens so far. Of ids that the vocabulary has not, which clients may name, nothing is kept."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes]):
-        self._bytes_of = bytes_of
+    def __init__(self, bytes_of: Callable[[int], bytes], is_known: Callable[[int], bool]):
+        self._bytes_of, self._is_known = bytes_of, is_known
 
     def __missing__(self, token_id: int) -> bytes:
-        value = self[token_id] = self._bytes_of(token_id)
+        value = self._bytes_of(token_id)
+        if self._is_known(token_id):
+            self[token_id] = value
         return value
 
 

@@ -114,7 +114,7 @@ class ChatTemplate:
         if not options.continues:
             return self._written(messages, options)
         # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
-        tag, _ = unused_marks(texts_of(messages, options), "")
+        (tag,) = unused_marks(1, texts_of(messages, options))
         last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
         head, found, tail = self._written([*messages[:-1], last], options).rpartition(tag)
         if not found:
@@ -164,13 +164,12 @@ def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]
     return Conversation(tuple(messages), options).texts
 
 
-def unused_marks(texts: Sequence[str], text: str) -> tuple[str, str]:
-    """Return two characters that occur nowhere: private ones, or, if a content has them all, of planes without an
+def unused_marks(number: int, texts: Sequence[str], text: str = "") -> tuple[str, ...]:
+    """Return characters that occur nowhere: private ones, or, if a content has them all, of planes without an
     alphabet. A mebibyte cannot hold those too."""
     used = set(text).union(*texts)
     unassigned = itertools.chain(range(0xE000, 0xF8FF), range(0x40000, 0xE0000))
-    first, second = itertools.islice((c for c in map(chr, unassigned) if c not in used), 2)
-    return first, second
+    return tuple(itertools.islice((c for c in map(chr, unassigned) if c not in used), number))
 
 
 class _Generation(Extension):

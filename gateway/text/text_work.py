@@ -136,11 +136,13 @@ class TextWork:
             raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
 
     def _render(self, conversation: Conversation) -> Rendered:
-        """Render a conversation. Where no text of it can spell a control token, its position does not matter. Raises
+        """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises
         ControlTokenInContent for a key that can: a template asks for keys, so they carry no marks."""
         messages, options = conversation
-        if any(map(self._tokenizer.may_spell_control, conversation.keys)):
+        tokenizer, keys = self._tokenizer, conversation.keys
+        if any(map(tokenizer.may_spell_control, keys)):
             raise ControlTokenInContent
-        if any(map(self._tokenizer.may_spell_control, conversation.texts)):
-            return render_origins(self._template, self._tokenizer.controls, messages, options)
-        return Rendered(self._template.render(messages, options), ())
+        if any(map(tokenizer.may_spell_control, conversation.texts)) or any(map(tokenizer.controls.may_name, keys)):
+            return render_origins(self._template, tokenizer.controls, messages, options)
+        text = self._template.render(messages, options)
+        return Rendered(text, tuple(tokenizer.controls.find(text)))

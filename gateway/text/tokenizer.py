@@ -3,6 +3,8 @@
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -62,7 +64,7 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises
         CannotEncode."""
-        tokenizer = self._plain if self._num_controls(text) else self._normal
+        tokenizer = self._plain if self._spelled(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     def only_token(self, text: str) -> int | None:
@@ -72,14 +74,12 @@ class Tokenizer:
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
         """Return the token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
-        text, of_clients = rendered
-        if of_clients is None:
+        text, of_template = rendered
+        if of_template is None:
             raise ControlTokenInContent
-        of_template = self.controls.find(text)
-        if not of_clients and self._num_controls(text) == len(of_template):
+        if self._spelled(text) <= Counter(text[begin:end] for begin, end in of_template):
             return _encode(self._normal, [text])[0].ids
-        skipped = frozenset(of_clients)
-        return self._encode_around(text, [each for each in of_template if each not in skipped])
+        return self._encode_around(text, of_template)
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
         """Return whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding
@@ -90,14 +90,15 @@ class Tokenizer:
         """Return whether `text` spells a control token, or could do so together with what follows it."""
         return self.controls.may_begin_in(text)
 
-    def _num_controls(self, text: str) -> int:
-        """Return how many control tokens the library would find in `text`."""
-        found = len(self.controls.find(text))
+    def _spelled(self, text: str) -> Counter[str]:
+        """Return the control tokens that the library might find in `text`, and how often."""
+        found = Counter(text[begin:end] for begin, end in self.controls.find(text))
         if self._normalizes and self._normalizer:
-            return max(found, len(self.controls.find(self._normalizer.normalize_str(text))))
+            normalized = self._normalizer.normalize_str(text)
+            found |= Counter(normalized[begin:end] for begin, end in self.controls.find(normalized))
         return found
 
-    def _encode_around(self, text: str, of_template: list[Match]) -> list[int]:
+    def _encode_around(self, text: str, of_template: Sequence[Match]) -> list[int]:
         pieces, position, strip = [], 0, False
         for begin, end in of_template:
             control = self._controls[text[begin:end]]

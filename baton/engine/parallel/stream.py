@@ -15,7 +15,7 @@ class RankStream(Protocol):
     """One end. `send` from any thread, `receive` from one; both raise RankLost when the other end is gone."""
 
     shares_memory: bool  # with the other end: rows are there, and do not travel
-    num_received: int  # messages so far, and parts of one that is long: it grows while the other end is there
+    num_received: int  # messages so far; from another host pieces of them, so that it grows while a long one comes
 
     def send(self, *parts: Bytes) -> None:
         """Send the parts, one after the other, as one message."""

@@ -159,7 +159,7 @@ async def test_stop_strings(cluster, monkeypatch):
     """One of which all but matches everywhere, in eight choices."""
     stops = ["a" * 254 + "b", *(chr(ord("c") + i) * 255 for i in range(15))]
     async with cluster(*WIDE) as c:
-        monkeypatch.setattr(c.pipeline.text.detokenizer, "decoder", OneLetter)
+        monkeypatch.setattr(c.pipeline.text.detokenizer, "decoder", lambda continues: OneLetter())
         async with guarded():
             for _ in range(3):
                 call = c.stub.Generate(make_request(list(range(20, 320)), n=8, max_tokens=200, stop=stops), timeout=60)

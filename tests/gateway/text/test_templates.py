@@ -96,7 +96,7 @@ def test_a_template_that_moves_content_about():
     template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
     tokenizer = Tokenizer(byte_level())
     rendered = render_origins(template, tokenizer.controls, messages([("user", "<|end|>")]))
-    assert rendered.of_clients is None
+    assert rendered.of_template is None
     with pytest.raises(ControlTokenInContent):
         tokenizer.encode_chat(rendered)
 
