@@ -71,7 +71,12 @@ async def _serve(stack: Stack, model: str | None) -> int:
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
-    if not await _unless_signalled(_announce(stack, model), signals):
+    try:
+        serves = await _unless_signalled(_announce(stack, model), signals)
+    except BaseException:  # processes that were started would keep the event loop from its end
+        await stack.kill()
+        raise
+    if not serves:
         await stack.kill()
         return 1
     await signals.get()

@@ -188,6 +188,16 @@ def test_port_taken(folder):
     assert not (folder / "gateway.argv").exists()
 
 
+def test_control_port_taken(folder):
+    """It is bound once processes are started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = "127.0.0.1:%d" % taken.getsockname()[1]
+        status, out, err = finish(start(folder, "--control", address))
+    assert (status, out) == (1, "") and len(err.splitlines()) == 1 and address in err
+
+
 def plan(*argv: str):
     parser = make_parser("baton", "")
     up.add_parser(parser.add_subparsers())
