@@ -84,10 +84,10 @@ def _with_sources(
         flag = prefix + name
         if flag in flags:
             source = f"--{flag.replace('_', '-')}"
-        elif is_in_environment(name):
-            source = variable(name)
+        elif flag in found.sources:
+            source = found.sources[flag]
         else:
-            source = found.sources.get(flag, "default")
+            source = variable(name) if is_in_environment(name) else "default"
         sourced[name] = (values[name], source)
     return sourced
 

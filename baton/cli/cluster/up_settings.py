@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -224,19 +225,22 @@ def resolve(args: argparse.Namespace) -> Resolved:
             settings = replace(settings, served_model_name=name)
         # One worker a role is the default, and each may die.
         gateway: dict[str, object] = {} if is_in_environment("stand_in") else {"stand_in": True}
+        if is_in_environment("fleet_listen"):  # each gateway has an address of its own there, and workers are told
+            gateway["fleet_listen"] = os.environ[variable("fleet_listen")]
         gateway |= {
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
         }
-        if settings.certs:
-            gateway = {**_gateway_files(settings.certs, settings), **gateway}
+        folder = _folder_values(settings)
+        gateway = {**folder["gateway"], **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
         num_workers = settings.num_workers
-        workers, cpu_roles, resources = _worker_values(flags, num_workers, models, settings)
+        workers, cpu_roles, resources = _worker_values(flags, num_workers, models, settings, folder)
     except SettingsError as error:
         raise SettingsError(
             name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
         ) from None
-    sources = {name: each.source for name, each in from_file.items() if name not in vars(args)}
+    sources = _folder_sources(folder, flags)
+    sources |= {name: each.source for name, each in from_file.items() if name not in vars(args)}
     return Resolved(settings, models, num_workers, workers, gateway, cpu_roles, resources, sources)
 
 
@@ -262,11 +266,33 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
     return {name: each for name, each in found.items() if not is_overridden(name)}
 
 
-def _gateway_files(certs: Path, up: UpSettings) -> dict[str, object]:
+def _folder_values(up: UpSettings) -> dict[str, dict[str, object]]:
+    """Return what the folder of --certs sets, by role. Raises SettingsError."""
+    if up.certs is None:
+        return {"gateway": {}, **{role: {} for role in ROLES}}
     # Workers on other nodes register there.
     fleet_host = up.listen.rpartition(":")[0] if up.launcher == "ray" else "127.0.0.1"
-    files = {"credentials": certs / CREDENTIALS, "cluster_secret": certs / SECRET, "fleet_listen": f"{fleet_host}:0"}
-    return {**_tls_files(certs, "gateway"), **files}
+    own = {
+        "credentials": up.certs / CREDENTIALS,
+        "cluster_secret": up.certs / SECRET,
+        "fleet_listen": f"{fleet_host}:0",
+    }
+    # Not so those of TLS: a role has its certificate, and the variables are those of commands that ask.
+    own = {name: value for name, value in own.items() if not is_in_environment(name)}
+    return {
+        "gateway": {**_tls_files(up.certs, "gateway"), **own},
+        **{role: _tls_files(up.certs, role) for role in ROLES},
+    }
+
+
+def _folder_sources(folder: Mapping[str, Mapping[str, object]], flags: Collection[str]) -> dict[str, str]:
+    """Return where the folder's values were set that no flag, and no line of the file, sets too."""
+    named = [(role, name) for role, values in folder.items() for name in values]
+    return {
+        f"{role}.{name}": "the folder of --certs"
+        for role, name in named
+        if f"{role}.{name}" not in flags and (role == "gateway" or name not in flags)
+    }
 
 
 def _tls_files(certs: Path, role: str) -> dict[str, Path]:
@@ -281,7 +307,11 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 
 
 def _worker_values(
-    flags: Mapping[str, object], num_workers: dict[str, int], models: Mapping[str | None, Path], up: UpSettings
+    flags: Mapping[str, object],
+    num_workers: dict[str, int],
+    models: Mapping[str | None, Path],
+    up: UpSettings,
+    folder: Mapping[str, Mapping[str, object]],
 ) -> tuple[dict[str, dict[str, object]], list[str], dict[str, Resources]]:
     """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
     the roles that compute on the CPU; and what a worker of each role takes. Raises SettingsError."""
@@ -295,8 +325,7 @@ def _worker_values(
             flag = name.replace("_", "-")
             raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
     name = {"served_model_name": up.served_model_name} if up.served_model_name else {}
-    files = {role: _tls_files(up.certs, role) if up.certs else {} for role in ROLES}
-    values = {role: {**files[role], **name, **both, **own[role]} for role in ROLES}
+    values = {role: {**folder[role], **name, **both, **own[role]} for role in ROLES}
     settings: dict[str, WorkerSettings] = {}
     for model in models.values():
         for role in ROLES:

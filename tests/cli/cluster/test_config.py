@@ -10,6 +10,7 @@ from baton.cli.cluster.up_settings import add_up_flags, make_plan
 from baton.cli.launch.stack import StackPlan
 from baton.cli.main import main
 from baton.service.settings import SettingsError
+from tests.support.security.installation import install
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,27 @@ def test_an_empty_variable_leaves_the_file_in_force(monkeypatch, capsys):
     assert "--block-size=16" in made.worker_options["decode"]
     text = printed(capsys, "--config", "up.toml", "--model", "m")
     assert line_of(text, "block_size").endswith("# up.toml: block_size")
+
+
+def test_variables_of_the_gateway_win_over_the_folder_of_certs(tmp_path, monkeypatch, capsys):
+    install(tmp_path / "certs")
+    own = {"credentials": "own.toml", "cluster_secret": "own", "fleet_listen": "127.0.0.1:4567"}
+    for name, value in own.items():
+        monkeypatch.setenv(f"BATON_{name.upper()}", value)
+    monkeypatch.setenv("BATON_TLS_CERT", "operator.crt")  # a role's own is the folder's: this one is for `baton top`
+    capsys.readouterr()
+    made = plan("--certs", "certs")
+    assert not any("credentials" in option or "cluster-secret" in option for option in made.gateway_options)
+    assert made.fleet_listen == "127.0.0.1:4567" and "--tls-cert=certs/gateway.crt" in made.gateway_options
+    assert plan("--certs", "certs", "--gateway.fleet-listen", "127.0.0.1:9").fleet_listen == "127.0.0.1:9"
+    text = printed(capsys, "--model", "m", "--certs", "certs")
+    for name, value in own.items():
+        assert f'"{value}"' in line_of(text, name) and line_of(text, name).endswith(f"# BATON_{name.upper()}")
+    found = tomllib.loads(text)
+    for role in ("prefill", "decode"):
+        assert found[f"{role}_worker"]["tls_cert"] == f"certs/{role}.crt"
+    certificates = [line for line in text.splitlines() if line.startswith("tls_cert =")]
+    assert len(certificates) == 3 and all(line.endswith("# the folder of --certs") for line in certificates)
 
 
 def test_what_is_printed_is_a_file_that_says_the_same(model, capsys, monkeypatch):
