@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from baton.cli.cluster.up_settings import add_up_flags, make_plan
+from baton.cli.launch.placing.launcher import WorkerProgram
 from baton.cli.launch.stack import StackPlan
 from baton.cli.main import main
-from baton.service.settings import SettingsError
+from baton.service.settings import SettingsError, add_flags, load_settings
+from baton.worker.settings import WorkerSettings
 from tests.support.security.installation import install
 
 
@@ -100,6 +102,15 @@ def test_variables_of_the_gateway_win_over_the_folder_of_certs(tmp_path, monkeyp
         assert found[f"{role}_worker"]["tls_cert"] == f"certs/{role}.crt"
     certificates = [line for line in text.splitlines() if line.startswith("tls_cert =")]
     assert len(certificates) == 3 and all(line.endswith("# the folder of --certs") for line in certificates)
+
+
+def test_the_number_of_gateways_is_no_address_for_workers(model, monkeypatch):
+    monkeypatch.setenv("BATON_GATEWAYS", "2")
+    made = plan()
+    parser = argparse.ArgumentParser()
+    add_flags(parser, WorkerSettings)
+    options = WorkerProgram(model, made.worker_options).options_of("decode", "127.0.0.1:0")
+    assert made.num_gateways == 2 and load_settings(WorkerSettings, parser.parse_args(options)).gateways == ()
 
 
 def test_what_is_printed_is_a_file_that_says_the_same(model, capsys, monkeypatch):

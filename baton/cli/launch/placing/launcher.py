@@ -83,13 +83,13 @@ class WorkerProgram:
 
     def argv(self, role: str, listen: str, gateways: Sequence[str], own: Sequence[str] = ()) -> list[str]:
         """Return the arguments of Python. The worker registers with `gateways`; `own` are flags of its place."""
-        own = [*(["--gateways", ",".join(gateways)] if gateways else []), *own]
-        return ["-m", f"{role}_worker", *self.options_of(role, listen, own)]
+        return ["-m", f"{role}_worker", *self.options_of(role, listen, gateways, own)]
 
-    def options_of(self, role: str, listen: str, own: Sequence[str] = ()) -> list[str]:
+    def options_of(self, role: str, listen: str, gateways: Sequence[str] = (), own: Sequence[str] = ()) -> list[str]:
         """Return the flags of the worker, `own` among them."""
-        # --admin: BATON_ADMIN is the gateway's
-        argv = ["--model", str(self.model), "--listen", listen, "--admin", "127.0.0.1:0"]
+        argv = ["--model", str(self.model), "--listen", listen]
+        # The variables of both are not the worker's: BATON_GATEWAYS says how many `baton up` starts, BATON_ADMIN is theirs.
+        argv += ["--gateways", ",".join(gateways), "--admin", "127.0.0.1:0"]
         return [*argv, *own, *self.options.get(role, ())]
 
 
