@@ -29,6 +29,7 @@ from baton.service.settings import (
     name_sources,
     option,
     read_table,
+    sourced_settings,
     to_argv,
     variable,
 )
@@ -52,6 +53,8 @@ _SHIPPED_NAME = "baton-demo"
 # The help of one screen has these; --help-all the rest.
 _SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
 LAUNCHERS = ("local", "ray")
+# Beyond the grace: KV moves to other workers, and spans are flushed.
+_WORKER_BEYOND_S, _GATEWAY_BEYOND_S = 7.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     up, models = found.up, {name: _present(path, found.up) for name, path in found.models.items()}
     gateway = dict(found.gateway)
     fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)  # whose URL may have a password
+    drain_s = {role: _WORKER_BEYOND_S + _grace_s(WorkerSettings, values) for role, values in found.workers.items()}
+    gateway_drain_s = _GATEWAY_BEYOND_S + _grace_s(GatewaySettings, gateway)
     return StackPlan(
         models,
         up.listen,
@@ -200,7 +205,17 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
         (up.address or "auto") if up.launcher == "ray" else None,
         found.resources,
         up.together,
+        drain_s,
+        gateway_drain_s + (drain_s["decode"] if up.together else 0),  # one after the other
     )
+
+
+def _grace_s(cls: type[WorkerSettings] | type[GatewaySettings], values: Mapping[str, object]) -> float:
+    """Return for how long what runs in a process of these values may go on once it is to end. Raises SettingsError."""
+    told = sourced_settings(cls, values).get("drain_grace_s")
+    grace_s = cls.drain_grace_s if told is None else told.value
+    assert isinstance(grace_s, float)
+    return grace_s
 
 
 def _present(given: Path, up: UpSettings) -> Path:

@@ -21,7 +21,6 @@ from baton.service.net.server import AddressInUse
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
 
-GATEWAY_DRAIN_S = 40.0  # longer than it gives itself: only what hangs is killed
 _BATON = Path(__file__).resolve().parents[2]
 _IN_WHEEL, _IN_CHECKOUT = _BATON / "shipped" / "target", _BATON.parent / "demo" / "target"
 SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
@@ -62,6 +61,9 @@ class StackPlan:
     ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
     resources: Mapping[str, Resources] = field(default_factory=dict)  # of a worker, by role
     together: bool = False  # the gateway and the one worker are one process
+    # After SIGTERM, longer than processes give themselves: only what hangs is killed. Of a worker by role (default: launcher.DRAIN_S).
+    drain_s: Mapping[str, float] = field(default_factory=dict)
+    gateway_drain_s: float = 40.0
 
     @property
     def num_placed(self) -> Mapping[str, int]:
@@ -125,7 +127,7 @@ class Stack:
     async def drain(self) -> bool:
         """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
         await self._stop_control()
-        well = list(await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways)))
+        well = list(await asyncio.gather(*(gateway.stop(self._plan.gateway_drain_s) for gateway in self._gateways)))
         well.append(self._launcher is None or await self._launcher.close())
         self._ports.release_all()
         return all(well)
@@ -137,12 +139,12 @@ class Stack:
             gateway.kill()
         if self._launcher is not None:
             await self._launcher.kill()
-        await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways))
+        await asyncio.gather(*(gateway.stop(self._plan.gateway_drain_s) for gateway in self._gateways))
         self._ports.release_all()
 
     def _make_launcher(self, gateways: list[str]) -> PlacingLauncher:
         plan = self._plan
-        programs = [_program(name, path, plan.worker_options) for name, path in plan.models.items()]
+        programs = [_program(name, path, plan) for name, path in plan.models.items()]
         if plan.ray_address is None:
             num_gpus = {role: each.num_gpus for role, each in plan.resources.items()}
             num_on_gpus = sum(
@@ -201,7 +203,7 @@ class Stack:
         argv += self._plan.gateway_options
         if self._plan.together:
             ((name, path),) = self._plan.models.items()
-            worker = _program(name, path, self._plan.worker_options)
+            worker = _program(name, path, self._plan)
             return "gateway and worker", [*argv, "--", *worker.options_of("decode", self._ports.hold("127.0.0.1:0"))]
         return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
 
@@ -211,9 +213,10 @@ class Stack:
         return [self._ports.hold(each) for each in (address, *others)]
 
 
-def _program(name: str | None, model: Path, options: Mapping[str, Sequence[str]]) -> WorkerProgram:
+def _program(name: str | None, model: Path, plan: StackPlan) -> WorkerProgram:
     named = [] if name is None else ["--served-model-name", name]
-    return WorkerProgram(model, {role: [*options.get(role, ()), *named] for role in ROLES})
+    options = {role: [*plan.worker_options.get(role, ()), *named] for role in ROLES}
+    return WorkerProgram(model, options, plan.drain_s)
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:

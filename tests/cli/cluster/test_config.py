@@ -113,6 +113,18 @@ def test_the_number_of_gateways_is_no_address_for_workers(model, monkeypatch):
     assert made.num_gateways == 2 and load_settings(WorkerSettings, parser.parse_args(options)).gateways == ()
 
 
+def test_a_process_is_killed_only_after_its_grace(monkeypatch):
+    made = plan()
+    assert made.drain_s == {"prefill": 15.0, "decode": 15.0} and made.gateway_drain_s == 40.0
+    made = plan("--drain-grace-s", "60", "--gateway.drain-grace-s", "300")
+    assert made.drain_s == {"prefill": 67.0, "decode": 67.0} and made.gateway_drain_s == 310.0
+    assert plan(file="[decode_worker]\ndrain_grace_s = 20\n").drain_s == {"prefill": 15.0, "decode": 27.0}
+    monkeypatch.setenv("BATON_DRAIN_GRACE_S", "50")
+    made = plan()
+    assert made.drain_s["decode"] == 57.0 and made.gateway_drain_s == 60.0
+    assert plan("--together").gateway_drain_s == 117.0, "it drains the gateway, then the worker"
+
+
 def test_what_is_printed_is_a_file_that_says_the_same(model, capsys, monkeypatch):
     monkeypatch.setenv("BATON_MAX_NUM_SEQS", "7")
     flags = [

@@ -102,6 +102,14 @@ async def test_a_drain_that_finds_the_worker_gone(folder):
     assert not launcher._drains
 
 
+async def test_a_drain_takes_as_long_as_the_role_may(folder):
+    (folder / "decode_worker.hangs").touch()
+    launcher = LocalLauncher([WorkerProgram(folder / "m", {}, {"decode": 0.5})], (), 0, ("decode",), 0)
+    await launcher.start("decode", 1)
+    await until(launcher, all_serve(1))
+    assert not await launcher.close(), "it was killed"
+
+
 async def test_only_operators_scale(folder, tmp_path):
     made = install(tmp_path / "certs")
     async with local(folder) as launcher:

@@ -25,15 +25,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_env
 from baton.cli.launch.placing.keeper import Life, StartError
-from baton.cli.launch.placing.launcher import PlacedWorker, Resources, WorkerBoard, WorkerProgram
+from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.tls import WORKER_NAME
 
-DRAIN_S = 15.0  # longer than workers give themselves: only what hangs is killed
-_DRAIN_CALL_S = DRAIN_S + 5
+_DRAIN_CALL_S = 5.0  # beyond the drain itself
 _BEAT_S, _ANSWER_S, _MISSES = 0.5, 1.0, 2
 _CONNECT_S = 5.0
 _SHUN_S = 60.0  # a node that was lost: until Ray has noticed too
@@ -145,10 +144,10 @@ class _Place:
     async def _end(self) -> bool:
         self._task.cancel()
         await asyncio.wait([self._task])
-        well = True
+        well, drain_s = True, self._launcher.program.drain_s.get(self.role, DRAIN_S)
         if self._actor is not None:
             try:
-                well = await _answer(self._actor.drain.remote(DRAIN_S), _DRAIN_CALL_S)
+                well = await _answer(self._actor.drain.remote(drain_s), drain_s + _DRAIN_CALL_S)
             except (RayError, TimeoutError):
                 well = False
         self._release()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+DRAIN_S = 15.0  # of a worker with the default grace: longer than it gives itself, only what hangs is killed
 MAX_WORKERS = 4096  # as many as a gateway takes registrations of
 
 
@@ -76,10 +77,12 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """The command line of a worker, the same wherever it is placed. `options` are flags by role."""
+    """The command line of a worker, the same wherever it is placed. `options` are flags by role; `drain_s`: by role, how long one
+    that is to end has before it is killed (default: DRAIN_S)."""
 
     model: Path
     options: Mapping[str, Sequence[str]]
+    drain_s: Mapping[str, float] = field(default_factory=dict)
 
     def argv(self, role: str, listen: str, gateways: Sequence[str], own: Sequence[str] = ()) -> list[str]:
         """Return the arguments of Python. The worker registers with `gateways`; `own` are flags of its place."""

@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 from baton.cli.launch.placing.gpus import GpuShare, GpuSlots, visible_gpus
 from baton.cli.launch.placing.keeper import Keeper, Life
-from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
+from baton.cli.launch.placing.launcher import DRAIN_S, LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.ports import HeldPorts
-
-DRAIN_S = 15.0  # longer than workers give themselves: only what hangs is killed
 
 
 class _Kept(NamedTuple):
     keeper: Keeper
     address: str
     share: GpuShare | None
+    drain_s: float
 
 
 class LocalLauncher:
@@ -86,7 +85,7 @@ class LocalLauncher:
         argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
         self._board.add(PlacedWorker(name, role, "starting", address, "this machine"))
         keeper = Keeper(name, argv, share.env if share else {}, partial(self._note, name))
-        self._kept[name] = _Kept(keeper, address, share)
+        self._kept[name] = _Kept(keeper, address, share, program.drain_s.get(role, DRAIN_S))
 
     def _note(self, name: str, life: Life) -> None:
         if life.state in ("gone", "failed"):
@@ -100,12 +99,12 @@ class LocalLauncher:
     def _begin_drain(self, name: str) -> None:
         if name in self._kept and name not in self._drains:
             self._board.change(name, state="draining")
-            # Its keeper is passed: before the task begins the worker may be let go.
-            drain = self._drain(name, self._kept[name].keeper)
+            # What is kept of it is passed: before the task begins the worker may be let go.
+            drain = self._drain(name, self._kept[name])
             self._drains[name] = asyncio.create_task(drain, name=f"drain {name}")
 
-    async def _drain(self, name: str, keeper: Keeper) -> bool:
-        well = await keeper.stop(DRAIN_S)
+    async def _drain(self, name: str, kept: _Kept) -> bool:
+        well = await kept.keeper.stop(kept.drain_s)
         self._let_go(name)
         self._board.remove(name)
         del self._drains[name]
