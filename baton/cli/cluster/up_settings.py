@@ -281,7 +281,7 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
     return {name: each for name, each in found.items() if not is_overridden(name)}
 
 
-def _folder_values(up: UpSettings) -> dict[str, dict[str, object]]:
+def _folder_values(up: UpSettings) -> Mapping[str, Mapping[str, object]]:
     """Return what the folder of --certs sets, by role. Raises SettingsError."""
     if up.certs is None:
         return {"gateway": {}, **{role: {} for role in ROLES}}

@@ -220,9 +220,11 @@ def _program(name: str | None, model: Path, plan: StackPlan) -> WorkerProgram:
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:
-    """Wait until all workers have served. Raises StartError once one has failed."""
+    """Wait until all workers have served that are there now, but for those that are taken away before. Raises StartError once one
+    has failed."""
     waiting = {worker.name for worker in await launcher.list()}
     async for workers in launcher.watch():
+        waiting &= {worker.name for worker in workers if worker.state != "draining"}
         for worker in workers:
             if worker.state == "failed":
                 raise StartError(worker.reason, worker.exit_status)

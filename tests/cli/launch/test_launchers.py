@@ -1,5 +1,6 @@
 """Launchers of this machine with small programs in place of workers: directly, and through the control port."""
 
+import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -9,14 +10,29 @@ import pytest
 from baton.cli.launch.control import ControlServer, RemoteLauncher
 from baton.cli.launch.placing.gpus import VISIBLE
 from baton.cli.launch.placing.keeper import Life
-from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
+from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts, PortError
+from baton.cli.launch.stack import _all_serve
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
 from tests.support.launch.launchers import all_serve, check_launcher, until
 from tests.support.launch.stand_ins import make_stand_ins
+from tests.support.pace import patience
 from tests.support.security.installation import install
+
+
+class Board:
+    """A launcher whose workers are as a test says."""
+
+    def __init__(self):
+        self.board = WorkerBoard()
+
+    async def list(self):
+        return self.board.list()
+
+    def watch(self):
+        return self.board.watch()
 
 
 @pytest.fixture
@@ -108,6 +124,17 @@ async def test_a_drain_takes_as_long_as_the_role_may(folder):
     await launcher.start("decode", 1)
     await until(launcher, all_serve(1))
     assert not await launcher.close(), "it was killed"
+
+
+async def test_a_worker_that_is_taken_away_before_it_serves_is_not_waited_for():
+    launcher = Board()
+    for name, state in (("a", "serving"), ("b", "starting")):
+        launcher.board.add(PlacedWorker(name, "decode", state))
+    ready = asyncio.create_task(_all_serve(launcher))
+    await asyncio.sleep(0)
+    assert not ready.done()
+    launcher.board.change("b", state="draining")
+    await asyncio.wait_for(ready, patience(5))
 
 
 async def test_only_operators_scale(folder, tmp_path):
