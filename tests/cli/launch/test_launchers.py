@@ -126,6 +126,20 @@ async def test_a_drain_takes_as_long_as_the_role_may(folder):
     assert not await launcher.close(), "it was killed"
 
 
+async def test_a_cancelled_close_does_not_keep_kill_from_its_end(folder):
+    """It is that of a second signal."""
+    (folder / "decode_worker.hangs").touch()
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(1))
+        closing = asyncio.create_task(launcher.close())
+        await until(launcher, lambda workers: workers[0].state == "draining")
+        closing.cancel()
+        await asyncio.wait([closing])
+        await launcher.kill()
+        assert await launcher.list() == []
+
+
 async def test_a_worker_that_is_taken_away_before_it_serves_is_not_waited_for():
     launcher = Board()
     for name, state in (("a", "serving"), ("b", "starting")):

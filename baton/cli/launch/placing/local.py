@@ -61,9 +61,11 @@ class LocalLauncher:
         """Drain all; return whether none had to be killed."""
         for name in [*self._kept]:
             self._begin_drain(name)
-        well = await asyncio.gather(*self._drains.values())
+        drains = [*self._drains.values()]
+        if drains:
+            await asyncio.wait(drains)  # which leaves them be where it is cancelled: kill() waits for them too
         self._ports.release_all()
-        return all(well)
+        return all(drain.result() for drain in drains)
 
     async def kill(self) -> None:
         """SIGKILL to all, at once."""
