@@ -68,6 +68,13 @@ async def to_bytes_in_turns(value: Any, num_levels: int = 4) -> bytes:
     return to_bytes(value)
 
 
+def with_lists(value: Any) -> Any:
+    """Return the value with lists in place of iterators."""
+    if isinstance(value, dict):
+        return {name: with_lists(each) for name, each in value.items()}
+    return list(map(with_lists, value)) if isinstance(value, list | Iterator) else value
+
+
 def event(value: Json) -> bytes:
     """Return the value as an event of a stream."""
     return b"data: " + to_bytes(value) + b"\n\n"
@@ -269,8 +276,8 @@ class CompletionForm(AnswerForm):
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         if not is_first:
-            return {"text": message.text, "logprobs": _with_lists(self._logprobs(message.logprobs, index))}
-        return _with_lists(self._begun_choice(message, self._firsts[index // self._asked.num_choices], index))
+            return {"text": message.text, "logprobs": with_lists(self._logprobs(message.logprobs, index))}
+        return with_lists(self._begun_choice(message, self._firsts[index // self._asked.num_choices], index))
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         return self._begun_choice(choice, response, index)
@@ -364,13 +371,6 @@ def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, mod
         results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
     usage = {"prompt_tokens": response.usage.prompt_tokens, "total_tokens": response.usage.prompt_tokens}
     return {"id": f"rerank-{response.request_id}", "model": model, "results": results, "usage": usage}
-
-
-def _with_lists(value: Any) -> Any:
-    """Return the value with lists in place of iterators."""
-    if isinstance(value, dict):
-        return {name: _with_lists(each) for name, each in value.items()}
-    return list(value) if isinstance(value, Iterator) else value
 
 
 def _call(call: pb.ToolCall) -> Json:

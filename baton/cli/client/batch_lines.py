@@ -13,7 +13,7 @@ import grpc
 from baton.client import AsyncClient, CallError
 from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import AnswerForm, ChatForm, CompletionForm
+from gateway.http.answers import AnswerForm, ChatForm, CompletionForm, with_lists
 from gateway.http.errors import status_of, to_json
 from gateway.http.fields import without_nulls
 from gateway.http.requests import Asked, parse, read_chat, read_completion
@@ -39,9 +39,13 @@ class _LineModel:
         """Return a token as it is shown alone, and its bytes."""
         return self.texts[token_id], self.texts[token_id].encode()
 
-    def decoder(self) -> _LineModel:
+    def decoder(self, continues: bool = False) -> _LineModel:
         """Return what decodes a sequence: its own texts, as a gateway does not tell of bytes."""
         return self
+
+    def has_text(self, token_ids: Sequence[int]) -> bool:
+        """Return True: the decoder is the same for both."""
+        return True
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text of more of a sequence."""
@@ -84,7 +88,7 @@ class LineRunner:
         responses = await asyncio.gather(*(self._client.complete(request) for request in asked.requests))
         model = await self._model(asked.requests[0].model)
         await self._fetch_texts(responses, model)
-        return form(asked, model.name, model).whole(list(responses))
+        return with_lists(form(asked, model.name, model).whole(list(responses)))
 
     async def _model(self, asked: str) -> _LineModel:
         if asked not in self._models:
