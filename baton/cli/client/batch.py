@@ -20,6 +20,7 @@ from baton.client import NO_RETRIES, AsyncClient, CallError, RetryPolicy
 from baton.service.arguments import add_command, positive, whole
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
+from gateway.http.answers import to_bytes
 
 # A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
 _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0)
@@ -66,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
         return say_failed("batch", f"{error.filename}: {error.strerror}", 2)
     counts = {"failed": 0, "written": 0}
     try:
-        with output.open("a", encoding="utf-8") as results, _progress(num_lines, num_done) as bar:
+        with output.open("ab") as results, _progress(num_lines, num_done) as bar:
 
             def write(result: Json) -> None:
-                results.write(json.dumps(result, ensure_ascii=False) + "\n")
+                results.write(to_bytes(result) + b"\n")
                 results.flush()
                 counts["written"] += 1
                 counts["failed"] += _has_failed(result)

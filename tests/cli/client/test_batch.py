@@ -24,7 +24,7 @@ class Echo(inference_pb2_grpc.InferenceServicer):
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
 
     def Complete(self, request, context):
-        said = request.text or request.messages.messages[-1].content
+        said = request.text or "".join(each.content for each in request.messages.messages[-1:])  # "" for tokens
         with self._lock:
             self.requests.append(request)
             self._at_once += 1
@@ -156,6 +156,23 @@ def test_a_failing_line_ends_nothing(run, echo):
     for result, param in zip(results[10:13], ("stream", "no_such", "messages"), strict=True):
         assert result["response"]["status_code"] == 400 and result["error"] is None
         assert result["response"]["body"]["error"]["param"] == param
+
+
+def test_half_a_surrogate_pair_in_the_name_of_a_field_fails_its_line_alone(run, tmp_path):
+    """The result names the field."""
+    lines = [chat("first"), chat("half", **{"\ud800": 1}), chat("last")]
+    for _ in range(2):
+        status, results = run(lines)
+        assert status == 0 and [result["custom_id"] for result in results] == ["first", "half", "last"]
+        assert results[1]["response"]["status_code"] == 400
+        assert "\ud800" in results[1]["response"]["body"]["error"]["message"]
+        assert b"\\ud800" in (tmp_path / "in.results.jsonl").read_bytes()
+
+
+def test_a_prompt_of_tokens(run):
+    _, (result,) = run([completion("a", [7, 8], logprobs=0)])
+    (choice,) = result["response"]["body"]["choices"]
+    assert choice["logprobs"]["tokens"] == ["<demo 9>"] and choice["logprobs"]["text_offset"] == [0]
 
 
 def test_what_has_a_result_is_not_sent_again(run, echo, tmp_path, capsys):
