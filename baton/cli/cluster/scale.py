@@ -80,11 +80,13 @@ def _wanted(words: list[str]) -> dict[str, int]:
 async def _scale(launcher: WorkerLauncher, wanted: Mapping[str, int], timeout_s: float) -> str:
     """Return the workers there are in the end, as a table. Raises LaunchError, TimeoutError."""
     async with asyncio.timeout(timeout_s):
+        # Workers of an earlier command, which has said why.
+        failed = {worker.name for worker in await launcher.list() if worker.state == "failed"}
         for role, number in wanted.items():
             await scale(launcher, role, number)
         told = ""
         async for workers in launcher.watch():
-            if not wanted or not (missing := _missing(workers, wanted)):
+            if not wanted or not (missing := _missing([each for each in workers if each.name not in failed], wanted)):
                 return _table(workers)
             if missing != told:
                 told = missing

@@ -1,8 +1,11 @@
-"""`baton scale`: for how long it waits."""
+"""`baton scale`: for how long it waits, and for what."""
 
 import asyncio
 
+import pytest
+
 from baton.cli.cluster import scale
+from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard
 from tests.support.pace import patience
 
 
@@ -20,3 +23,37 @@ def test_a_launcher_that_does_not_answer():
         assert scaling.done() and isinstance(scaling.exception(), TimeoutError)
 
     asyncio.run(main())
+
+
+class _Full:
+    """A launcher of which each worker more fails."""
+
+    keeps_roles = False
+
+    def __init__(self):
+        self.board = WorkerBoard()
+        for _ in range(2):
+            self.board.add(PlacedWorker(self.board.new_name("decode"), "decode", "serving"))
+
+    async def start(self, role, number):
+        self.board.add(PlacedWorker(self.board.new_name(role), role, "failed", reason="no memory"))
+
+    async def drain(self, name):
+        self.board.remove(name)
+
+    async def list(self):
+        return self.board.list()
+
+    def watch(self):
+        return self.board.watch()
+
+
+async def test_a_worker_that_failed_before_fails_no_other_command():
+    launcher = _Full()
+    with pytest.raises(LaunchError, match="worker 2: no memory"):
+        await scale._scale(launcher, {"decode": 3}, patience(5))
+    for number in (2, 1):
+        table = await scale._scale(launcher, {"decode": number}, patience(5))
+        assert table.count("serving") == number and "no memory" in table, "it is still shown"
+    with pytest.raises(LaunchError, match="worker 3: no memory"):
+        await scale._scale(launcher, {"decode": 2}, patience(5))
