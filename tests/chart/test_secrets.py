@@ -152,6 +152,23 @@ def test_what_no_longer_fits_is_named(made, run_job):
         )
 
 
+def test_a_key_that_would_be_refused_is_named(made, run_job, tmp_path):
+    """The key of callers is made with what the gateway knows of it, and that with the password of Redis."""
+    with ApiServer(dict(made.secrets)) as server:
+        for missing, others in (
+            (["rel-baton-gateway"], "rel-baton-redis rel-baton-caller"),
+            (["rel-baton-gateway", "rel-baton-redis"], "rel-baton-caller"),
+        ):
+            for name in missing:
+                server.secrets.pop(name, None)
+            done = run_job(server)
+            assert done.returncode and f"missing: {' '.join(missing)}; " in done.stderr
+            assert f": delete {others} too," in done.stderr
+        del server.secrets["rel-baton-caller"]
+        assert run_job(server).stdout.count("created") == 3
+        check(server, tmp_path)
+
+
 def test_the_callers_key_may_be_taken_away(made, run_job):
     """No pod mounts it."""
     with ApiServer(dict(made.secrets)) as server:
@@ -167,7 +184,7 @@ def test_the_job_may_what_it_does(made):
         for verb in rule["verbs"]:
             names.setdefault(verb, set()).update(rule.get("resourceNames", []))
     drafts = {"rel-baton-certificates-draft", "rel-baton-credentials-draft"}
-    assert names == {"create": set(), "get": made.secrets.keys() - {"rel-baton-caller"} | drafts, "delete": drafts}
+    assert names == {"create": set(), "get": made.secrets.keys() | drafts, "delete": drafts}
 
 
 def test_certificates_have_the_names_that_cert_manager_is_asked_for(made):

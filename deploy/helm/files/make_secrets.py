@@ -16,7 +16,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ACCOUNT = Path(os.environ.get("SERVICE_ACCOUNT", "/var/run/secrets/kubernetes.io/serviceaccount"))
@@ -118,13 +118,19 @@ def make_credentials(name: str, folder: Path) -> dict[str, dict]:
     }
 
 
-def complete(namespace: Namespace, draft: str, mounted: list[str], make: Callable[[Path], dict[str, dict]]) -> None:
-    """Create the Secrets of a set unless those that pods mount are there."""
+def complete(
+    namespace: Namespace,
+    draft: str,
+    mounted: list[str],
+    make: Callable[[Path], dict[str, dict]],
+    beside: Sequence[str] = (),
+) -> None:
+    """Create the Secrets of a set unless those that pods mount are there. `beside`: the others of the set."""
     if namespace.get(draft) is None:
         missing = [each for each in mounted if namespace.get(each) is None]
         if not missing:
             return
-        if present := [each for each in mounted if each not in missing]:
+        if present := [each for each in (*mounted, *beside) if namespace.get(each) is not None]:
             told = "missing: {}; new ones would not fit what is there: delete {} too, and all are made anew"
             sys.exit(told.format(" ".join(missing), " ".join(present)))
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +150,8 @@ def main() -> None:
         complete(namespace, f"{name}-certificates-draft", mounted, lambda folder: make_certificates(name, folder))
     if "credentials" in asked:
         mounted = [f"{name}-gateway", f"{name}-redis"]
-        complete(namespace, f"{name}-credentials-draft", mounted, lambda folder: make_credentials(name, folder))
+        draft, beside = f"{name}-credentials-draft", [f"{name}-caller"]
+        complete(namespace, draft, mounted, lambda folder: make_credentials(name, folder), beside)
 
 
 if __name__ == "__main__":
