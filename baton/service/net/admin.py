@@ -1,5 +1,6 @@
 """A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
@@ -18,6 +19,28 @@ _MAX_CONNECTIONS = 512  # few beside the descriptors that a process starts with
 _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
 
 Page = Callable[[Request], Awaitable[Response]]
+
+
+class _SharedPage:
+    """A page that is made once for all who asked before it was, one page in each turn of the event loop: 10,000 that asked at
+    once had kept everything else waiting for a minute."""
+
+    def __init__(self, page: Page, turn: asyncio.Lock):
+        self._page, self._turn = page, turn
+        self._to_be_made: dict[tuple[str, str], asyncio.Future[Response]] = {}
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with what is made from now on."""
+        asked = request.headers.get("accept", ""), request.headers.get("host", "")
+        if asked not in self._to_be_made:
+            self._to_be_made[asked] = asyncio.ensure_future(self._make(request, asked))
+        return await asyncio.shield(self._to_be_made[asked])  # one that leaves leaves the others theirs
+
+    async def _make(self, request: Request, asked: tuple[str, str]) -> Response:
+        async with self._turn:
+            await asyncio.sleep(0)
+            del self._to_be_made[asked]
+            return await self._page(request)
 
 
 class Admin:
@@ -41,7 +64,9 @@ class Admin:
                 return json_response({"error": "only GET"}, 405)
             return json_response({"error": f"here are {', '.join(sorted(served))}"}, 404)
 
-        served: dict[str, Page] = {"/healthz": healthz, "/readyz": readyz, **pages}
+        turn = asyncio.Lock()
+        shared = {path: _SharedPage(page, turn).answer for path, page in pages.items()}
+        served: dict[str, Page] = {"/healthz": healthz, "/readyz": readyz, **shared}
         self._hosts = HostNames(hosts)
         self._app = Starlette(
             routes=[Route(path, page) for path, page in served.items()],

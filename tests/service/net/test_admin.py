@@ -6,15 +6,17 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from baton.service.net.admin import Admin
+from baton.service.net.admin import Admin, _SharedPage, json_response
 
 
 class Asking:
     """`async with Asking(hosts, address) as ask`: `status, answer = await ask(head)`."""
 
-    def __init__(self, hosts=(), address: str = "127.0.0.1:0"):
-        self._admin, self._address = Admin(lambda: (False, {"ready": False}), {}, hosts), address
+    def __init__(self, hosts=(), address: str = "127.0.0.1:0", pages=None):
+        self._admin, self._address = Admin(lambda: (False, {"ready": False}), pages or {}, hosts), address
 
     async def __aenter__(self) -> "Asking":
         self.port = await self._admin.start(self._address)
@@ -46,6 +48,44 @@ async def test_pages():
         assert (await ask(b"GET /other HTTP/1.1\r\n" + host))[0] == 404
         assert (await ask(b"POST /healthz HTTP/1.1\r\n" + host))[0] == 405
         assert (await ask(b"nonsense\r\n\r\n"))[0] == 400
+
+
+async def test_a_page_is_made_once_for_all_who_wait_and_the_others_have_their_turns():
+    """Each has one that was made after it asked; who asks otherwise has its own."""
+    num_made, turns = 0, []
+
+    async def page(request) -> Response:
+        nonlocal num_made
+        num_made += 1
+        turns.append(num_made)
+        return json_response({"made": num_made})
+
+    def ask(accept: str = "*/*"):
+        scope = {"type": "http", "headers": [(b"accept", accept.encode())]}
+        return asyncio.create_task(shared.answer(Request(scope)))
+
+    async def others() -> None:
+        while num_made < 6:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    shared = _SharedPage(page, asyncio.Lock())
+    first = [ask() for _ in range(100)]
+    first[0].cancel()
+    assert {(await each).body for each in first[1:]} == {b'{"made": 1}\n'}
+    assert (await ask()).body == b'{"made": 2}\n'
+    await asyncio.gather(others(), *map(ask, "abcd"))
+    assert num_made == 6 and all(0 in turns[turns.index(n) : turns.index(n + 1)] for n in range(3, 6))
+
+
+async def test_pages_of_a_process():
+    async def page(request) -> Response:
+        return json_response({"asked": request.headers["host"]})
+
+    async with Asking(pages={"/more": page}) as ask:
+        heads = [b"GET /more HTTP/1.1\r\nHost: localhost\r\n\r\n"] * 20
+        assert await asyncio.gather(*map(ask, heads)) == [(200, {"asked": "localhost"})] * 20
+        assert (await ask(b"POST /more HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 405
 
 
 OURS = [
