@@ -36,7 +36,7 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=patience(30))
     finally:
         process.kill()
     return process.returncode, out, err
