@@ -79,7 +79,7 @@ def _check_tools(options: ChatOptions) -> None:
     """Check what the grammar will have of them. Raises InvalidRequest."""
     called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in options.callable_tools]
     num_bytes = sum(len(json.dumps(tool["parameters"])) for _, tool in called)
-    if num_bytes > MAX_BYTES:  # a mebibyte takes 0.5 s to walk
+    if num_bytes > MAX_BYTES:  # 720 kB took 0.45 s to walk
         raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
     for index, tool in called:
         where, types = f"messages.tools[{index}].parameters", tool["parameters"].get("type", "object")

@@ -52,7 +52,7 @@ def to_bytes(value: Any) -> bytes:
 
 async def to_bytes_in_turns(value: Any, num_levels: int = 4) -> bytes:
     """Return the same, of a value that may have iterators in place of lists on its first levels; others run in between.
-    Logprobs of 65,536 tokens with 20 alternatives each are 95 MB, and take 8 s."""
+    Logprobs of 4,000 tokens with 20 alternatives each take 0.5 s, and an answer may have 16 times as many."""
     if isinstance(value, Iterator):
         elements = list[bytes]()
         for each in value:

@@ -117,6 +117,8 @@ class _Marker:
 
 
 def _of_template(text: str, marked: str, marker: _Marker) -> tuple[Match, ...] | None:
+    """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that came out
+    between their marks, and what is left of a pair of tokens that was cut between them."""
     pieces = re.split(f"([{''.join(marker.names)}])", marked)
     names = ["", *(marker.names[mark] for mark in pieces[1::2]), ""]
     found, position = list[Match](), 0

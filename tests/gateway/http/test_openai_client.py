@@ -165,7 +165,7 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
 
 @pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
 async def test_others_run_while_logprobs_are_written(form_of):
-    """65,536 tokens with 20 alternatives each had taken 8 s of the event loop."""
+    """4,000 tokens with 20 alternatives each had taken 0.5 s of the event loop, in one piece."""
     tokens = Detokenizer(Tokenizer(byte_level()))
     top = [pb.TokenLogprob(token_id=20 + n, logprob=-n) for n in range(5)]
     logprobs = [pb.Logprobs(chosen=top[n % 5], top=top) for n in range(1000)]
