@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from baton.engine.core.reproducible import fix_order_of_sums
+from baton.service import out_of_memory
 from tests.support import pace
 from tests.support.faults.table import lines
 
@@ -32,6 +34,8 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure(config) -> None:
     config.stash[STDERR] = os.dup(2)
+    # Where a worker ends the test's own process, what pytest has captured is lost with it.
+    out_of_memory.log.addHandler(logging.StreamHandler(os.fdopen(config.stash[STDERR], "w", closefd=False)))
     pace.slowness()  # before pytest starts its workers, which inherit it
 
 

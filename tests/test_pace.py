@@ -1,4 +1,5 @@
-"""Time limits of tests are as long as the machine is slow, never shorter than they are written, and nothing outlasts them."""
+"""Time limits of tests are as long as the machine is slow, never shorter than they are written, nothing outlasts
+them, and a process that a worker ends says why."""
 
 import os
 import subprocess
@@ -60,3 +61,19 @@ def test_what_no_limit_ends_is_named_and_the_others_run(tmp_path):
     assert ran.returncode == 1 and "2 failed, 1 passed" in ran.stdout  # test_stuck, and its worker
     assert "crashed while running 'test_file.py::test_stuck'" in ran.stdout
     assert "in unending" in ran.stderr
+
+
+ENDS = """
+from baton.service.out_of_memory import leave_for_lost_rank
+
+def test_lost():
+    leave_for_lost_rank("rank 1 stands still")
+"""
+
+
+def test_a_worker_that_ends_its_process_says_why(tmp_path):
+    (tmp_path / "test_file.py").write_text(ENDS)
+    argv = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n1", "-c", os.devnull, tmp_path]
+    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
+    assert "crashed while running 'test_file.py::test_lost'" in ran.stdout
+    assert "rank 1 stands still, so this worker ends with all its ranks" in ran.stderr

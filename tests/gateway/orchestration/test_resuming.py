@@ -232,12 +232,18 @@ async def test_a_gateway_that_stood_still_blames_nobody(cluster):
         assert all(link.state is LinkState.SERVING for link in c.gateway.registry.links)
 
 
+async def held_in_decode(c):
+    """A request whose answer waits on a decode worker, and that worker."""
+    hold(c, "decode")
+    running = start(c)
+    await reached(c, "decode")
+    (worker,) = (worker for worker in c.decode if worker.held)
+    return running, worker
+
+
 async def test_a_stalled_worker_is_left_where_another_serves(cluster):
     async with cluster(num_decode=2) as c:
-        hold(c, "decode")
-        running = start(c)
-        await reached(c, "decode")
-        (worker,) = (worker for worker in c.decode if worker.held)
+        running, worker = await held_in_decode(c)
         worker.state = "stalled"
         await c.until(lambda: any(each.held for each in c.decode if each is not worker))
         release(c, "decode")
@@ -247,23 +253,18 @@ async def test_a_stalled_worker_is_left_where_another_serves(cluster):
 
 async def test_a_stalled_worker_alone_may_come_back(cluster):
     async with cluster() as c:
-        hold(c, "decode")
-        running = start(c)
-        await reached(c, "decode")
-        c.decode[0].state = "stalled"
+        running, worker = await held_in_decode(c)
+        worker.state = "stalled"
         await c.until(lambda: c.gateway.registry.decode[0].state is LinkState.STALLED)
-        c.decode[0].state = "serving"
+        worker.state = "serving"
         release(c, "decode")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
-        assert c.decode[0].kinds().count("admit") == 1
+        assert worker.kinds().count("admit") == 1
 
 
 async def test_a_stalled_worker_is_left_where_another_comes_to_serve(cluster):
     async with cluster(num_decode=2) as c:
-        hold(c, "decode")
-        running = start(c)
-        await reached(c, "decode")
-        (worker,) = (worker for worker in c.decode if worker.held)
+        running, worker = await held_in_decode(c)
         (other,) = (each for each in c.decode if each is not worker)
         for each in (other, worker):
             each.state = "stalled"
