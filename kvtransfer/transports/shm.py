@@ -14,13 +14,14 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.memory.region import Region
 from kvtransfer.transports.mapped_line import MappedLine
-from kvtransfer.transports.socket_folder import SocketFolder, check_peer, socket_path
+from kvtransfer.transports.socket_folder import SocketFolder, check_peer, is_gone, socket_path
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.transports.tcp import CONNECT_S
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _MAX_IDLE = 8
 _IDLE_S = 60.0
+WATCH_S = 1.0  # between two looks whether a source is gone
 _BACKLOG_FULL_S = 0.01  # between two tries to connect
 
 
@@ -59,18 +60,21 @@ class _SharingLine(SocketLine):
 class _Mapped:
     region: Region
     memory: BlockMemory
+    source: Path  # its socket
     num_users: int
     idle_since: float
 
 
 class Mappings:
     """Pools of other processes, mapped once and kept for the next fetch: touching fresh pages costs as much as the
-    copy. A pool whose process is lost is unmapped with its last user, an idle one by the first fetch a minute later."""
+    copy. A pool whose process is lost is unmapped with its last user, or within a second where it has none: the host would
+    not have that memory back. An idle one goes by the first fetch a minute later. Belongs to the event loop."""
 
     def __init__(self):
         self._mapped: dict[tuple[int, int], _Mapped] = {}
+        self._watching: asyncio.Task | None = None
 
-    def open(self, fd: int, num_bytes: int, layout: KVLayout) -> tuple[int, int]:
+    def open(self, fd: int, num_bytes: int, layout: KVLayout, source: Path) -> tuple[int, int]:
         """Takes `fd` over; return the key with `close`. Raises ProtocolError."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
@@ -81,8 +85,10 @@ class Mappings:
                 raise ProtocolError(f"a pool of {len(mapped.region.memory)} bytes was announced with {num_bytes}")
         else:
             region = Region.map(fd, num_bytes)
-            mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, layout), 0, 0.0)
+            mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, layout), source, 0, 0.0)
         mapped.num_users += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="sources of shm")
         return key
 
     def memory(self, key: tuple[int, int]) -> BlockMemory:
@@ -98,14 +104,25 @@ class Mappings:
                 self._mapped.pop(key).region.close()
 
     def clear(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for mapped in self._mapped.values():
             mapped.region.close()
         self._mapped.clear()
 
+    async def _watch(self) -> None:
+        """Unmap what belongs to processes that are gone, as long as anything is mapped."""
+        while self._mapped:
+            await asyncio.sleep(WATCH_S)
+            gone = [key for key, each in self._mapped.items() if not each.num_users and is_gone(each.source)]
+            for key in gone:
+                self._mapped.pop(key).region.close()
+
 
 class _ReadingLine(MappedLine):
-    def __init__(self, sock: socket.socket, mappings: Mappings, layout: KVLayout):
+    def __init__(self, sock: socket.socket, source: Path, mappings: Mappings, layout: KVLayout):
         super().__init__(sock, takes_fds=True)
+        self._source = source  # its socket
         self._mappings = mappings
         self._layout = layout
         self._key: tuple[int, int] | None = None
@@ -130,7 +147,7 @@ class _ReadingLine(MappedLine):
             os.close(descriptor)
             raise ProtocolError(f"a pool of {mapping.num_bytes} bytes in blocks of {mapping.block_bytes}, "
                                 f"its handle speaks of {self._layout.block_bytes}")  # fmt: skip
-        self._key = self._mappings.open(descriptor, mapping.num_bytes, self._layout)
+        self._key = self._mappings.open(descriptor, mapping.num_bytes, self._layout, self._source)
 
     def close(self) -> None:
         super().close()
@@ -141,7 +158,8 @@ class _ReadingLine(MappedLine):
 
 async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketLine:
     """`address`: the source's socket below `parent`; `layout`: of the source's pool. Raises PeerLost."""
-    return _ReadingLine(await reached(address, parent), mappings, layout)
+    sock = await reached(address, parent)
+    return _ReadingLine(sock, Path(socket_path(parent, address)), mappings, layout)
 
 
 async def _connect(sock: socket.socket, path: str) -> None:

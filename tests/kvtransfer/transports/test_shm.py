@@ -12,12 +12,17 @@ from kvtransfer.transfer.source import Source
 from kvtransfer.transports import shm, socket_folder
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import local_host_id
-from tests.support.kvtransfer.rig import NUMERICS, running
+from tests.support.kvtransfer.rig import NUMERICS, running, until
 
 
 def socket_of(source: Source) -> Path:
     address = next(endpoint.address for endpoint in source.endpoints() if endpoint.transport == "shm")
     return Path(socket_folder.socket_path(socket_folder.default_parent(), address))
+
+
+def num_mapped() -> int:
+    """Anonymous files that this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def test_same_pool_is_mapped_once():
@@ -29,6 +34,22 @@ def test_same_pool_is_mapped_once():
             memory = next(iter(rig.fetcher._doors._mappings._mapped.values())).memory
             with pytest.raises(ValueError):
                 memory.blocks[0, 0] = 1  # another process's pool can be read, not written
+
+    asyncio.run(main())
+
+
+def test_a_pool_is_unmapped_when_its_process_is_gone(monkeypatch):
+    """The host has its memory back only then; a worker that was moved away is fetched from no more."""
+    monkeypatch.setattr(shm, "WATCH_S", 0.01)
+
+    async def main():
+        async with running("shm") as rig:
+            before = num_mapped()
+            await rig.fetch(rig.ready_offer("a"), rig.destination())
+            await asyncio.sleep(0.05)
+            assert num_mapped() == before + 1, "its process still runs"
+            await rig.source.stop()  # as at the end of the process
+            await until(lambda: num_mapped() == before, "the pool to be unmapped")
 
     asyncio.run(main())
 
