@@ -262,11 +262,11 @@ class Cells:
 
     def outgoing(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
         """Yield the range in wire order, in groups of buffers; `ids`: int64 [n], one per block position. With
-        `in_blocks` (both sides keep the same blocks, whole) whole blocks are sent from where they are; the rest is
-        staged."""
+        `in_blocks` (the taker keeps this box alone, in blocks of the same size and form) whole blocks are sent as they are
+        kept there, from where they are if they are kept so here; the rest is staged."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is None:
-                yield [memoryview(self.memory.blocks[selector]).cast("B") for selector in selectors]
+                yield [memoryview(self._alone(selector)).cast("B") for selector in selectors]
             else:
                 flat, staged = self._flat(part)
                 self.gather(ids, part, staged)
@@ -286,6 +286,13 @@ class Cells:
                 staging = np.empty((len(selectors[0]), self.memory.layout.block_bytes), np.uint8)
                 yield [memoryview(staging).cast("B")]
                 self.memory.blocks[selectors[0]] = staging
+
+    def _alone(self, selector: slice | np.ndarray) -> np.ndarray:
+        """Return some blocks, uint8 [block, bytes], as a pool keeps them that holds this box and nothing else."""
+        if self.is_whole:
+            return self.memory.blocks[selector]
+        rows = [plane[selector] for plane in self.planes]
+        return np.concatenate([each.reshape(len(each), -1) for each in rows], 1)
 
     def _wire(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[tuple[Range | None, list]]:
         """(a range that is staged, no selectors) or (None, selectors of whole blocks: slices, or one index array)."""

@@ -187,8 +187,8 @@ class Serving:
         mirrored = self._cells.memory is shelf.pools.host or self._digests.reads_bytes
         self._stay = Stay(shelf.room if mirrored else None, Side.GIVEN)
         self._in_blocks = want.in_blocks
-        if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == layout.groups[box.group]):
-            raise ProtocolError("whole blocks are wanted, but here they hold something else too, or in another way")
+        if want.in_blocks and (extent.is_state or taker.groups[box.group] != layout.groups[box.group]):
+            raise ProtocolError("whole blocks are wanted, but here they are of another size or form")
         self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
         layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
         self._sent, self._acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))

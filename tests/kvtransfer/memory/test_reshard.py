@@ -295,6 +295,22 @@ def test_ranks_that_are_alike_move_whole_blocks(transport):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("form", ("bf16", "int8"))
+@pytest.mark.parametrize("taker_cut", (by_layers(2), by_layers(1), by_heads(2)), ids=("alike", "whole", "by heads"))
+def test_ranks_with_room_for_the_whole_model_feed_any_cut(taker_cut, form):
+    """Ranks of other hosts have such pools, of which they use their layers; GPUs with the same layers have nothing else."""
+
+    async def main():
+        shapes = (layout(16, form), by_layers(2), layout(16, form), taker_cut)
+        async with Cluster("tcp", *shapes, in_whole_pools=True) as cluster:
+            handle, ticket = cluster.offer("k", 300)
+            cluster.finish("k")
+            await cluster.fetch(handle, ticket, cluster.destinations(300))
+            cluster.check_arrived((0, 127, 128, 299))
+
+    asyncio.run(main())
+
+
 def test_handles_of_other_leases_are_not_joined():
     async def main():
         async with Cluster("tcp", layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(1)) as cluster:

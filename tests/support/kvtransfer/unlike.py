@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtransfer.layout import KV_FORMS, BlockRef, Box, KVGroup, KVLayout
-from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Shard, Sharding
 from kvtransfer.transfer.fetcher import Fetcher
@@ -91,6 +91,15 @@ def cells(rank: Rank, box: Box):
     return Sharding(rank.layout, (rank.shard,)).cells(rank.memory, box)
 
 
+def widened(rank: Rank) -> bytearray:
+    """Return a pool with room for the whole model, in which is what the rank's own has, and nothing else."""
+    (box,) = rank.shard
+    pool = bytearray(len(rank.memory.blocks) * rank.layout.block_bytes)
+    for plane, own in zip(Cells(BlockMemory(pool, rank.layout), box, 0).planes, cells(rank, box).planes):
+        plane[...] = own
+    return pool
+
+
 def expected(sources: list[Rank], source_ids, taker_form: str, token: int, layer: int, kv: int, head: int):
     """(row, scales) that must arrive: looked up in any source that has them, converted alone."""
     for rank in sources:
@@ -124,8 +133,10 @@ class Cluster:
     """A source of several ranks and a taker of several, every rank with sockets and pools of its own."""
 
     def __init__(
-        self, transport, source: KVLayout, source_shards, taker: KVLayout, taker_shards, ttl_s=5.0, digest="sum"
-    ):
+        self, transport, source: KVLayout, source_shards, taker: KVLayout, taker_shards, ttl_s=5.0, digest="sum",
+        in_whole_pools=False,
+    ):  # fmt: skip
+        """`in_whole_pools`: the source's ranks have room for the whole model each."""
         rng = np.random.default_rng(3)
         self.num_blocks, self.transport = 24 * 64 // min(source.block_size, taker.block_size, 64), transport
         self.generation = dict.fromkeys(range(self.num_blocks), 5)
@@ -140,10 +151,11 @@ class Cluster:
         identity = SourceIdentity(b"prefill-0", 11, bytes(32), numerics(form, len(source_shards)))
         self.sources = [
             Source(
-                rank.region.memory, source, identity, local_host_id(),
+                widened(rank) if in_whole_pools else rank.region.memory, source, identity, local_host_id(),
                 lambda key, ending, index=index: self.endings.append((index, key, ending)),
                 generations=self.generation.__getitem__, region=rank.region, lease_ttl_s=ttl_s,
-                transports=(transport,), sharding=Sharding(source, (rank.shard,)), mint=mint, codec=codec,
+                transports=(transport,), mint=mint, codec=codec,
+                sharding=Sharding(source, (rank.shard,), in_whole_pool=in_whole_pools),
             )
             for index, rank in enumerate(self.ranks)
         ]  # fmt: skip
