@@ -122,7 +122,6 @@ class Serving:
         self._shelf.dialogues[name] = self
         try:
             self._establish()
-            await self._line.share_memory()
             working = (self._prepare_all(lease), self._announce_all(lease), self._reply())
             await converse(self._listen(lease, want.share), *working)
         finally:
@@ -280,6 +279,8 @@ class Serving:
             await self._prepared.put(_Prepared(moved, digests, payload))
 
     async def _announce_all(self, lease: Lease) -> None:
+        """Beside the listening: a taker that has everything already says so and goes before it can be shared with."""
+        await self._line.share_memory()
         while True:
             moved, digests, payload = await self._prepared.get()
             while len(self._unacked) >= MAX_UNACKED:

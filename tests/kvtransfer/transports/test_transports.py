@@ -82,6 +82,18 @@ def test_cached_prefix_does_not_move(name):
     asyncio.run(main())
 
 
+def test_a_taker_that_has_all_of_it_ends_the_lease(name):
+    """It says so and goes, as one that comes back does whose last word was lost."""
+
+    async def main():
+        async with running(name) as rig:
+            await rig.fetch(rig.ready_offer(), rig.destination(num_cached_tokens=NUM_TOKENS))
+            await rig.wait_released("k")
+            assert rig.endings == {"k": "released"} and not rig.source.counters["peer_lost"]
+
+    asyncio.run(main())
+
+
 def test_a_lease_waits_for_finish(name):
     async def main():
         async with running(name) as rig:
