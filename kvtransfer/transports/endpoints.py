@@ -35,10 +35,16 @@ class Address:
     security: grpc_stream.Security = grpc_stream.OPEN
 
     def of(self, host: str, port: int) -> str:
+        """Return where takers find a listener. Raises OSError, one line, where that is not known."""
         if self.advertise_host:
             host = self.advertise_host
         elif host in _WILDCARDS:
-            host = socket.gethostbyname(socket.gethostname())
+            name = socket.gethostname()
+            try:
+                host = socket.gethostbyname(name)
+            except OSError as exc:
+                why = f"this host's name, {name}, leads to no address: {exc.strerror}"
+                raise OSError(f"{why}; say by --advertise-host where other machines reach it") from exc
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -14,6 +14,7 @@ import pytest
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost
 from kvtransfer.transports import socket_folder
+from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import encode_frame
@@ -163,3 +164,16 @@ async def test_a_line_that_is_closed_wakes_who_waits():
     with pytest.raises(PeerLost, match="the line was closed"):
         await receiving
     here.close()
+
+
+def test_a_host_whose_name_leads_nowhere_says_what_to_do(monkeypatch):
+    def lookup(name):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", lookup)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    with pytest.raises(
+        OSError, match="name, node-7, leads to no address: Name or service not known; say by --advertise-host"
+    ):
+        Address("0.0.0.0").of("0.0.0.0", 5000)
+    assert Address("0.0.0.0", "10.0.0.7").of("0.0.0.0", 5000) == "10.0.0.7:5000"
