@@ -56,6 +56,19 @@ def test_expires_once():
         lease.check_alive()
 
 
+async def test_a_ticket_of_another_rank_renews_the_lease():
+    """As it did on the rank that has minted it: the lease is one, and lives as long on all of them."""
+    table = Table()
+    lease = table.lease()
+    table.clock.now += 4.9
+    table.admit("k", b"second")
+    table.clock.now += 4.9
+    assert table.find(lease.lease_id) is lease and b"second" in lease.fetches
+    table.clock.now += 0.2
+    table.admit("k", b"third")
+    assert table.endings == ["expired"] and b"third" not in lease.fetches
+
+
 def test_renewal_counts_from_now():
     table = Table()
     lease = table.lease()
