@@ -62,20 +62,28 @@ class Shelter:
         self._verified = [destination.num_cached_tokens] * num_shares
         self._told = destination.num_cached_tokens
         self._least = 0 if handle.layout.state is None else handle.num_tokens
-        self._blocks: list[BlockRef] = []
-        self.ids = self.state_ids = np.empty(0, np.int64)  # of _blocks; of the one state
+        self._last: BlockRef | None = None  # of the blocks of `ids`
+        self._room = np.empty(0, np.int64)  # for ids; `ids` is the part of it that is known
+        self.ids = self.state_ids = self._room  # of the blocks set aside; of the one state
 
     def make_room(self, upto_token: int) -> None:
-        """Raises what the destination raises, TransferFailed, StaleBlocks."""
-        blocks = list(self._destination.set_aside(upto_token))
+        """Look at blocks that were not there before, and at the last that was: a long prompt comes in thousands of ranges,
+        each with a few. Raises what the destination raises, TransferFailed, StaleBlocks."""
+        blocks, known = self._destination.set_aside(upto_token), len(self.ids)
         if len(blocks) < self._memory.layout.num_blocks(upto_token):
             raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")
-        known = min(len(blocks), len(self._blocks))
-        if blocks[:known] != self._blocks[:known]:
+        if 0 < known <= len(blocks) and blocks[known - 1] != self._last:
             raise StaleBlocks("the destination has given blocks of this fetch to another request")
         if len(blocks) > known:
-            self._blocks = blocks
-            self.ids = self._memory.check_ids([block.block_id for block in blocks])
+            self._append(self._memory.check_ids([block.block_id for block in blocks[known:]]))
+            self._last = blocks[-1]
+
+    def _append(self, ids: np.ndarray) -> None:
+        known, end = len(self.ids), len(self.ids) + len(ids)
+        if end > len(self._room):  # a thread may still read what `ids` was
+            self._room = np.concatenate((self.ids, np.empty(2 * end - known, np.int64)))
+        self._room[known:end] = ids
+        self.ids = self._room[:end]
 
     def make_room_for_state(self, num_tokens: int) -> None:
         """Make room for the state behind so many tokens, and for them. Raises as `make_room` does."""
