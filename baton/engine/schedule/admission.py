@@ -86,12 +86,12 @@ class Admission:
             self.lifecycle.happen(group, GroupEvent.SKIP, num_tokens)
             return group.trunk.num_outside * self.layout.block_size
 
-    def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
-        """Return blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`.
-        Raises Refusal: kv_full; LookupError when the key has ended."""
+    def set_aside(self, key: Key, upto_token: int, first_block: int = 0) -> list[BlockRef]:
+        """Return blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`;
+        `first_block`: without so many of the first. Raises Refusal: kv_full; LookupError when the key has ended."""
         with self.ledger.lock:
             group = self._tell(key, GroupEvent.SET_ASIDE, upto_token)
-            return list(self.ledger.refs(group.trunk.block_ids[: self.layout.num_blocks(upto_token)]))
+            return list(self.ledger.refs(group.trunk.block_ids[first_block : self.layout.num_blocks(upto_token)]))
 
     def state_blocks(self, key: Key) -> tuple[BlockRef, ...]:
         """Return the block for the state of a key for which blocks were set aside; none where its model keeps none.

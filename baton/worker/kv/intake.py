@@ -46,10 +46,13 @@ class EngineBlocks:
         self._num_landed = num_cached_tokens
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
-        try:
-            self._refs = self._engine.admission.set_aside(self._key, upto_token)
-        except LookupError:
-            raise KeyEnded from None
+        """The engine is asked for new blocks alone, and for the last one again, which must be the same."""
+        if self._engine.layout.num_blocks(upto_token) > len(self._refs):
+            first = max(0, len(self._refs) - 1)
+            try:
+                self._refs[first:] = self._engine.admission.set_aside(self._key, upto_token, first)
+            except LookupError:
+                raise KeyEnded from None
         return self._refs
 
     def state_block(self) -> BlockRef:

@@ -35,3 +35,17 @@ async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_s
     engine.admission.compute_rest(request.key)
     assert engine.admission.groups[request.key].num_cached_tokens == num_final
     engine.check_integrity()
+
+
+def test_an_engine_is_asked_once_for_each_block_of_a_long_prompt(monkeypatch):
+    """Its ledger is locked meanwhile. A range has four blocks, however many came before; the last is compared again."""
+    engine, given = toy_engine(num_blocks=64, max_model_len=1024), []
+    request = make_request("a", [5 + index % 80 for index in range(1000)])
+    engine.admission.admit(request)
+    refs = engine.ledger.refs
+    monkeypatch.setattr(engine.ledger, "refs", lambda block_ids: given.extend(block_ids) or refs(block_ids))
+    blocks = intake.EngineBlocks(engine, request.key, 0, lambda token: None)
+    for upto_token in (*range(64, 1000, 64), 1000, 640):
+        found = blocks.set_aside(upto_token)
+    assert tuple(found) == refs(engine.admission.groups[request.key].trunk.block_ids)
+    assert len(found) == 63 and len(given) == 63 + 15
