@@ -99,7 +99,7 @@ def test_a_lease_waits_for_finish(name):
         async with running(name) as rig:
             offer = rig.offer(num_ready_tokens=NUM_TOKENS)
             await rig.fetch(offer, rig.destination())
-            await asyncio.sleep(0.02)
+            await until(lambda: rig.source.num_connections == 0, "the end of the dialogue")
             assert rig.released == []
             rig.source.finish("k")
             assert rig.released == ["k"]
