@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.adapters.low_rank import LowRank
@@ -58,6 +59,8 @@ class Adapters:
         self._lock = threading.Lock()
         self._copies: dict[str, LoraFolder] = {}  # by name
         self._ready: dict[bytes, Adapter] = {}  # those used longest ago first
+        # Without a name, where slots have no bound and none is ever evicted: each as long as requests hold it.
+        self._unnamed: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
         self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
         self._retry_at: dict[bytes, float] = {}  # of those that could not be made ready, time.monotonic()
         self._thread = ThreadPoolExecutor(1, "adapters")
@@ -70,23 +73,27 @@ class Adapters:
         with self._lock:
             self._copies[name] = copy
             if self._has_slot and not {copy.identity} & (self._ready.keys() | self._making.keys()):
-                self._ready[copy.identity] = made
+                self._ready[copy.identity] = self._unnamed.get(copy.identity) or made
+            self._let_go()
         return copy.identity
 
     def remove(self, name: str) -> bool:
         """Take an adapter from new requests; return whether there was one."""
         with self._lock:
-            return self._copies.pop(name, None) is not None
+            was_here = self._copies.pop(name, None) is not None
+            self._let_go()
+            return was_here
 
     def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
         """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal: no_adapter,
         also for a while after it could not be made ready; adapter_loading, and it is being made ready; adapter_slots,
         all being in use."""
         with self._lock:
-            ready, copy = self._ready.get(identity), self._copy(identity)
+            ready, copy = self._ready.get(identity) or self._unnamed.get(identity), self._copy(identity)
             # Of one without a name a leg may yet come, as long as the request that began with it is here.
             if ready is not None and (copy is not None or ready in in_use()):
-                self._ready[identity] = self._ready.pop(identity)
+                if identity in self._ready:
+                    self._ready[identity] = self._ready.pop(identity)
                 return ready
             if copy is None or time.monotonic() < self._retry_at.get(identity, 0.0):
                 raise Refusal("no_adapter", retry_after_s=0.0)
@@ -133,6 +140,13 @@ class Adapters:
     @property
     def _has_slot(self) -> bool:
         return self._num_slots is None or len(self._ready) + len(self._making) < self._num_slots
+
+    def _let_go(self) -> None:
+        """Leave those that have lost their last name to the requests that hold them, where slots have no bound."""
+        if self._num_slots is None:
+            named = {copy.identity for copy in self._copies.values()}
+            for identity in self._ready.keys() - named:
+                self._unnamed[identity] = self._ready.pop(identity)
 
     def _evict(self, in_use: Collection[Adapter]) -> bool:
         """Empty the slot of one that nobody uses, without a name if there is such a one; return whether there was any."""

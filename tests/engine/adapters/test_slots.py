@@ -4,6 +4,7 @@ them."""
 import hashlib
 import random
 import threading
+import weakref
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -65,8 +66,12 @@ def identity_of(content: str) -> bytes:
     return hashlib.sha256(content.encode()).digest()
 
 
+def add_as(shelf: Shelf, name: str, content: str) -> bytes:
+    return shelf.adapters.add(name, Path(content))
+
+
 def add(shelf: Shelf, *names: str) -> list[bytes]:
-    return [shelf.adapters.add(name, Path(name)) for name in names]
+    return [add_as(shelf, name, name) for name in names]
 
 
 def test_the_least_recently_used_goes():
@@ -109,6 +114,21 @@ def test_one_without_a_name_serves_those_that_began_with_it():
     assert shelf.ask(a) == "no_adapter"
     b, c = add(shelf, "b", "c")
     assert shelf.get(b) == shelf.get(c) == "" and set(shelf.adapters.ready) == {b, c}
+
+
+@pytest.mark.parametrize("lose", [lambda shelf: shelf.adapters.remove("a"), lambda shelf: add_as(shelf, "a", "other")])
+def test_without_bound_one_without_a_name_goes_with_its_last_request(lose):
+    """No slot is ever wanted of it: it had stayed as long as the worker ran."""
+    shelf = Shelf(None)
+    (a,) = add(shelf, "a")
+    assert shelf.get(a) == ""
+    held = weakref.ref(shelf.held[0])
+    lose(shelf)
+    assert a not in shelf.adapters.ready and shelf.ask(a) == "", "a leg of the same request"
+    assert add_as(shelf, "b", "a") == a and shelf.get(a) == "" and len(set(shelf.held)) == 1, "it has a name again"
+    shelf.adapters.remove("b")
+    shelf.held.clear()
+    assert held() is None and shelf.ask(a) == "no_adapter"
 
 
 def test_one_that_cannot_be_made_ready_is_told_and_let_be_for_a_while(monkeypatch, caplog):
