@@ -71,8 +71,13 @@ class FrozenTarget:
         return self.model.embedding(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size]; gradients pass to the features."""
-        return F.linear(features.to(self.head.dtype), self.head)
+        """[..., hidden_size] to [..., vocab_size], scaled and capped as the model's are; gradients pass to the features."""
+        logits = F.linear(features.to(self.head.dtype), self.head)
+        if self.spec.logit_scale != 1:
+            logits = logits * self.spec.logit_scale
+        if (cap := self.spec.logit_softcap) is not None:  # in fp32: near the cap large ones differ by little
+            logits = torch.tanh(logits.float() / cap) * cap
+        return logits
 
     @torch.no_grad()
     def distribution(self, features: Tensor) -> Tensor:

@@ -1,12 +1,19 @@
 """The frozen target says what transformers' model does, of every sequence of a batch by itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from baton.engine.layers.activation import soft_capped
 from baton.training.data.corpus import Document
+from baton.training.data.tokenizer import train_tokenizer
 from baton.training.heads.heads import heads_loss, new_heads, train_heads
 from baton.training.heads.target import FrozenTarget
+from baton.training.model.export import export
+from baton.training.model.llama import Llama
 from tests.support.engine.folders import make_folder, random_ids
+from tests.support.heads import SHAPE, TEXT
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3-next", "bamba"])
@@ -20,6 +27,22 @@ def test_logits_of_a_batch(family, tmp_path):
             torch.testing.assert_close(
                 logits, reference(token_ids).logits, atol=0.05 * logits.abs().max().item(), rtol=0
             )
+
+
+@pytest.mark.parametrize("numbers", [{"logit_scale": 0.25}, {"logit_scale": 4.0, "logit_softcap": 1.5}])
+def test_logits_are_scaled_and_capped_as_the_models_are(numbers, tmp_path):
+    """Of Granite, Cohere and Falcon-H1, and of Gemma 2: heads had learned from sharper distributions than the model draws
+    from."""
+    export(Llama(SHAPE), train_tokenizer([TEXT], SHAPE.vocab_size), tmp_path)
+    target = FrozenTarget(tmp_path, max_length=64, max_tokens=128)
+    target.spec = replace(target.spec, **numbers)
+    features = target.features(torch.tensor([random_ids(50, seed) for seed in range(2)]))
+    wanted = target.model.scored(features.flatten(0, 1)).float() * target.spec.logit_scale
+    if (cap := target.spec.logit_softcap) is not None:
+        wanted = soft_capped(wanted, cap)
+    logits = target.logits(features).float().flatten(0, 1)
+    torch.testing.assert_close(logits, wanted, atol=0.05 * wanted.abs().max().item(), rtol=0)
+    assert torch.equal(target.distribution(features).flatten(0, 1), logits.softmax(dim=-1))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
