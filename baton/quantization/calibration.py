@@ -42,12 +42,16 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """tokenizer.json of a model folder. Raises QuantizeError."""
+    """tokenizer.json of a model folder, for whole texts: bounds and padding that it was saved with are another's. Raises
+    QuantizeError."""
     path = model / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise QuantizeError(f"{path}: not a tokenizer ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) -> list[Tensor]:

@@ -61,5 +61,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer.json of a folder."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """Read the tokenizer.json of a folder, for whole texts: bounds and padding that it was saved with are another's. Raises
+    ValueError."""
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"{path}: not a tokenizer ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
