@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.constraints.constraint import Constraint
 from baton.engine.core.pooling import PoolingParams
@@ -45,6 +45,8 @@ class Request:
     constraint: Constraint | None = None  # that the answer keeps to
     pooling: PoolingParams | None = None  # the prompt is read for this, and not answered
     adapter: bytes = b""  # identity of the one that its rows are adapted by; empty: none
+    # The different tokens of the prompt, an array, once a repetition penalty has asked for them: sampler.py's, of the loop.
+    prompt_seen: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def reads_cache(self) -> bool:

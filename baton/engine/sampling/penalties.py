@@ -9,6 +9,8 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 
+TokenIds = Sequence[int] | np.ndarray
+
 
 def changes(params: SamplingParams, banned: frozenset[int]) -> bool:
     """Return whether these parameters change any logit before the temperature."""
@@ -23,13 +25,14 @@ def penalties(params: SamplingParams) -> tuple[float, float, float]:
 def penalize(
     logits: Tensor,
     params: SamplingParams,
-    prompt_ids: Sequence[int],
+    prompt_ids: TokenIds,
     output_ids: Sequence[int],
     banned: frozenset[int],
 ) -> None:
     """Change one row of logits, fp32 [vocab_size], in place. Tokens in `banned` become impossible."""
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor((*prompt_ids, *output_ids), dtype=torch.int64, device=logits.device).unique()
+        met = np.union1d(np.asarray(prompt_ids, np.int64), np.asarray(output_ids, np.int64))
+        seen = torch.from_numpy(met).to(logits.device)
         values = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
@@ -47,7 +50,7 @@ def penalize(
 
 def changed_tokens(
     params: SamplingParams,
-    prompt_ids: Sequence[int],
+    prompt_ids: TokenIds,
     output_ids: Sequence[int],
     banned: frozenset[int],
     seen: int,
@@ -56,9 +59,9 @@ def changed_tokens(
     is in the output, with `seen` where the repetition penalty meets it, and the fp32 that is added, as its bits; -inf is a
     ban."""
     output = np.asarray(output_ids, np.int32)
-    repeated = np.concatenate([np.asarray(prompt_ids, np.int32), output])
-    if params.repetition_penalty == 1.0:
-        repeated = output[:0]
+    repeated = output[:0]
+    if params.repetition_penalty != 1.0:
+        repeated = np.concatenate([np.asarray(prompt_ids, np.int32), output])
     biased = np.asarray([id_ for id_, _ in params.logit_bias], np.int32)
     barred = np.asarray(sorted(banned), np.int32)
     ids = np.unique(np.concatenate([output, repeated, biased, barred]))

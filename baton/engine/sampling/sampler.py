@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from baton.engine.core.request import Request, TokenLogprobs
 from baton.engine.sampling.filters import candidates
 from baton.engine.sampling.masking import apply_masks
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
-from baton.engine.sampling.penalties import changes, penalize
+from baton.engine.sampling.penalties import TokenIds, changes, penalize
 from baton.sampling_params import SamplingParams
 
 # Noise over a whole vocabulary is taken in fp32 first; what comes this near to the best is compared again in fp64, so
@@ -33,7 +34,7 @@ class SampleRow:
     params: SamplingParams
     choice: int
     position: int
-    prompt_ids: Sequence[int] = ()
+    prompt_ids: TokenIds = ()  # what a repetition penalty meets, each once or as often as it is there
     output_ids: Sequence[int] = ()
     min_tokens_left_bans: frozenset[int] = frozenset()  # ids that may not be drawn while min_tokens is not reached
     mask: Tensor | None = None  # int32 [words] on the host, a bit for each id: only ids whose bit is set are drawn
@@ -53,7 +54,16 @@ def sample_row(
     banned = request.stop_token_ids if is_early else NO_TOKENS
     if not params.has_penalties:
         return SampleRow(params, choice, num_tokens, (), (), banned, mask)
-    return SampleRow(params, choice, num_tokens, token_ids[:border], [*token_ids[border:], *draft_ids], banned, mask)
+    seen = prompt_seen(request) if params.repetition_penalty != 1.0 else ()
+    return SampleRow(params, choice, num_tokens, seen, [*token_ids[border:], *draft_ids], banned, mask)
+
+
+def prompt_seen(request: Request) -> np.ndarray:
+    """Return the different tokens of a prompt, found once: in each step 32,768 tokens took 3.5 ms, in which all sequences
+    wait."""
+    if not request.prompt_seen:
+        request.prompt_seen.append(np.unique(np.asarray(request.token_ids[: request.num_prompt_tokens], np.int32)))
+    return request.prompt_seen[0]
 
 
 class Sampled(NamedTuple):

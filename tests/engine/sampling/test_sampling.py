@@ -15,8 +15,9 @@ from transformers.generation.logits_process import (
 from baton.engine.sampling.filters import candidates
 from baton.engine.sampling.noise import gumbel, noise, noise_key, uniform
 from baton.engine.sampling.penalties import penalize
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampler, SampleRow, sample_row
 from baton.sampling_params import SamplingParams
+from tests.support.engine.toys import make_request
 
 VOCAB = 500
 
@@ -42,6 +43,21 @@ def test_repetition_penalty_as_transformers():
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits.clone())
     penalize(logits[0], SamplingParams(repetition_penalty=1.7), prompt, output, frozenset())
     assert torch.equal(logits, expected)
+
+
+def test_what_a_prompt_holds_is_found_once():
+    """Not again in each step, in which all other requests wait: of a long prompt that took milliseconds."""
+    request, other = (
+        make_request("a", [5, 3, 5, 7], **penalty)
+        for penalty in ({"repetition_penalty": 1.3}, {"frequency_penalty": 1.0})
+    )
+    token_ids = list(request.token_ids)
+    first = sample_row(request, request.sampling, 0, token_ids)
+    second = sample_row(request, request.sampling, 0, [*token_ids, 9], [8])
+    assert list(first.prompt_ids) == [3, 5, 7] and second.prompt_ids is first.prompt_ids
+    assert (first.output_ids, second.output_ids) == ([], [9, 8])
+    third = sample_row(other, other.sampling, 0, [*token_ids, 9])
+    assert len(third.prompt_ids) == 0 and third.output_ids == [9], "the prompt is not looked at"
 
 
 def test_presence_and_frequency_count_the_output_only():
