@@ -95,7 +95,7 @@ class RequestHandler:
 
     def with_deadline(self, call: CallContext) -> CallContext:
         """Return it with the deadline that it has in any case."""
-        return call if call.time_left_s is not None else call._replace(time_left_s=self._settings.default_timeout_s)
+        return call._replace(time_left_s=self._time_left_s(call))
 
     def max_concurrent(self, asked: str) -> int | None:
         """Return how many choices of this model the tenant of the call may have running; None: any number."""
@@ -273,12 +273,13 @@ class RequestHandler:
             tenant=guard.tenant(),
         )
 
+    def _time_left_s(self, call: CallContext) -> float:
+        return self._settings.default_timeout_s if call.time_left_s is None else call.time_left_s
+
     def _deadline(self, call: CallContext, received: float) -> float:
         """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
         passed."""
-        left_s = call.time_left_s
-        if left_s is None:
-            left_s = self._settings.default_timeout_s
+        left_s = self._time_left_s(call)
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self._settings.max_timeout_s)
