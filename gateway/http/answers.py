@@ -1,6 +1,5 @@
 """Answers in OpenAI's form: one object, or the events of a stream."""
 
-import asyncio
 import base64
 import itertools
 import json
@@ -11,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
-
-Json = dict[str, Any]
+from gateway.http.writing import Data, Json, event, to_bytes, to_bytes_in_turns
 
 
 class SequenceDecoder(Protocol):
@@ -40,49 +38,8 @@ class TokenTexts(Protocol):
 
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
-_AT_ONCE = 32  # tokens: 4 ms
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _DONE = b"data: [DONE]\n\n"
-
-
-def to_bytes(value: Any) -> bytes:
-    """Return the value as JSON. Half of a surrogate pair, which is no text, is escaped."""
-    return _dumps(value).encode(errors="backslashreplace")
-
-
-async def to_bytes_in_turns(value: Any, num_levels: int = 4) -> bytes:
-    """Return the same, of a value that may have iterators in place of lists on its first levels; others run in between.
-    Logprobs of 4,000 tokens with 20 alternatives each take 0.5 s, and an answer may have 16 times as many."""
-    if isinstance(value, Iterator):
-        elements = list[bytes]()
-        for each in value:
-            elements.append(to_bytes(each))
-            if len(elements) % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return b"[" + b",".join(elements) + b"]"
-    if num_levels and isinstance(value, dict):
-        pairs = [to_bytes(name) + b":" + await to_bytes_in_turns(each, num_levels - 1) for name, each in value.items()]
-        return b"{" + b",".join(pairs) + b"}"
-    if num_levels and isinstance(value, list):
-        return b"[" + b",".join([await to_bytes_in_turns(each, num_levels - 1) for each in value]) + b"]"
-    return to_bytes(value)
-
-
-def with_lists(value: Any) -> Any:
-    """Return the value with lists in place of iterators."""
-    if isinstance(value, dict):
-        return {name: with_lists(each) for name, each in value.items()}
-    return list(map(with_lists, value)) if isinstance(value, list | Iterator) else value
-
-
-def event(value: Json) -> bytes:
-    """Return the value as an event of a stream."""
-    return b"data: " + to_bytes(value) + b"\n\n"
-
-
-def named_event(name: str, value: Json) -> bytes:
-    """Return the value as an event of a stream whose events have names."""
-    return b"event: " + name.encode() + b"\ndata: " + to_bytes(value) + b"\n\n"
 
 
 def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
@@ -98,11 +55,11 @@ def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Itera
 class StreamForm(Protocol):
     """What the events of an answer look like."""
 
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the events for a message to the prompt of that number; empty, where it says nothing here."""
         ...
 
-    def tail(self, usages: Iterable[pb.Usage]) -> bytes:
+    def tail(self, usages: Iterable[pb.Usage]) -> Data:
         """Return the last events."""
         ...
 
@@ -147,7 +104,7 @@ class AnswerForm:
         self._so_far: dict[int, pb.Usage] = {}  # by prompt, where each event tells it
         self._begun: set[int] = set()
 
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message to the prompt of that number; empty, where it says nothing here."""
         if self._asked.continuous_usage_stats:
             self._count(prompt, message)
@@ -161,6 +118,8 @@ class AnswerForm:
         behind = self._behind
         if self._asked.continuous_usage_stats:
             behind = f'],"usage":{_dumps(_usage(self._so_far.values()))}}}\n\n'
+        if message.logprobs or "prompt_logprobs" in choice:
+            return self._in_turns(choice, behind)
         return f"{self._before}{_dumps(choice)}{behind}".encode()
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
@@ -183,6 +142,10 @@ class AnswerForm:
         ]
         usage = _usage(response.usage for response in responses)
         return {**self._head(self.names.object), "choices": choices, "usage": usage}
+
+    async def _in_turns(self, choice: Json, behind: str) -> bytes:
+        """Return the event of a choice with iterators."""
+        return self._before.encode() + await to_bytes_in_turns(choice) + behind.encode()
 
     def _count(self, prompt: int, message: pb.GenerateResponse) -> None:
         usage = self._so_far.setdefault(prompt, pb.Usage())
@@ -207,6 +170,7 @@ class AnswerForm:
         return found
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
+        """Return the event's own part of the choice, with iterators where it has logprobs."""
         raise NotImplementedError
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
@@ -231,7 +195,7 @@ class ChatForm(AnswerForm):
         if message.tool_calls:
             delta["tool_calls"] = [self._part(index, part) for part in message.tool_calls]
         if message.logprobs:
-            content = list(token_logprobs(message.logprobs, self._tokens))
+            content = token_logprobs(message.logprobs, self._tokens)
             return {"delta": delta, "logprobs": {"content": content, "refusal": None}}
         return {"delta": delta}
 
@@ -267,7 +231,7 @@ class CompletionForm(AnswerForm):
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
 
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message to the prompt of that number."""
         first = self._firsts.setdefault(prompt, message)
         if first is message and not message.HasField("prompt") and not message.prompt_logprobs:
@@ -276,8 +240,8 @@ class CompletionForm(AnswerForm):
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         if not is_first:
-            return {"text": message.text, "logprobs": with_lists(self._logprobs(message.logprobs, index))}
-        return with_lists(self._begun_choice(message, self._firsts[index // self._asked.num_choices], index))
+            return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
+        return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         return self._begun_choice(choice, response, index)

@@ -7,11 +7,12 @@ from typing import Any
 
 from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import Json, named_event, split_parts
+from gateway.http.answers import split_parts
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
 from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as, without_nulls
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
+from gateway.http.writing import Json, named_event
 from gateway.request.messages import WITHOUT_THINKING
 
 MESSAGES = (

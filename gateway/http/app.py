@@ -27,14 +27,11 @@ from gateway.http.answers import (
     ChatForm,
     CompletionForm,
     Form,
-    Json,
     StreamForm,
     TokenTexts,
     embedding,
     embeddings,
     rerank,
-    to_bytes,
-    to_bytes_in_turns,
 )
 from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
 from gateway.http.call import BadCall, HttpCall, ToError
@@ -51,7 +48,8 @@ from gateway.http.requests import (
     read_rerank,
     read_tokenize,
 )
-from gateway.http.responses import ResponseForm, read_response
+from gateway.http.responses import NUM_LEVELS, ResponseForm, read_response
+from gateway.http.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"
 T = TypeVar("T")
@@ -79,7 +77,7 @@ class HttpApi:
         if asked.stream:
             return await self._stream(call, form, boxes)
         await self._handler.gather(boxes[0], call.context, form.add)
-        await call.reply(form.whole())
+        await call.reply_json(await to_bytes_in_turns(form.whole(), NUM_LEVELS))
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
@@ -170,14 +168,16 @@ class HttpApi:
                 usages.append(message.usage)
             if not call.has_begun:
                 await call.begin_stream(form.error_event)
-            if data := form.chunk(prompt, message):
+            data = form.chunk(prompt, message)
+            if data := data if isinstance(data, bytes) else await data:
                 await call.write(data)
 
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
             return self._handler.generate(boxes[prompt], context, partial(emit, prompt))
 
         await _each_prompt(generate, len(boxes), num_at_once, self._handler.with_deadline(call.context))
-        await call.end(form.tail(usages))
+        data = form.tail(usages)
+        await call.end(data if isinstance(data, bytes) else await data)
 
     def _described(self, info: pb.GetModelInfoResponse, name: str) -> Json:
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "baton"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import Json, TokenTexts, named_event, split_parts, token_logprobs
+from gateway.http.answers import TokenTexts, split_parts, token_logprobs
 from gateway.http.conversations import (
     TOOL_FIELDS,
     read_content,
@@ -21,6 +21,7 @@ from gateway.http.conversations import (
 )
 from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
 from gateway.http.requests import Asked, check_known, fill, new_id, read_part_of, read_value
+from gateway.http.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = ("input_text", "output_text")
@@ -29,6 +30,7 @@ CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
 LOGPROBS = "message.output_text.logprobs"
+NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
 _NAMES = {
     "messages.messages": "input",
     "messages": "input",
@@ -166,28 +168,29 @@ class _Item:
     id: str
     call: pb.ToolCall | None = None
     text: str = ""
-    logprobs: list[Json] = field(default_factory=list)
+    logprobs: list[pb.Logprobs] = field(default_factory=list)
     status: str = "in_progress"
 
     def end(self, status: str) -> None:
         """Say how it ended; a call whose arguments are not whole is incomplete in any case."""
         self.status = status if self.call is None or _is_json(self.text) else "incomplete"
 
-    def to_json(self) -> Json:
-        """Return it as it is now."""
+    def to_json(self, tokens: TokenTexts | None = None) -> Json:
+        """Return it as it is now; with `tokens` its logprobs too, as an iterator."""
         head = {"id": self.id, "type": self.kind, "status": self.status}
         if self.call is not None:
             return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
-        content = [] if self.status == "in_progress" else [self.part()]
+        content = [] if self.status == "in_progress" else [self.part(tokens)]
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
         return {**head, "role": "assistant", "content": content}
 
-    def part(self) -> Json:
-        """Return its part of content."""
+    def part(self, tokens: TokenTexts | None = None) -> Json:
+        """Return its part of content, as `to_json` does."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        logprobs = token_logprobs(self.logprobs, tokens) if tokens and self.logprobs else []
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
 
 def _is_json(text: str) -> bool:
@@ -215,9 +218,11 @@ class ResponseForm:
         self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
         self._items: list[_Item] = []  # the last one open
-        self._logprobs: list[Json] = []  # of tokens that nothing is said of yet: half a character, or how a call begins
+        # Of tokens that nothing is said of yet: half a character, or how a call begins.
+        self._logprobs: list[pb.Logprobs] = []
         self._reason = pb.FINISH_REASON_UNSPECIFIED
         self._has_begun = False  # a stream
+        self._has_logprobs = False  # so that events have iterators
         self._usage = pb.Usage()  # of an answer in one object
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
@@ -227,92 +232,107 @@ class ResponseForm:
             **dict.fromkeys(_TOLD), **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
         }  # fmt: skip
 
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the events for a message."""
-        data = b"" if self._has_begun else self._begin()
-        self._reason = message.finish_reason or self._reason
-        arguments, calls = split_parts(message)
-        if arguments:
-            data += self._said(arguments)
-        if message.reasoning:
-            data += self._within("reasoning") + self._said(message.reasoning)
-        if message.text or not (message.reasoning or message.tool_calls):
-            data += self._text(message)
-        for call in calls:
-            data += self._open("function_call", call) + self._said(call.arguments)
-        return data
+        begun = [] if self._has_begun else self._begin()
+        return self._written(begun + self._said_by(message))
 
-    def tail(self, usages: Iterable[pb.Usage]) -> bytes:
+    def tail(self, usages: Iterable[pb.Usage]) -> Data:
         """Return the last events."""
         (usage,) = usages
-        return self._end() + self._event(f"response.{self._status}", response=self._ended(usage))
+        events = self._end() + self._event(f"response.{self._status}", response=self._ended(usage))
+        return named_events_in_turns(events, NUM_LEVELS + 1)
 
     def add(self, message: pb.GenerateResponse) -> None:
         """Add a message to an answer that goes out in one object, of the same items as its stream would have."""
         self._usage.MergeFrom(message.usage)
-        self.chunk(0, message)
+        self._said_by(message)
 
     def whole(self) -> Json:
-        """Return the answer in one object."""
+        """Return the answer in one object, for `to_bytes_in_turns` of NUM_LEVELS."""
         self._end()
         return self._ended(self._usage)
 
     def error_event(self, error: Json) -> bytes:
         """Return the event that an error ends a stream with: in the words of its schema, and as clients look for it."""
         told = error["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        (value,) = self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        return named_event(value["type"], value)
 
-    def _begin(self) -> bytes:
+    def _written(self, events: list[Json]) -> Data:
+        if self._has_logprobs:
+            return named_events_in_turns(events, 1)
+        return b"".join(named_event(each["type"], each) for each in events)
+
+    def _begin(self) -> list[Json]:
         self._has_begun = True
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _text(self, message: pb.GenerateResponse) -> bytes:
-        """Return the events for its text."""
-        self._logprobs += token_logprobs(message.logprobs, self._tokens)
-        if not message.text:
-            return b""
-        data, logprobs = self._within("message"), self._logprobs
-        self._items[-1].logprobs += logprobs
-        return data + self._said(message.text, logprobs=logprobs)
+    def _said_by(self, message: pb.GenerateResponse) -> list[Json]:
+        """Return the events for what a message says."""
+        events = list[Json]()
+        self._reason = message.finish_reason or self._reason
+        arguments, calls = split_parts(message)
+        if arguments:
+            events += self._said(arguments)
+        if message.reasoning:
+            events += self._within("reasoning") + self._said(message.reasoning)
+        if message.text or not (message.reasoning or message.tool_calls):
+            events += self._text(message)
+        for call in calls:
+            events += self._open("function_call", call) + self._said(call.arguments)
+        return events
 
-    def _said(self, text: str, **more: object) -> bytes:
+    def _text(self, message: pb.GenerateResponse) -> list[Json]:
+        """Return the events for its text."""
+        self._logprobs += message.logprobs
+        if not message.text:
+            return []
+        events, logprobs = self._within("message"), self._logprobs
+        self._items[-1].logprobs += logprobs
+        self._has_logprobs = self._has_logprobs or bool(logprobs)
+        told = token_logprobs(logprobs, self._tokens) if logprobs else []
+        return events + self._said(message.text, logprobs=told)
+
+    def _said(self, text: str, **more: object) -> list[Json]:
         """Return the event by which the open item has more text."""
         item = self._items[-1]
         item.text += text
         self._logprobs = []
         return self._of_item(f"{_DELTAS[item.kind]}.delta", delta=text, **more)
 
-    def _within(self, kind: str) -> bytes:
+    def _within(self, kind: str) -> list[Json]:
         """Return the events after which an item of this kind is open."""
-        return b"" if self._items and self._items[-1].kind == kind else self._open(kind)
+        return [] if self._items and self._items[-1].kind == kind else self._open(kind)
 
-    def _open(self, kind: str, call: pb.ToolCall | None = None) -> bytes:
-        data = self._close("completed") if self._items else b""
+    def _open(self, kind: str, call: pb.ToolCall | None = None) -> list[Json]:
+        events = self._close("completed") if self._items else []
         self._items.append(item := self._item(kind, call=call))
-        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
-        return data + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else b"")
+        events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
+        return events + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else [])
 
-    def _close(self, status: str) -> bytes:
-        """Return the events that end the open item."""
+    def _close(self, status: str) -> list[Json]:
+        """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the deltas
+        and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
         item = self._items[-1]
         if item.kind == "function_call" and item.call is not None:
             done: Json = {"arguments": item.text, "name": item.call.name}
         else:
-            done = {"text": item.text, **({"logprobs": item.logprobs} if item.kind == "message" else {})}
-        data = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
+            done = {"text": item.text, **({"logprobs": []} if item.kind == "message" else {})}
+        events = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
         if item.kind == "message":
-            data += self._of_item("response.content_part.done", part=item.part())
+            events += self._of_item("response.content_part.done", part=item.part())
         item.end(status)
-        return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.to_json())
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.to_json())
 
     def _item(self, kind: str, **values: Any) -> _Item:
         number = sum(item.kind == kind for item in self._items)
         return _Item(kind, f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}", **values)
 
-    def _end(self) -> bytes:
+    def _end(self) -> list[Json]:
         """Return the events that end the last item, which is an empty message where there is none."""
-        return (b"" if self._items else self._open("message")) + self._close(self._status)
+        return ([] if self._items else self._open("message")) + self._close(self._status)
 
     @property
     def _status(self) -> str:
@@ -320,23 +340,24 @@ class ResponseForm:
 
     def _ended(self, usage: pb.Usage) -> Json:
         return {
-            **self._head,
+            # Written at once: tools may have 100,000 parts, each of which would cost a step of its own.
+            **{name: to_bytes(each) for name, each in self._head.items()},
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "output": [item.to_json() for item in self._items],
+            "output": [item.to_json(self._tokens) for item in self._items],
             "usage": _usage(usage),
         }
 
-    def _of_item(self, kind: str, **values: object) -> bytes:
+    def _of_item(self, kind: str, **values: object) -> list[Json]:
         item, content = self._items[-1], {"content_index": 0}
         where = {"item_id": item.id, "output_index": len(self._items) - 1, **({} if item.call else content)}
         return self._event(kind, **where, **values)
 
-    def _event(self, kind: str, **values: object) -> bytes:
-        """Return the event; nothing for an answer in one object."""
+    def _event(self, kind: str, **values: object) -> list[Json]:
+        """Return the event; none for an answer in one object."""
         if not self._is_stream:
-            return b""
-        return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **values})
+            return []
+        return [{"type": kind, "sequence_number": next(self._numbers), **values}]
 
 
 def _usage(usage: pb.Usage) -> Json:

@@ -9,9 +9,9 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import to_bytes
 from gateway.http.anthropic import MessageForm, read_count, read_request
 from gateway.http.requests import Asked
+from gateway.http.writing import to_bytes
 from tests.gateway.http.test_openai_client import over_grpc
 from tests.support.pace import patience
 

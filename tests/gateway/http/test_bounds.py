@@ -14,9 +14,9 @@ from baton.service.net import http_server as server_module
 from baton.service.net.http_server import ABORT
 from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
-from gateway.http.answers import event
 from gateway.http.call import HttpCall
 from gateway.http.errors import to_json
+from gateway.http.writing import event
 from tests.gateway.http.conftest import decoded
 from tests.support.pace import patience
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -9,8 +10,9 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import ChatForm, CompletionForm, to_bytes_in_turns
+from gateway.http.answers import ChatForm, CompletionForm
 from gateway.http.requests import read_completion
+from gateway.http.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.orchestration.test_answers import read
@@ -163,6 +165,23 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
         assert tokens == [len(choice.logprobs.tokens) for choice in whole]
 
 
+async def turns(work: Awaitable[bytes]) -> tuple[bytes, int]:
+    """Return what becomes of the work, and how often another task had its turn meanwhile."""
+    num_turns, is_over = 0, False
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while not is_over:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(take_turns())
+    written = await work
+    is_over = True
+    await others
+    return written, num_turns
+
+
 @pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
 async def test_others_run_while_logprobs_are_written(form_of):
     """4,000 tokens with 20 alternatives each had taken 0.5 s of the event loop, in one piece."""
@@ -173,22 +192,29 @@ async def test_others_run_while_logprobs_are_written(form_of):
         pb.Choice(index=index, text="x", logprobs=logprobs, finish_reason=pb.FINISH_REASON_STOP) for index in (0, 1)
     ]
     asked = read_completion({"prompt": "a", "n": 2, "logprobs": 5})
-    num_turns, is_over = 0, False
-
-    async def take_turns() -> None:
-        nonlocal num_turns
-        while not is_over:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    others = asyncio.create_task(take_turns())
-    written = await to_bytes_in_turns(form_of(asked, "fake", tokens).whole([pb.CompleteResponse(choices=choices)]))
-    is_over = True
-    await others
+    form = form_of(asked, "fake", tokens)
+    written, num_turns = await turns(to_bytes_in_turns(form.whole([pb.CompleteResponse(choices=choices)])))
     assert num_turns > 2 * 1000 // 32 - 2
     found = [choice["logprobs"] for choice in json.loads(written)["choices"]]
     names = ("content",) if form_of is ChatForm else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert all(len(told[name]) == 1000 for told in found for name in names)
+
+
+@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
+async def test_others_run_while_logprobs_of_one_event_are_written(form_of):
+    """A slow reader has many tokens in one, and so has who lets a prompt be echoed."""
+    tokens = Detokenizer(Tokenizer(byte_level()))
+    logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=20, logprob=-1.0))] * 1000
+    form = form_of(read_completion({"prompt": "a", "echo": True, "logprobs": 0}), "fake", tokens)
+    prompt = pb.EchoedPrompt(text="x", token_ids=[20] * 1001)
+    message = pb.GenerateResponse(text="x", logprobs=logprobs, prompt=prompt, prompt_logprobs=logprobs)
+    written, num_turns = await turns(form.chunk(0, message))
+    assert num_turns > 1000 // 32 - 2
+    (choice,) = json.loads(written.removeprefix(b"data: "))["choices"]
+    if form_of is ChatForm:
+        assert len(choice["logprobs"]["content"]) == 1000
+    else:
+        assert (len(choice["logprobs"]["tokens"]), len(choice["prompt_logprobs"])) == (2001, 1001)
 
 
 @pytest.mark.parametrize("echo", [False, True])

@@ -10,13 +10,14 @@ import pytest
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
-from gateway.api.request_handler import RequestHandler
+from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.app import HttpApi
 from gateway.http.openapi import document
 from gateway.http.requests import Asked
-from gateway.http.responses import LOGPROBS, ResponseForm, read_response
+from gateway.http.responses import LOGPROBS, NUM_LEVELS, ResponseForm, read_response
+from gateway.http.writing import to_bytes_in_turns
 from tests.gateway.http.conftest import openai_client
-from tests.gateway.http.test_openai_client import over_grpc
+from tests.gateway.http.test_openai_client import over_grpc, turns
 
 ASK = {"model": "fake", "input": "a quick fox", "max_output_tokens": 9, "extra_body": {"seed": 7}}
 KINDS = [
@@ -245,15 +246,18 @@ async def test_what_is_wrong_with_tools_is_told_by_its_name(served, change, para
         assert caught.value.param == param
 
 
-def test_arguments_of_the_call_before_come_before_the_text():
+def lines(data: bytes) -> list[dict]:
+    return [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+
+
+async def test_arguments_of_the_call_before_come_before_the_text():
     form = ResponseForm(
         Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", SimpleNamespace(shown=lambda _: ("", b""))
     )
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
     data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
-    data += form.tail([pb.Usage()])
-    events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+    events = lines(data + await form.tail([pb.Usage()]))
     assert [(each["output_index"], each["delta"]) for each in events if each["type"].endswith("delta")] == [
         (0, '{"n"'), (0, ": 1}"), (1, "and"), (2, "{}"),
     ]  # fmt: skip
@@ -282,14 +286,15 @@ class Saying(RequestHandler):
 
 async def outputs(handler: RequestHandler) -> list[list[dict]]:
     """Return the items of an answer in one object, and those that its stream ends with."""
+    asked = {"input": "hi", "request_id": "1", "include": [LOGPROBS]}
     whole, stream = (
-        AsyncMock(values={"input": "hi", "request_id": "1", "include": [LOGPROBS], "stream": streams}, has_begun=True)
+        AsyncMock(values={**asked, "stream": streams}, has_begun=True, context=CallContext(time_left_s=9.0))
         for streams in (False, True)
     )
     await HttpApi(handler).responses(whole)
     await HttpApi(handler).responses(stream)
-    ((body,), _), ((events,), _) = whole.reply.await_args, stream.end.await_args
-    return [body["output"], json.loads(events.decode().strip().splitlines()[-1][6:])["response"]["output"]]
+    ((body,), _), ((events,), _) = whole.reply_json.await_args, stream.end.await_args
+    return [json.loads(body)["output"], json.loads(events.decode().strip().splitlines()[-1][6:])["response"]["output"]]
 
 
 async def test_logprobs_are_of_what_the_message_says_alone():
@@ -308,7 +313,20 @@ async def test_logprobs_are_of_what_the_message_says_alone():
     assert [each["token"] for each in whole[1]["content"][0]["logprobs"]] == ["h", "i", "!"]
 
 
-def test_an_answer_that_comes_back_is_as_the_document_has_it():
+async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_loop():
+    tokens = SimpleNamespace(shown=lambda token_id: (chr(token_id), chr(token_id).encode()))
+    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", tokens)
+    logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=97, logprob=-1.0))] * 1000
+    delta, num_turns = await turns(form.chunk(0, pb.GenerateResponse(text="a" * 1000, logprobs=logprobs)))
+    end, num_at_end = await turns(form.tail([pb.Usage()]))
+    assert num_turns > 1000 // 32 - 2 and num_at_end > 1000 // 32 - 2
+    *_, said = lines(delta)
+    done, part, item, final = lines(end)
+    assert [len(each["logprobs"]) for each in (said, done, part["part"], item["item"]["content"][0])] == [1000, 0, 0, 0]
+    assert len(final["response"]["output"][0]["content"][0]["logprobs"]) == 1000
+
+
+async def test_an_answer_that_comes_back_is_as_the_document_has_it():
     form = ResponseForm(
         Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
     )
@@ -316,7 +334,7 @@ def test_an_answer_that_comes_back_is_as_the_document_has_it():
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
     form.add(pb.GenerateResponse(reasoning="so"))
     form.add(pb.GenerateResponse(text="a", logprobs=logprobs, tool_calls=[call]))
-    body = {"input": form.whole()["output"]}
+    body = {"input": json.loads(await to_bytes_in_turns(form.whole(), NUM_LEVELS))["output"]}
     paths = json.loads(json.dumps(document()))["paths"]
     schema = paths["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.validate(body, schema)
