@@ -100,7 +100,7 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
         return
     if not isinstance(items, list) or not items:
         raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
-    reasoning, num_before = "", len(messages)
+    thoughts, num_before = list[str](), len(messages)
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if not isinstance(item, dict):
@@ -108,16 +108,16 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
         item = without_nulls(item)
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thought = read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",))
-            reasoning = f"{reasoning}\n{thought}" if reasoning else thought
+            if thought := read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",)):
+                thoughts.append(thought)
             continue
         is_call = kind == "function_call"
         # An answer's reasoning, text and calls are items, and one message.
-        if not (is_call and not reasoning and len(messages) > num_before and messages[-1].role == "assistant"):
+        if not (is_call and not thoughts and len(messages) > num_before and messages[-1].role == "assistant"):
             message = pb.Message(role="assistant") if is_call else _message(where, kind, item)
-            if reasoning and message.role != "assistant":
-                messages.add(role="assistant", reasoning=reasoning)  # of an answer that ended in it
-                reasoning = ""
+            if thoughts and message.role != "assistant":
+                messages.add(role="assistant", reasoning="\n".join(thoughts))  # of an answer that ended in it
+                thoughts.clear()
             messages.append(message)
             here = f"messages.messages[{len(messages) - 1}]"
             names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
@@ -125,12 +125,13 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
             here = f"messages.messages[{len(messages) - 1}].tool_calls[{len(messages[-1].tool_calls)}]"
             messages[-1].tool_calls.append(_call(where, item))
             names |= {here: where, f"{here}.id": f"{where}.call_id"}
-        if messages[-1].role == "assistant" and reasoning:
-            messages[-1].reasoning, reasoning = reasoning, ""
+        if messages[-1].role == "assistant" and thoughts:
+            messages[-1].reasoning = "\n".join(thoughts)
+            thoughts.clear()
     if len(messages) == num_before:
         raise InvalidRequest("input", "has no message")
-    if reasoning:
-        messages.add(role="assistant", reasoning=reasoning)
+    if thoughts:
+        messages.add(role="assistant", reasoning="\n".join(thoughts))
 
 
 def _call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:

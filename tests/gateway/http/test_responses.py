@@ -132,7 +132,8 @@ def test_reasoning_is_kept_where_no_message_follows_it():
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    items = [user, thought("x"), thought("y"), answer, thought("z"), user, thought("w")]
+    nothing = {"type": "reasoning", "summary": []}  # 25,000 behind 500 kB of reasoning had taken seconds to read
+    items = [user, thought("x"), nothing, thought("y"), answer, thought("z"), user, thought("w"), nothing]
     messages = read_response({"input": items}).requests[0].messages.messages
     assert [(message.role, message.reasoning, message.content) for message in messages] == [
         ("user", "", "a"), ("assistant", "x\ny", "b"), ("assistant", "z", ""), ("user", "", "a"), ("assistant", "w", ""),
