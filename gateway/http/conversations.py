@@ -119,7 +119,9 @@ def read_list(where: str, value: object) -> list[Any]:
 
 def _message(where: str, message: object) -> pb.Message:
     """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
-    fields = read_fields(where, message, _MESSAGE)
+    is_tool = isinstance(message, dict) and message.get("role") == "tool"
+    fields = read_fields(where, message, _MESSAGE | {"name"} if is_tool else _MESSAGE)
+    read_as(f"{where}.name", STRING, fields.get("name", ""))  # many clients repeat the call's, which says nothing new
     reasoning = {fields[name] for name in ("reasoning", "reasoning_content") if isinstance(fields.get(name), str)}
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")

@@ -237,6 +237,7 @@ _CALL = _closed(
 )
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(
+    _message("tool", content=_CONTENT, tool_call_id=_TEXT_OR_NULL, name=_TEXT_OR_NULL),
     _closed(
         ["role"],
         role={"enum": ["system", "developer", "user", "assistant", "tool"]},
@@ -245,7 +246,7 @@ _MESSAGES = _conversation(
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
         tool_call_id=_TEXT_OR_NULL,
-    )
+    ),
 )
 _TOOL = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], **_FUNCTION))
 _NAMED_CHOICE = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], name=_NAME))

@@ -132,6 +132,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
         (read_chat, {"messages": [{"role": "user", "content": "", "name": "x"}]}, "messages[0].name"),
+        (read_chat, {"messages": [{"role": "tool", "content": "", "name": 7}]}, "messages[0].name"),
         (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": 1}]}, "messages[0].tool_calls"),
         (read_chat, {**READERS["chat"][1], "tools": [{"type": "function"}]}, "tools[0].function"),
         (read_chat, {**READERS["chat"][1], "tools": [{"type": "custom"}]}, "tools[0].type"),
@@ -301,6 +302,12 @@ def test_each_field_of_a_rerank_lands_in_its_own(row):
     asked, plain = read_rerank({**body, row.name: given}), read_rerank(body)
     assert at(asked.request, row.path) == wanted and rename(row.path, asked.names) == row.name
     assert leaves(asked.request) - leaves(plain.request) == {row.path}
+
+
+def test_a_tool_s_message_may_repeat_the_name_of_its_call():
+    message = {"role": "tool", "tool_call_id": "c", "content": "here"}
+    told, plain = (read_chat({"messages": [each]}).requests[0] for each in ({**message, "name": "find"}, message))
+    assert told.messages == plain.messages
 
 
 def test_null_is_as_if_it_were_left_out():
