@@ -76,9 +76,9 @@ class HttpCall:
 
     @property
     def _shown(self) -> list[str]:
-        """Return the credentials; Anthropic's clients show a key in a header of its own."""
+        """Return the credentials; Anthropic's clients show a key in a header of its own, and some in both."""
         keys = [f"Bearer {key}" for key in self.headers.getlist("x-api-key")]
-        return self.headers.getlist("authorization") + keys
+        return list(dict.fromkeys(self.headers.getlist("authorization") + keys))
 
     @property
     def context(self) -> CallContext:

@@ -62,7 +62,11 @@ async def test_anthropic_s_clients_show_it_in_their_own_header(http_keys, instal
     async with http_keys() as (_, client):
         url = str(client("none").base_url).removesuffix("/v1/")
         async with anthropic.AsyncAnthropic(base_url=url, api_key=installation.api_key, max_retries=0) as known:
-            assert (await known.messages.create(**ask)).usage.output_tokens == 2
+            shown = {"authorization": f"Bearer {installation.api_key}", "x-api-key": installation.api_key}
+            for headers in ({}, shown):
+                assert (await known.messages.create(**ask, extra_headers=headers)).usage.output_tokens == 2
+            with pytest.raises(anthropic.AuthenticationError, match="one `Bearer KEY`"):
+                await known.messages.create(**ask, extra_headers={**shown, "x-api-key": "another"})
             with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
                 await known.with_options(api_key="baton.x.y").messages.create(**ask)
 
