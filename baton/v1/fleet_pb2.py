@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"3\n\x13StartWorkersRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\"\x16\n\x14StartWorkersResponse\"\"\n\x12\x44rainWorkerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\x15\n\x13WatchWorkersRequest\"?\n\x14WatchWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.PlacedWorker\"i\n\x0cPlacedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05where\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x14\n\x12ListWorkersRequest\"\xae\x01\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.baton.v1.WorkerView\x12\x11\n\tnot_ready\x18\x02 \x01(\t\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x12\n\nredis_down\x18\x04 \x01(\t\x12\x11\n\tcollector\x18\x05 \x01(\t\x12#\n\x06models\x18\x06 \x03(\x0b\x32\x13.baton.v1.ModelView\"\x9d\x01\n\tModelView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bnum_prefill\x18\x07 \x01(\r\x12\x12\n\nnum_decode\x18\x08 \x01(\r\"?\n\x0f\x41\x64\x64ModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\t\"\x12\n\x10\x41\x64\x64ModelResponse\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"*\n\x13RemoveModelResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\xb1\x02\n\nWorkerView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1e\n\x05hello\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Hello\x12\x1c\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x10\n\x08num_legs\x18\x07 \x01(\r\x12\x1b\n\x0e\x63lock_offset_s\x18\x46 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclock_error_s\x18G \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x62reaker\x18H \x01(\t\x12\x17\n\x0f\x62reaker_retry_s\x18I \x01(\x01\x12\r\n\x05model\x18J \x01(\tB\x11\n\x0f_clock_offset_sB\x10\n\x0e_clock_error_s\">\n\x13ListRequestsRequest\x12\x13\n\x0bmax_running\x18\x01 \x01(\r\x12\x12\n\nmax_recent\x18\x02 \x01(\r\"\xf8\x01\n\x14ListRequestsResponse\x12&\n\x07running\x18\x01 \x03(\x0b\x32\x15.baton.v1.RequestView\x12%\n\x06recent\x18\x02 \x03(\x0b\x32\x15.baton.v1.RequestView\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x11\n\tnum_ended\x18\x05 \x01(\x04\x12\x18\n\x10num_input_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\r\n\x05\x62ound\x18\x46 \x01(\t\"\xc0\x02\n\x0bRequestView\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12 \n\x06timing\x18\x0b \x01(\x0b\x32\x10.baton.v1.Timing\x12\x0f\n\x07prefill\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06tenant\x18\x46 \x01(\t\x12\r\n\x05model\x18G \x01(\t2\xb1\x02\n\x05\x46leet\x12J\n\x0bListWorkers\x12\x1c.baton.v1.ListWorkersRequest\x1a\x1d.baton.v1.ListWorkersResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x41\n\x08\x41\x64\x64Model\x12\x19.baton.v1.AddModelRequest\x1a\x1a.baton.v1.AddModelResponse\x12J\n\x0bRemoveModel\x12\x1c.baton.v1.RemoveModelRequest\x1a\x1d.baton.v1.RemoveModelResponse2\xf6\x01\n\x08Launcher\x12M\n\x0cStartWorkers\x12\x1d.baton.v1.StartWorkersRequest\x1a\x1e.baton.v1.StartWorkersResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12O\n\x0cWatchWorkers\x12\x1d.baton.v1.WatchWorkersRequest\x1a\x1e.baton.v1.WatchWorkersResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"3\n\x13StartWorkersRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\"\x16\n\x14StartWorkersResponse\"\"\n\x12\x44rainWorkerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\x15\n\x13WatchWorkersRequest\"?\n\x14WatchWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.PlacedWorker\"x\n\x0cPlacedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05where\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\"\x14\n\x12ListWorkersRequest\"\xae\x01\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.baton.v1.WorkerView\x12\x11\n\tnot_ready\x18\x02 \x01(\t\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x12\n\nredis_down\x18\x04 \x01(\t\x12\x11\n\tcollector\x18\x05 \x01(\t\x12#\n\x06models\x18\x06 \x03(\x0b\x32\x13.baton.v1.ModelView\"\x9d\x01\n\tModelView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bnum_prefill\x18\x07 \x01(\r\x12\x12\n\nnum_decode\x18\x08 \x01(\r\"?\n\x0f\x41\x64\x64ModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\t\"\x12\n\x10\x41\x64\x64ModelResponse\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"*\n\x13RemoveModelResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\xb1\x02\n\nWorkerView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1e\n\x05hello\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Hello\x12\x1c\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x10\n\x08num_legs\x18\x07 \x01(\r\x12\x1b\n\x0e\x63lock_offset_s\x18\x46 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclock_error_s\x18G \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x62reaker\x18H \x01(\t\x12\x17\n\x0f\x62reaker_retry_s\x18I \x01(\x01\x12\r\n\x05model\x18J \x01(\tB\x11\n\x0f_clock_offset_sB\x10\n\x0e_clock_error_s\">\n\x13ListRequestsRequest\x12\x13\n\x0bmax_running\x18\x01 \x01(\r\x12\x12\n\nmax_recent\x18\x02 \x01(\r\"\xf8\x01\n\x14ListRequestsResponse\x12&\n\x07running\x18\x01 \x03(\x0b\x32\x15.baton.v1.RequestView\x12%\n\x06recent\x18\x02 \x03(\x0b\x32\x15.baton.v1.RequestView\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x11\n\tnum_ended\x18\x05 \x01(\x04\x12\x18\n\x10num_input_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\r\n\x05\x62ound\x18\x46 \x01(\t\"\xc0\x02\n\x0bRequestView\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12 \n\x06timing\x18\x0b \x01(\x0b\x32\x10.baton.v1.Timing\x12\x0f\n\x07prefill\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06tenant\x18\x46 \x01(\t\x12\r\n\x05model\x18G \x01(\t2\xb1\x02\n\x05\x46leet\x12J\n\x0bListWorkers\x12\x1c.baton.v1.ListWorkersRequest\x1a\x1d.baton.v1.ListWorkersResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x41\n\x08\x41\x64\x64Model\x12\x19.baton.v1.AddModelRequest\x1a\x1a.baton.v1.AddModelResponse\x12J\n\x0bRemoveModel\x12\x1c.baton.v1.RemoveModelRequest\x1a\x1d.baton.v1.RemoveModelResponse2\xf6\x01\n\x08Launcher\x12M\n\x0cStartWorkers\x12\x1d.baton.v1.StartWorkersRequest\x1a\x1e.baton.v1.StartWorkersResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12O\n\x0cWatchWorkers\x12\x1d.baton.v1.WatchWorkersRequest\x1a\x1e.baton.v1.WatchWorkersResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,31 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHWORKERSRESPONSE']._serialized_start=242
   _globals['_WATCHWORKERSRESPONSE']._serialized_end=305
   _globals['_PLACEDWORKER']._serialized_start=307
-  _globals['_PLACEDWORKER']._serialized_end=412
-  _globals['_LISTWORKERSREQUEST']._serialized_start=414
-  _globals['_LISTWORKERSREQUEST']._serialized_end=434
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=437
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=611
-  _globals['_MODELVIEW']._serialized_start=614
-  _globals['_MODELVIEW']._serialized_end=771
-  _globals['_ADDMODELREQUEST']._serialized_start=773
-  _globals['_ADDMODELREQUEST']._serialized_end=836
-  _globals['_ADDMODELRESPONSE']._serialized_start=838
-  _globals['_ADDMODELRESPONSE']._serialized_end=856
-  _globals['_REMOVEMODELREQUEST']._serialized_start=858
-  _globals['_REMOVEMODELREQUEST']._serialized_end=892
-  _globals['_REMOVEMODELRESPONSE']._serialized_start=894
-  _globals['_REMOVEMODELRESPONSE']._serialized_end=936
-  _globals['_WORKERVIEW']._serialized_start=939
-  _globals['_WORKERVIEW']._serialized_end=1244
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1246
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1308
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1311
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1559
-  _globals['_REQUESTVIEW']._serialized_start=1562
-  _globals['_REQUESTVIEW']._serialized_end=1882
-  _globals['_FLEET']._serialized_start=1885
-  _globals['_FLEET']._serialized_end=2190
-  _globals['_LAUNCHER']._serialized_start=2193
-  _globals['_LAUNCHER']._serialized_end=2439
+  _globals['_PLACEDWORKER']._serialized_end=427
+  _globals['_LISTWORKERSREQUEST']._serialized_start=429
+  _globals['_LISTWORKERSREQUEST']._serialized_end=449
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=452
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=626
+  _globals['_MODELVIEW']._serialized_start=629
+  _globals['_MODELVIEW']._serialized_end=786
+  _globals['_ADDMODELREQUEST']._serialized_start=788
+  _globals['_ADDMODELREQUEST']._serialized_end=851
+  _globals['_ADDMODELRESPONSE']._serialized_start=853
+  _globals['_ADDMODELRESPONSE']._serialized_end=871
+  _globals['_REMOVEMODELREQUEST']._serialized_start=873
+  _globals['_REMOVEMODELREQUEST']._serialized_end=907
+  _globals['_REMOVEMODELRESPONSE']._serialized_start=909
+  _globals['_REMOVEMODELRESPONSE']._serialized_end=951
+  _globals['_WORKERVIEW']._serialized_start=954
+  _globals['_WORKERVIEW']._serialized_end=1259
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1261
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1323
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1326
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1574
+  _globals['_REQUESTVIEW']._serialized_start=1577
+  _globals['_REQUESTVIEW']._serialized_end=1897
+  _globals['_FLEET']._serialized_start=1900
+  _globals['_FLEET']._serialized_end=2205
+  _globals['_LAUNCHER']._serialized_start=2208
+  _globals['_LAUNCHER']._serialized_end=2454
 # @@protoc_insertion_point(module_scope)

@@ -40,20 +40,22 @@ class WatchWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[PlacedWorker, _Mapping]]] = ...) -> None: ...
 
 class PlacedWorker(_message.Message):
-    __slots__ = ("name", "role", "state", "address", "where", "reason")
+    __slots__ = ("name", "role", "state", "address", "where", "reason", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
     address: str
     where: str
     reason: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., where: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., where: _Optional[str] = ..., reason: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

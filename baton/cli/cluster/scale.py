@@ -111,7 +111,9 @@ def _missing(workers: list[PlacedWorker], wanted: Mapping[str, int]) -> str:
 
 
 def _table(workers: list[PlacedWorker]) -> str:
-    rows = [("worker", "role", "state", "address", "where", "")]
-    rows += [(each.name, each.role, each.state, each.address, each.where, each.reason) for each in workers]
+    rows = [("worker", "role", "state", "address", "where", "model", "")]
+    rows += [(each.name, each.role, each.state, each.address, each.where, each.model, each.reason) for each in workers]
+    if not any(each.model for each in workers):
+        rows = [(*row[:-2], row[-1]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{word:{width}}" for word, width in zip(row, widths)).rstrip() for row in rows)

@@ -113,9 +113,11 @@ class RemoteLauncher:
 
 
 def _message(worker: PlacedWorker) -> pb.PlacedWorker:
-    name, role, state, address, where, reason, _ = worker
-    return pb.PlacedWorker(name=name, role=role, state=state, address=address, where=where, reason=reason)
+    fields = worker._asdict()
+    del fields["exit_status"]
+    return pb.PlacedWorker(**fields)
 
 
 def _worker(message: pb.PlacedWorker) -> PlacedWorker:
-    return PlacedWorker(message.name, message.role, message.state, message.address, message.where, message.reason)
+    fields = {each.name: getattr(message, each.name) for each in pb.PlacedWorker.DESCRIPTOR.fields}
+    return PlacedWorker(**fields)

@@ -216,7 +216,7 @@ class Stack:
 def _program(name: str | None, model: Path, plan: StackPlan) -> WorkerProgram:
     named = [] if name is None else ["--served-model-name", name]
     options = {role: [*plan.worker_options.get(role, ()), *named] for role in ROLES}
-    return WorkerProgram(model, options, plan.drain_s)
+    return WorkerProgram(model, options, plan.drain_s, name or "")
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:

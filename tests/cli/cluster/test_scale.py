@@ -57,3 +57,11 @@ async def test_a_worker_that_failed_before_fails_no_other_command():
         assert table.count("serving") == number and "no memory" in table, "it is still shown"
     with pytest.raises(LaunchError, match="worker 3: no memory"):
         await scale._scale(launcher, {"decode": 2}, patience(5))
+
+
+async def test_models_are_shown_where_there_are_names():
+    launcher = _Full()
+    assert "model" not in await scale._scale(launcher, {}, patience(5))
+    launcher.board.change("decode worker 1", model="code")
+    header, _, second = (await scale._scale(launcher, {}, patience(5))).splitlines()
+    assert header.endswith("model") and second.endswith("code")

@@ -10,7 +10,7 @@ import pytest
 from baton.cli.launch.control import ControlServer, RemoteLauncher
 from baton.cli.launch.placing.gpus import VISIBLE
 from baton.cli.launch.placing.keeper import Life
-from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
+from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram, scale
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts, PortError
 from baton.cli.launch.stack import _all_serve
@@ -185,3 +185,27 @@ async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
         await until(launcher, all_serve(2))
         await launcher.start("decode", 1)
         await until(launcher, all_serve(3), "on the GPU that was left")
+
+
+async def test_each_model_keeps_a_worker_of_a_role(folder):
+    """Numbers are of all models together: those that go are of the one with most workers, those that come of the one with fewest."""
+    programs = [WorkerProgram(folder / "m", {}, model_name=name) for name in ("chat", "code")]
+    launcher = LocalLauncher(programs, ["127.0.0.1:1"], 0, ("prefill",), 0)
+
+    async def models(number: int) -> list[str]:
+        return [worker.model for worker in await until(asked, all_serve(number))]
+
+    try:
+        async with remote(launcher) as asked:
+            await scale(asked, "decode", 5)
+            assert await models(5) == ["chat", "code", "chat", "code", "chat"]
+            await scale(asked, "decode", 2)
+            assert await models(2) == ["chat", "code"]
+            with pytest.raises(LaunchError, match="decode=1: 2 models are served"):
+                await scale(asked, "decode", 1)
+            await asked.drain((await asked.list())[0].name)
+            assert await models(1) == ["code"]
+            await scale(asked, "decode", 2)
+            assert await models(2) == ["code", "chat"]
+    finally:
+        assert await launcher.close()

@@ -6,6 +6,7 @@ No token and no byte of KV passes here, and nothing of it is needed to serve a r
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class PlacedWorker(NamedTuple):
     where: str = ""  # host, node or pod
     reason: str = ""
     exit_status: int = 0
+    model: str = ""  # by the name under which it is served; empty: the stack has one without a name
 
     @property
     def stays(self) -> bool:
@@ -58,14 +60,21 @@ class WorkerLauncher(Protocol):
 
 
 async def scale(launcher: WorkerLauncher, role: str, number: int) -> None:
-    """Begin what gives `role` so many workers. Where some are too many those go that do not serve, then the youngest."""
-    staying = [worker for worker in await launcher.list() if worker.role == role and worker.stays]
+    """Begin what gives `role` so many workers, those of all models together. Where some are too many those go whose model has most
+    of them: the ones that do not serve, then the youngest."""
+    placed = await launcher.list()
+    num_models = len({worker.model for worker in placed})
+    if role == "decode" and number < num_models and num_models > 1:
+        raise LaunchError(f"decode={number}: {num_models} models are served, and each needs a decode worker")
+    staying = [worker for worker in placed if worker.role == role and worker.stays]
     if number > len(staying):
         await launcher.start(role, number - len(staying))
     staying.reverse()
-    staying.sort(key=lambda worker: worker.state == "serving")
-    for worker in staying[: max(0, len(staying) - number)]:
-        await launcher.drain(worker.name)
+    while len(staying) > number:
+        num_of = Counter(worker.model for worker in staying)
+        leaving = min(staying, key=lambda worker: (-num_of[worker.model], worker.state == "serving"))
+        await launcher.drain(leaving.name)
+        staying.remove(leaving)
 
 
 class Resources(NamedTuple):
@@ -78,11 +87,12 @@ class Resources(NamedTuple):
 @dataclass(frozen=True)
 class WorkerProgram:
     """The command line of a worker, the same wherever it is placed. `options` are flags by role; `drain_s`: by role, how long one
-    that is to end has before it is killed (default: DRAIN_S)."""
+    that is to end has before it is killed (default: DRAIN_S); `model_name`: as PlacedWorker.model."""
 
     model: Path
     options: Mapping[str, Sequence[str]]
     drain_s: Mapping[str, float] = field(default_factory=dict)
+    model_name: str = ""
 
     def argv(self, role: str, listen: str, gateways: Sequence[str], own: Sequence[str] = ()) -> list[str]:
         """Return the arguments of Python. The worker registers with `gateways`; `own` are flags of its place."""

@@ -31,12 +31,11 @@ class LocalLauncher:
         self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: int, cpu_roles: Collection[str],
         num_on_gpus: int, num_gpus: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        """The workers of a role have the programs in turn. The first workers take `num_on_gpus` GPUs, if there are any; those of `cpu_roles` never do. `num_gpus`: of a
+        """A worker has the program of the model that has fewest of its role. The first workers take `num_on_gpus` GPUs, if there are any; those of `cpu_roles` never do. `num_gpus`: of a
         worker, by role (default: 1)."""
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
-        self._num_started = Counter[str]()  # by role
         self._num_left = num_first  # of the first
         self._board, self._ports, self.gpus = WorkerBoard(), HeldPorts(), GpuSlots(visible_gpus(), num_on_gpus)
         self._kept: dict[str, _Kept] = {}
@@ -82,12 +81,15 @@ class LocalLauncher:
             raise LaunchError(f"{needs}all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
         name, address = self._board.new_name(role), self._ports.hold("127.0.0.1:0")
         own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
-        program = self._programs[self._num_started[role] % len(self._programs)]
-        self._num_started[role] += 1
+        program = self._next_program(role)
         argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
-        self._board.add(PlacedWorker(name, role, "starting", address, "this machine"))
+        self._board.add(PlacedWorker(name, role, "starting", address, "this machine", model=program.model_name))
         keeper = Keeper(name, argv, share.env if share else {}, partial(self._note, name))
         self._kept[name] = _Kept(keeper, address, share, program.drain_s.get(role, DRAIN_S))
+
+    def _next_program(self, role: str) -> WorkerProgram:
+        num_of = Counter(each.model for each in self._board.list() if each.role == role and each.stays)
+        return min(self._programs, key=lambda program: num_of[program.model_name])
 
     def _note(self, name: str, life: Life) -> None:
         if life.state in ("gone", "failed"):
