@@ -23,6 +23,8 @@ NAMES = {
     RANK: (f"rank.{DOMAIN}", WORKER_NAME),
     OPERATOR: (f"operator.{DOMAIN}",),
 }
+# Of an authority: it outlives the certificates that it signs, so that they can be renewed.
+_AUTHORITY_DAYS = 3650
 CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"
 
 
@@ -51,7 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="another host name or address of the gateway (repeatable; localhost and 127.0.0.1 are always included)",
     )
     parser.add_argument("--tenant", default="main", metavar="NAME", help="tenant of the API key (default: %(default)s)")
-    parser.add_argument("--days", type=whole, default=365, metavar="N", help="days of validity (default: %(default)s)")
+    parser.add_argument(
+        "--days",
+        type=whole,
+        default=365,
+        metavar="N",
+        help="days of validity, of the authority ten years at least (default: %(default)s)",
+    )
     parser.add_argument(
         "--renew",
         type=Path,
@@ -95,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_all(folder: Path, args: argparse.Namespace) -> None:
-    authority = Authority.read(args.renew) if args.renew else Authority.make(args.days)
+    authority = Authority.read(args.renew) if args.renew else Authority.make(max(args.days, _AUTHORITY_DAYS))
+    if authority.until < _in_days(args.days):
+        print(f"baton certs: valid until {authority.until:%Y-%m-%d}, when {args.renew / CA_CERT} ends", file=sys.stderr)
     write(folder / CA_CERT, authority.certificate)
     earlier = _names_in(args.renew / f"{GATEWAY}.crt") if args.renew else []
     for role, names in NAMES.items():
@@ -123,14 +133,20 @@ class Authority:
         self.certificate, self.key = certificate, key
         self._issuer = x509.load_pem_x509_certificate(certificate)
         self._signer = serialization.load_pem_private_key(key, None)
+        self.until = self._issuer.not_valid_after_utc
 
     @classmethod
     def read(cls, folder: Path) -> Authority:
         """Raises OSError, ValueError."""
         try:
-            return cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
+            found = cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
         except TypeError:  # so cryptography asks for a password
             raise ValueError(f"{folder / CA_KEY} is encrypted: decrypt it first, with openssl pkey") from None
+        if found.until < _in_days(0):
+            raise ValueError(
+                f"{folder / CA_CERT} ended on {found.until:%Y-%m-%d}: make a new authority, without --renew"
+            )
+        return found
 
     @classmethod
     def make(cls, days: int) -> Authority:
@@ -139,19 +155,21 @@ class Authority:
 
         key, name = ec.generate_private_key(ec.SECP256R1()), _name(f"Baton authority {secrets.token_hex(4)}")
         usage = _usage(key_cert_sign=True, crl_sign=True)
-        builder = _builder(name, name, key, days)
+        builder = _builder(name, name, key, _in_days(days))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(usage, critical=True)
         return cls(*_signed(builder, key, key))
 
     def issue(self, role: str, names: Iterable[str], days: int) -> tuple[bytes, bytes]:
-        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients."""
+        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients, and no longer than the
+        authority is."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID as Use
 
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(_name(f"baton {role}"), self._issuer.subject, key, days)
+        until = min(_in_days(days), self.until)
+        builder = _builder(_name(f"baton {role}"), self._issuer.subject, key, until)
         for extension, critical in (
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (_usage(digital_signature=True), True),
@@ -169,18 +187,22 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _builder(subject, issuer, key, days: int):
+def _in_days(days: int) -> datetime.datetime:
+    """Raises OverflowError."""
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+
+
+def _builder(subject, issuer, key, until: datetime.datetime):
     from cryptography import x509
 
-    now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(_in_days(0) - datetime.timedelta(minutes=5))
+        .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 

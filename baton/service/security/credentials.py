@@ -13,7 +13,7 @@
     tenant_claim = "tenant"              # optional, this is the default
 
 A key is 256 random bits, so one round of SHA-256 is enough: slow hashes are for what people think up, and would cost
-every request 50 ms. The file is read again when it has changed; one that cannot be read changes nothing.
+every request 50 ms. The file, and the issuer's, are read again when one has changed; one that cannot be read changes nothing.
 """
 
 import datetime
@@ -73,6 +73,8 @@ class _Jwt:
     audience: str
     issuer: str | None
     tenant_claim: str
+    key_file: Path
+    key_stamp: tuple
 
     def tenant(self, token: str) -> str:
         """Raises Unauthenticated."""
@@ -130,11 +132,17 @@ class Credentials:
             return
         self._looked_at = time.monotonic()
         try:
-            if _stamp(self._path) != self._stamp:
+            if self._has_changed():
                 self._read()
                 log.info("credentials read again %s", fields(keys=len(self._keys)))
         except (OSError, SettingsError) as error:
             log.error("credentials: the old ones stay in use %s", fields(error=error))
+
+    def _has_changed(self) -> bool:
+        """Raises OSError."""
+        if _stamp(self._path) != self._stamp:
+            return True
+        return self._jwt is not None and _stamp(self._jwt.key_file) != self._jwt.key_stamp
 
     def _read(self) -> None:
         try:
@@ -191,15 +199,15 @@ def _jwt(entry: dict, folder: Path) -> _Jwt:
         raise ValueError(f"jwt.algorithm: one of {', '.join(ALGORITHMS)}")
     if "audience" not in entry:
         raise ValueError("jwt.audience is missing")
+    key_file = folder / entry.get("public_key", "")
     try:
-        public_key = (folder / entry.get("public_key", "")).read_bytes()
+        key_stamp, public_key = _stamp(key_file), key_file.read_bytes()
     except OSError as error:
         raise ValueError(f"jwt.public_key: {error.strerror}") from None
     if b"BEGIN PUBLIC KEY" not in public_key:
         raise ValueError("jwt.public_key: not a public key in PEM")
-    return _Jwt(
-        entry["algorithm"], public_key, entry["audience"], entry.get("issuer"), entry.get("tenant_claim", "tenant")
-    )
+    issuer, tenant_claim = entry.get("issuer"), entry.get("tenant_claim", "tenant")
+    return _Jwt(entry["algorithm"], public_key, entry["audience"], issuer, tenant_claim, key_file, key_stamp)
 
 
 def _stamp(path: Path) -> tuple:

@@ -2,9 +2,11 @@
 
 import shutil
 import subprocess
+from datetime import datetime, timedelta
 
 import pytest
 
+from baton.cli.cluster import certs
 from baton.cli.cluster.certs import NAMES
 from baton.cli.main import main as baton
 from baton.service.security.credentials import Credentials
@@ -89,3 +91,26 @@ def test_an_authority_that_is_encrypted(installation, tmp_path, capsys):
     assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(kept)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{kept / 'ca.key'} is encrypted" in line and not (tmp_path / "x").exists()
+
+
+def end_of(path) -> datetime:
+    argv = ["openssl", "x509", "-in", path, "-noout", "-enddate"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return datetime.strptime(text.strip(), "notAfter=%b %d %H:%M:%S %Y GMT")
+
+
+def test_an_authority_outlives_its_certificates(installation, tmp_path, capsys):
+    """Else renewing them would be of no use, and say nothing."""
+    authority, soon = installation.folder / "ca.crt", datetime.now() + timedelta(days=367)
+    assert end_of(installation.folder / "decode.crt") < soon < end_of(authority)
+    renewed = install(tmp_path / "new", "--renew", str(installation.folder), "--days", "9000")
+    assert end_of(renewed.folder / "decode.crt") == end_of(authority)
+    assert f"when {authority} ends" in capsys.readouterr().err
+
+
+def test_an_authority_that_has_ended(installation, tmp_path, capsys, monkeypatch):
+    in_days = certs._in_days
+    monkeypatch.setattr(certs, "_in_days", lambda days: in_days(days + 4000))
+    assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(installation.folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{installation.folder / 'ca.crt'} ended on " in line and not (tmp_path / "x").exists()

@@ -169,6 +169,18 @@ def test_a_claim_that_is_wrong(issuer, claims):
     refused(credentials, sign(**claims))
 
 
+def test_another_key_of_the_issuer(issuer, folder):
+    """Its file alone is replaced, as by a rotation: the old key's tokens are worth nothing from then on."""
+    credentials, sign = issuer
+    token, other = sign(), ed25519.Ed25519PrivateKey.generate()
+    assert credentials.tenant(token) == "acme"
+    public = other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (folder / "next.pem").write_bytes(public)
+    (folder / "next.pem").rename(folder / "issuer.pem")
+    refused(credentials, token)
+    assert credentials.tenant(sign(key=other)) == "acme"
+
+
 def test_an_old_token(issuer):
     credentials, sign = issuer
     assert refused(credentials, sign(exp=NOW - 60)).reason == "CREDENTIAL_EXPIRED"
