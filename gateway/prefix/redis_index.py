@@ -37,7 +37,7 @@ from gateway.prefix.worker_bitmap import (
     spread,
 )
 from gateway.store.breaker import Breaker
-from gateway.store.redis_client import FAILURES, make_client, values_of, words_of
+from gateway.store.redis_client import FAILURES, fault_of, make_client, values_of, words_of
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -103,7 +103,7 @@ class RedisIndex:
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
-        self._is_lost = False  # as the last heartbeat found: lookups fail alike, if there are any
+        self._lost_for = ""  # what the last heartbeat failed of: lookups fail alike, if there are any
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -173,7 +173,7 @@ class RedisIndex:
         """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        return "" if self._breaker.closed and not self._is_lost else "it does not answer"
+        return self._lost_for or ("" if self._breaker.closed else "it does not answer")
 
     # ---- beside the requests ----
 
@@ -206,16 +206,16 @@ class RedisIndex:
             try:
                 if not self.is_disabled:
                     await self._heartbeat(now())
-                if self._is_lost:
+                if self._lost_for:
                     log.info("redis: back")
-                self._is_lost = False
+                self._lost_for = ""
             except SecretDiffers as error:
                 self.is_disabled = True
                 log.error("redis: not used any more %s", fields(error=error))
             except FAILURES as error:
-                if not self._is_lost:
+                if not self._lost_for:
                     log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
-                self._is_lost = True
+                self._lost_for = fault_of(error)
                 for entry in self._workers.values():
                     entry.refreshed_at = _NEVER
             if not is_cancelled():

@@ -9,7 +9,15 @@ import redis.asyncio as redis
 from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import InvalidResponse
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    InvalidResponse,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 
 from gateway.store.redis_url import MALFORMED, check_url
 
@@ -20,6 +28,15 @@ MAX_REPLY_BYTES = 1 << 20  # of any call of a gateway: 4,096 names of workers
 # thousand million stop the event loop for 3 s, or 12 s and 7.6 GB.
 _LONG_LIST = re.compile(rb"[*%~>|][1-9]\d{4}")
 _TAIL_BYTES = 6
+# In our words, for operators' pages: those of Redis may repeat what it was sent.
+_FAULTS = (
+    (AuthenticationError, "it refuses the gateway's user or password"),
+    (AuthorizationError, "it refuses the gateway's user or password"),
+    (NoPermissionError, "the gateway's user there lacks a right"),
+    (OutOfMemoryError, "its memory is full"),
+    (ReadOnlyError, "it is a read-only replica"),
+    (ResponseError, "it answers with an error, which the gateway's log has"),
+)
 
 
 class TooMuch(InvalidResponse):
@@ -35,7 +52,10 @@ class _Parser(DefaultParser):
 
     async def read_response(self, *args, **options):
         self._left = self._most
-        return await super().read_response(*args, **options)
+        response = await super().read_response(*args, **options)
+        if isinstance(response, ReadOnlyError):
+            raise response  # which ends the connection: after a failover the address may lead to the new master
+        return response
 
     async def read_from_socket(self) -> bool:
         buffer = await self._stream.read(self._read_size)
@@ -90,6 +110,11 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
     if not isinstance(found, list) or len(found) != len(names):
         raise ValueError("an unexpected reply to a request for values")
     return [value if isinstance(value, bytes) and 0 < len(value) <= most else None for value in found]
+
+
+def fault_of(error: Exception) -> str:
+    """Return what is wrong with a Redis that fails so."""
+    return next((told for kind, told in _FAULTS if isinstance(error, kind)), "it does not answer")
 
 
 def words_of(error: Exception) -> str:

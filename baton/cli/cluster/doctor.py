@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.cli.cluster.findings import Findings, advice_for, describe_layout, describe_ranks, describe_worker
+from baton.cli.cluster.findings import (
+    Findings,
+    advice_for,
+    describe_layout,
+    describe_ranks,
+    describe_unused,
+    describe_worker,
+)
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
@@ -40,13 +47,15 @@ _HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
 
 @dataclass
 class Found:
-    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector."""
+    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector; and `unused`, workers that
+    it does not use though it should, with why and what to do."""
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
     redis: str = ""
     collector: str = ""
     models: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 _EXAMPLES = """
@@ -117,6 +126,9 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         await _collector(found.collector, report)
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
+        for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why
+            told, advice = found.unused[address]
+            report.warn("gateway", str(target), f"does not use {address}, {told}", advice)
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
         model_of = {address: _model_of(address, hellos[address], found) for address in (*prefill, *decode)}
@@ -153,10 +165,13 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
         found.models[view.address] = view.model
         if view.state == "refused":
             report.warn("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
+        elif told := describe_unused(view):
+            found.unused[view.address] = told
     found.redis = found.redis or fleet.redis_url
     found.collector = found.collector or fleet.collector
     if fleet.redis_down:
-        report.warn("gateway", target, f"index not in use, {fleet.redis_down}", "see redis below")
+        advice = "mend that there, or correct --redis of the gateway"
+        report.warn("gateway", target, f"index not in use, {fleet.redis_down}", advice)
 
 
 async def _redis(url: str, is_whole: bool, report: Findings) -> None:

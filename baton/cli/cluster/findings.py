@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from baton.service.logs import printable
+from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
@@ -87,6 +88,17 @@ _ADVICE: Sequence[tuple[str, str]] = (
     ("queue_full", "it has no room now: try again when it has less to do"),
     ("draining", "it is being stopped: start it again"),
 )
+
+
+def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:
+    """Return why a gateway gives no request to a worker that it should use, and what to do about it; None: it does."""
+    if view.state == "connecting":
+        return f"which it cannot reach, {view.reason}", "look at names, networks and certificates between the two"
+    if view.state == "stalled":
+        return "which has work and does not step", "look into its log, and restart it"
+    if view.breaker == "open":
+        return "which left requests without an answer", "look into its log, and restart it"
+    return None
 
 
 def describe_worker(hello: pb.Hello) -> str:

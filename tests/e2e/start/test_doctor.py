@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -16,8 +17,8 @@ from baton.cli.cluster import doctor as doctor_command
 from baton.cli.cluster.findings import Findings
 from baton.cli.cluster.handover import Handover
 from baton.service.security.access import Access
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 from tests.support.models import make_model
 from tests.support.process import children
 from tests.support.redis_server import RedisServer
@@ -288,3 +289,36 @@ def test_wrong_use(wrong):
     argv = [sys.executable, "-m", "baton.cli.main", "doctor", "--decode-workers", wrong]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and wrong in done.stderr
+
+
+class Fleet(fleet_pb2_grpc.FleetServicer):
+    """A gateway with one worker, as it sees it."""
+
+    def __init__(self, **view):
+        self._view = fleet_pb2.WorkerView(role="decode", **view)
+
+    def ListWorkers(self, request, context):
+        return fleet_pb2.ListWorkersResponse(workers=[self._view])
+
+
+@pytest.mark.parametrize(
+    ("view", "told"),
+    [
+        ({"state": "connecting", "reason": "no route to host"}, "it cannot reach, no route to host: look at names"),
+        ({"state": "stalled"}, "which has work and does not step: look into its log"),
+        ({"state": "serving", "breaker": "open"}, "which left requests without an answer: look into its log"),
+        ({"state": "serving", "breaker": "closed"}, ""),
+    ],
+    ids=["connecting", "stalled", "set aside", "used"],
+)
+async def test_a_worker_that_answers_here_and_is_not_used_there(capsys, view, told):
+    with served(Silent()) as worker:
+        server = grpc.server(ThreadPoolExecutor(1))
+        fleet_pb2_grpc.add_FleetServicer_to_server(Fleet(address=worker, **view), server)
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        args = SimpleNamespace(target=target, prefill_workers=[], decode_workers=[], redis="", collector="")
+        await doctor_command._examine(args, Access(), Findings())
+        server.stop(0)
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("WARN")]
+    assert len(warned) == bool(told) and all(f"does not use {worker}, " in line and told in line for line in warned)

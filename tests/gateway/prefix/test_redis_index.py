@@ -176,6 +176,37 @@ async def test_a_dead_redis_is_known_though_nobody_asks(server):
         await until(lambda: not a.down)
 
 
+async def test_what_is_wrong_with_it_is_told(server):
+    """By its name: who reads that it does not answer would look for a dead one."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        client = server.client
+        rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
+        for told, begin, end in (
+            (
+                "its memory is full",
+                lambda: client.config_set("maxmemory", 1),
+                lambda: client.config_set("maxmemory", 0),
+            ),
+            ("it is a read-only replica", lambda: client.replicaof("::1", "1"), lambda: client.replicaof("NO", "ONE")),
+            (
+                "the gateway's user there lacks a right",
+                lambda: client.acl_setuser("default", **rights, commands=["-mget"]),
+                lambda: client.acl_setuser("default", **rights),
+            ),
+        ):
+            begin()
+            await until(lambda: a.down)
+            assert a.down == told
+            end()
+            await until(lambda: not a.down)
+        client.config_set("requirepass", "right")
+        server.url = server.url.replace("//", "//:wrong@")
+        async with index(server, b"b") as b:
+            await until(lambda: b.down)
+            assert b.down == "it refuses the gateway's user or password"
+
+
 async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
     async with index(server, b"a") as a:
         await until(lambda: a.snapshots)

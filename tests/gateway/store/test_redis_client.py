@@ -8,12 +8,14 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis.exceptions import ReadOnlyError
 
 from gateway.discovery.worker_directory import RedisDirectory
 from gateway.prefix import redis_index
 from gateway.prefix.redis_index import RedisIndex
 from gateway.store.redis_client import FAILURES, MAX_REPLY_BYTES, make_client, values_of
 from gateway.store.redis_url import without_password
+from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
 
 TIMEOUT_S = 0.3
@@ -252,3 +254,18 @@ def test_a_malformed_url_is_not_named(url):
     with pytest.raises(ValueError, match="percent-encode") as raised:
         make_client(url, TIMEOUT_S, 1)
     assert "sec" not in str(raised.value)
+
+
+async def test_a_connection_to_a_replica_is_not_kept(tmp_path):
+    """After a failover the address leads to the new master, and the connection to the old one."""
+    with RedisServer(tmp_path) as server:
+        client = make_client(server.url, patience(1), 1)
+        try:
+            before = await client.client_id()
+            assert await client.client_id() == before
+            server.client.replicaof("127.0.0.1", "1")
+            with pytest.raises(ReadOnlyError):
+                await client.set("a", "b")
+            assert await client.client_id() != before
+        finally:
+            await client.aclose()
