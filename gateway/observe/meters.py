@@ -30,6 +30,8 @@ _MAX_TENANTS = 64  # with labels of their own, of those that the credentials fil
 _REFUSED = frozenset(
     ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
 )
+# Refusals that are their caller's doing: more would be served, if not to it.
+_OF_CALLERS = frozenset(("TENANT_REQUESTS", "TENANT_TOKENS", "SLOW_READER"))
 
 
 class GatewayMeters:
@@ -153,7 +155,8 @@ class _ModelMeters:
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None, durations: pb.Timing) -> None:
-        """Count a request towards its service level, unless its client ended it or it could not be served at all."""
+        """Count a request towards its service level, unless its client ended it, has used up its quota or does not read, or it could
+        not be served at all."""
         how, _ = outcome(error)
         if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return
@@ -219,7 +222,7 @@ def outcome(error: BaseException | None) -> tuple[str, str]:
 
 
 def _is_overload(error: BaseException | None) -> bool:
-    return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED"
+    return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED" and error.reason not in _OF_CALLERS
 
 
 def _exemplar(record: RequestRecord) -> int:
