@@ -16,10 +16,12 @@ from starlette.requests import Request
 from baton.loadgen import plot
 from baton.service.observe import bound
 from baton.service.observe.phases import COLORS
+from baton.service.observe.process_gauges import process_gauges
 from baton.service.slo import Slo
 from gateway.api.dashboard import pages
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
+from gateway.observe.gauges import fleet_gauges
 from gateway.observe.meters import _OBJECTIVES
 from gateway.observe.recent_requests import PHASE_OF
 from gateway.request.timing import PHASES
@@ -134,6 +136,21 @@ def test_a_query_names_what_the_code_has(where, query):
     grouped = {label for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in re.split(r",\s*", labels)}
     known = {label for name in names & SERIES.keys() for label in SERIES[name].labels}
     assert grouped <= known | {"le", "model_name", "job", "instance", "class"}, where
+
+
+def test_what_is_of_no_model_is_shown_with_each():
+    """A gateway of several models has its own readings under no name, which `.+` would leave out."""
+    readings = (*fleet_gauges(SimpleNamespace(), SimpleNamespace()), *process_gauges())
+    nameless = {each.name for each in readings if not each.by_model} | {"baton_denied_total"}
+    shown = set()
+    for path in DASHBOARDS:
+        variables = {each["name"]: each["allValue"] for each in json.loads(path.read_text())["templating"]["list"]}
+        assert variables["model"] == ".*"
+        for panel in panels(path):
+            for name, selector in re.findall(r"\b(baton_[a-z0-9_]+)\{([^}]*)\}", str(panel["targets"])):
+                assert ('model_name=~"$model|"' in selector) == (name in nameless), f"{panel['title']}: {name}"
+                shown.add(name)
+    assert nameless <= shown
 
 
 def test_the_first_dashboard_ends_with_what_bounds_it():
