@@ -168,6 +168,8 @@ def test_secrets(tmp_path):
         ({"max_unread_tokens": 0}, "--max-unread-tokens"),
         ({"decode_workers": ("localhost:70000",)}, "^--decode-workers: 'localhost:70000' is not HOST:PORT$"),
         ({"decode_workers": ("decode",)}, "^--decode-workers: 'decode' is not HOST:PORT$"),
+        ({"decode_workers": ("::1:50062",)}, "^--decode-workers: '::1:50062' is not HOST:PORT: .* takes brackets"),
+        ({"decode_workers": ("fe80::1",)}, "^--decode-workers: 'fe80::1' is not HOST:PORT: .* takes brackets"),
         ({"prefill_workers": ("decode..svc:50062",)}, "^--prefill-workers: 'decode..svc:50062' .* no host can have"),
         ({"prefill_workers": (f"{'p' * 64}.svc:50061",)}, "^--prefill-workers: .* no host can have that name$"),
         ({"max_queued_requests": -1}, "^--max-queued-requests -1: must be 0 or more$"),

@@ -94,6 +94,10 @@ def split_address(address: str) -> tuple[str, int]:
     # int() raises ValueError beyond 4,300 digits.
     if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ListenError(f"{address!r} is not HOST:PORT")
+    if ":" in host and not (
+        host.startswith("[") and host.endswith("]")
+    ):  # which gRPC takes for an address without a port
+        raise ListenError(f"{address!r} is not HOST:PORT: an IPv6 address takes brackets, [::1]:50051")
     try:
         host.encode("idna")  # as getaddrinfo() does, of which nobody expects UnicodeError
     except UnicodeError:
