@@ -1,7 +1,7 @@
 """How the answers of one model are read: as plain text, or by the parser of its chat template's form."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -52,19 +52,19 @@ class AnswerReader:
         if conversation is None:
             return ReaderForm(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
         options = conversation.options
-        if options.must_call and (form is None or form.calls is None):
-            name = f"the form of this model's calls ({form.name})" if form else "this model's chat template"
-            raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no grammar of calls")
+        _check_form(form, options)
         if form is None:
             return ReaderForm(self._plain, constraint=constraint, continues=options.continues)
         tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
-        if options.must_call or (constraint is not None and options.continues is False):
-            if options.must_call or form.calls:
-                _check_tools(options)
-            asked = GrammarAsked(tools, options.must_call, options.is_parallel, constraint)
+        # What continues a text keeps to its constraint alone, and in harmony has no calls.
+        if not options.continues or (constraint is None and not form.is_harmony):
+            bound = tuple(tools) if options.must_call or constraint is not None else options.strict_tools
+            schemas = {name: each if name in bound else None for name, each in tools.items()} if form.calls else {}
+            _check_tools(options, [name for name, each in schemas.items() if each is not None])
+            asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint)
             grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
@@ -75,9 +75,23 @@ class AnswerReader:
         )
 
 
-def _check_tools(options: ChatOptions) -> None:
-    """Check what the grammar will have of them. Raises InvalidRequest."""
-    called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in options.callable_tools]
+def _check_form(form: AnswerFormat | None, options: ChatOptions) -> None:
+    """Check that calls of this form can be bound as it is asked. Raises InvalidRequest."""
+    if form is not None and form.calls is not None:
+        return
+    name = f"the form of this model's calls ({form.name})" if form else "this model's chat template"
+    if options.must_call:
+        raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no grammar of calls")
+    for index, tool in enumerate(options.tools):
+        if form is not None and form.reader is not None and tool["name"] in options.strict_tools:
+            raise InvalidRequest(
+                f"messages.tools[{index}].strict", f"cannot be kept to: {name} has no grammar of calls"
+            )
+
+
+def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
+    """Check what the grammar will have of those whose calls it binds. Raises InvalidRequest."""
+    called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in bound]
     num_bytes = sum(len(json.dumps(tool["parameters"])) for _, tool in called)
     if num_bytes > MAX_BYTES:  # 720 kB took 0.45 s to walk
         raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")

@@ -117,7 +117,7 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
         fields = read_fields(where, tool, TOOL_FIELDS)
         if fields.get("type", "custom") != "custom":
             raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
-        conversation.tools.append(read_tool(where, fields, "input_schema", kind in ("any", "tool")))
+        conversation.tools.append(read_tool(where, fields, "input_schema"))
         names[f"messages.{where}.parameters"] = f"{where}.input_schema"
     return conversation
 

@@ -40,16 +40,12 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     kwargs = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=True)
-    must_call = bool(name) or choice == pb.TOOL_CHOICE_REQUIRED
     return pb.Messages(
         tool_choice=choice,
         tool_name=name,
         parallel_tool_calls=read_as("parallel_tool_calls", BOOLEAN, values.get("parallel_tool_calls", True)),
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
-        tools=[
-            _tool(f"tools[{index}]", tool, must_call)
-            for index, tool in enumerate(read_list("tools", values.get("tools")))
-        ],
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(read_list("tools", values.get("tools")))],
         chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
         continue_final_message=continues,
     )
@@ -70,18 +66,14 @@ def read_part(where: str, part: object, kinds: Sequence[str] = ("text",)) -> str
     return read_as(f"{where}.text", STRING, part.get("text"))
 
 
-def read_tool(where: str, fields: Mapping[str, Any], parameters: str, must_call: bool) -> pb.Tool:
-    """Return the tool with these fields; the one named `parameters` is its schema. `must_call`: the answer is calls,
-    the only ones that keep to their schemas."""
-    if read_as(f"{where}.strict", BOOLEAN, fields.get("strict", False)) and not must_call:
-        raise InvalidRequest(
-            f"{where}.strict", "is kept to where the answer must be calls: with another tool_choice leave it out"
-        )
+def read_tool(where: str, fields: Mapping[str, Any], parameters: str) -> pb.Tool:
+    """Return the tool with these fields; the one named `parameters` is its schema."""
     schema = read_as(f"{where}.{parameters}", OBJECT, fields.get(parameters, {}))
     return pb.Tool(
         name=read_as(f"{where}.name", STRING, fields.get("name")),
         description=read_as(f"{where}.description", STRING, fields.get("description", "")),
         parameters=json.dumps(schema) if schema else "",
+        strict=read_as(f"{where}.strict", BOOLEAN, fields.get("strict", False)),
     )
 
 
@@ -146,9 +138,9 @@ def _call(where: str, call: object) -> pb.ToolCall:
     )
 
 
-def _tool(where: str, tool: object, must_call: bool) -> pb.Tool:
+def _tool(where: str, tool: object) -> pb.Tool:
     fields = read_fields(where, tool, {"type", "function"})
     if fields.get("type") != "function":
         raise InvalidRequest(f"{where}.type", 'must be "function"')
     function = read_fields(f"{where}.function", fields.get("function"), TOOL_FIELDS)
-    return read_tool(f"{where}.function", function, "parameters", must_call)
+    return read_tool(f"{where}.function", function, "parameters")

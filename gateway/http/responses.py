@@ -70,13 +70,12 @@ def _tools(values: Mapping[str, Any]) -> pb.Messages:
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
-    must_call = bool(name) or choice == pb.TOOL_CHOICE_REQUIRED
     for index, tool in enumerate(read_list("tools", values.get("tools"))):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise InvalidRequest(f"{where}.type", 'must be "function"')
         fields = read_fields(where, tool, ("type", *TOOL_FIELDS))
-        conversation.tools.append(read_tool(where, fields, "parameters", must_call))
+        conversation.tools.append(read_tool(where, fields, "parameters"))
     return conversation
 
 

@@ -1,19 +1,20 @@
 """The grammar of an answer: made of its tools, their choice and its constraint."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gateway.parsers.formats import AnswerFormat
-from gateway.parsers.grammars import GrammarWriter, constrained, either, reasoned
+from gateway.parsers.grammars import GrammarWriter, Tools, constrained, either, reasoned, text_or_calls
 
-_ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"
+_ANALYSIS, _PREAMBLE, _END = "<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>", "<|end|>"
+_FINAL = "<|channel|>final<|message|>"
 
 
 class GrammarAsked(NamedTuple):
-    """`tools`: schemas of those that may be called; `must_call`: the answer is calls; `constraint`: kind and text of what
-    the answer keeps to otherwise."""
+    """`tools`: schemas of those that may be called, None of one whose arguments are any object; `must_call`: the answer is
+    calls; `constraint`: kind and text of what the answer keeps to otherwise, None: it is any text."""
 
-    tools: Mapping[str, Mapping[str, Any]]
+    tools: Tools
     must_call: bool
     is_parallel: bool
     constraint: tuple[str, str] | None
@@ -24,20 +25,23 @@ def answer_grammar(
 ) -> str | None:
     """Return the grammar, in the words of llguidance; None where nothing binds the answer but its constraint alone.
     A constraint that is a grammar is of the whole answer."""
-    constraint = asked.constraint
-    if not (asked.must_call or constraint) or (constraint and constraint[0] == "grammar"):
+    constraint, binds_calls = asked.constraint, any(schema is not None for schema in asked.tools.values())
+    if not (asked.must_call or constraint or binds_calls) or (constraint and constraint[0] == "grammar"):
         return None
     writer, ways = GrammarWriter(control_ids), list[str]()
     if asked.tools and form.calls:
         # A schema may say nothing of the type, and arguments that are no object would be no call.
-        tools = {name: {**schema, "type": "object"} for name, schema in asked.tools.items()}
+        tools = {name: None if each is None else {**each, "type": "object"} for name, each in asked.tools.items()}
         ways.append(form.calls(writer, tools, asked.is_parallel))
-    if constraint and not asked.must_call:
-        answer = constrained(writer, *constraint)
-        ways.append(f"{writer.text('<|channel|>final<|message|>')} {answer}" if form.is_harmony else answer)
+    if not asked.must_call and (constraint or form.is_harmony):
+        answer = constrained(writer, *constraint) if constraint else writer.any_text()
+        ways.append(f"{writer.text(_FINAL)} {answer}" if form.is_harmony else answer)
+    elif not asked.must_call:
+        ways = [text_or_calls(writer, ways[0], form.openers, form.first)]
     if form.is_harmony:
-        thought = f"{writer.text(_ANALYSIS)} {writer.until(_ANALYSIS_END)} {writer.text('<|start|>assistant')}"
-        return writer.grammar(f"({thought})? {either(ways)}")
+        begins = (_ANALYSIS,) if asked.must_call or constraint else (_ANALYSIS, _PREAMBLE)
+        before = (f"({writer.text(f)} {writer.until(_END)} {writer.text('<|start|>assistant')})?" for f in begins)
+        return writer.grammar(f"{' '.join(before)} {either(ways)}")
     thought = reasoned(writer, form.thinks, form.thinking(prompt_end))
     if len(ways) == 1 and constraint and not asked.must_call and not thought:
         return None

@@ -30,6 +30,16 @@ class AnswerFormat(NamedTuple):
         return self.name == "harmony"
 
     @property
+    def openers(self) -> tuple[str, ...]:
+        """Return the texts that begin calls."""
+        return self.reader.openers if self.reader else ()
+
+    @property
+    def first(self) -> str:
+        """Return with what calls begin that need no marker; "" if they need one."""
+        return self.reader.first if self.reader else ""
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Return the texts that are control tokens where the tokenizer has such."""
         if self.is_harmony:

@@ -3,7 +3,7 @@ either. So nothing has to be switched on within an answer, where speculation may
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from baton.constraints.constraint import MAX_BYTES
@@ -54,8 +54,17 @@ class GrammarWriter:
         self._rules.append(self._counted(f"{name}: {terminal}"))
         return name
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Return an expression for a value of JSON."""
+    def is_token(self, marker: str) -> bool:
+        """Return whether a marker is a token, which no text has."""
+        return marker in self._control_ids
+
+    def any_text(self) -> str:
+        """Return an expression for any text."""
+        return self.terminal("ANY", _ANY_TEXT)
+
+    def json(self, schema: Mapping[str, Any] | None) -> str:
+        """Return an expression for a value of JSON; None: any object."""
+        schema = {"type": "object"} if schema is None else schema
         self._counted(json.dumps(schema))  # before it is walked, which takes longer
         return f"%json {json.dumps({**rewrite_schema(schema), **_GUIDANCE})}"
 
@@ -79,14 +88,31 @@ def either(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
 
 
-Tools = Mapping[str, Mapping[str, Any]]
+Tools = Mapping[str, Mapping[str, Any] | None]
+"""Schemas of arguments by name; None: they are any object."""
 CallsWriter = Callable[[GrammarWriter, Tools, bool], str]
-"""Returns an expression for calls of tools, given their schemas by name: one or, if the last is true, several."""
+"""Returns an expression for calls of tools: one or, if the last is true, several."""
 
 
 def repeated(expression: str, separator: str, is_parallel: bool) -> str:
     """Return an expression for one or several of these."""
     return f"{expression} ({separator} {expression})*" if is_parallel else expression
+
+
+def text_or_calls(writer: GrammarWriter, calls: str, openers: Sequence[str], first: str) -> str:
+    """Return an expression for text, calls behind it, or both. `openers`: what begins a call for those who read it, calls with
+    the first one; `first`: with what a call may begin that is the whole answer, and has no opener."""
+    spelled = [opener for opener in openers if not writer.is_token(opener)]
+    unlike = "".join(f" & ~{regex(f'(?s:.*){re.escape(opener)}(?s:.*)')}" for opener in spelled)
+    if first:
+        text = writer.terminal("TEXT", regex(rf"\s*([^\s{re.escape(first)}](?s:.*))?") + unlike)
+        return f"({calls} | {text})"
+    text = writer.terminal("TEXT", _ANY_TEXT + unlike)
+    if openers[0] not in spelled:
+        return f"{text} ({calls})?"
+    begin = quoted(openers[0])[:-1]  # without its quotation mark
+    behind = f'"{calls.removeprefix(begin)}'.removeprefix('""')
+    return f"({text} | {writer.until(openers[0])} {behind})"
 
 
 def object_calls(begin: str, key: str, end: str, separator: str) -> CallsWriter:
@@ -110,8 +136,7 @@ def named_calls(begin: str, behind_name: str, end: str) -> CallsWriter:
         calls = either(
             f"{quoted(name)} {writer.text(behind_name)} {writer.json(schema)}" for name, schema in tools.items()
         )
-        call = f"{writer.text(begin)} {calls} {writer.text(end)}"
-        return f"({call})+" if is_parallel else call
+        return repeated(f"{writer.text(begin)} {calls} {writer.text(end)}", "", is_parallel)
 
     return write
 
@@ -148,8 +173,12 @@ _TAGS = ("<parameter=", "</parameter>", "</function>")
 _KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 
 
-def _tagged_arguments(writer: GrammarWriter, root: Mapping[str, Any]) -> str:
+def _tagged_arguments(writer: GrammarWriter, root: Mapping[str, Any] | None) -> str:
     """Return an expression for arguments. Raises ValueError for what tags cannot keep to."""
+    if root is None:
+        begin, behind_name = (writer.text(part) for part in _PARAMETER.split("{}"))
+        name = writer.terminal("KEY", r"/[^>\n]{1,64}/")
+        return f"({begin} {name} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
     schema = _arguments_schema(root)
     properties, required = schema.get("properties"), listed(schema.get("required"))
     properties = properties if isinstance(properties, dict) else {}

@@ -36,8 +36,9 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     names, must_call = _choice(request, [tool["name"] for tool in tools])
     is_parallel = not request.tool_name and (not request.HasField("parallel_tool_calls") or request.parallel_tool_calls)
     options = ChatOptions(
-        tools, kwargs, request.continue_final_message, names, must_call, is_parallel, request.stream_tool_arguments
-    )
+        tools, kwargs, request.continue_final_message, names, must_call, is_parallel, request.stream_tool_arguments,
+        tuple(tool.name for tool in request.tools if tool.strict and tool.name in names),
+    )  # fmt: skip
     return Conversation(messages, options)
 
 

@@ -64,6 +64,7 @@ class ChatOptions(NamedTuple):
     must_call: bool = False
     is_parallel: bool = True  # an answer may have several calls
     streams_arguments: bool = False  # of calls, instead of each call whole
+    strict_tools: tuple[str, ...] = ()  # those whose calls keep to their parameters also where the answer may be text
 
     @property
     def texts(self) -> list[str]:

@@ -119,6 +119,25 @@ def test_arguments_that_must_be_none_are_refused():
         form(conversation=CONVERSATION._replace(options=options))
 
 
+def test_calls_of_strict_tools_are_bound_alone():
+    tools = (
+        {"name": "find", "parameters": {}},
+        {"name": "stop", "parameters": {"type": "array"}},
+    )  # the other's is not read
+    options = ChatOptions(tools, callable_tools=("find", "stop"), strict_tools=("find",))
+    asked = form(conversation=CONVERSATION._replace(options=options))
+    assert asked.constraint is not None and "find" in asked.constraint.text and "stop" in asked.constraint.text
+    assert joined(messages_of([], asked=asked)) == WHOLE
+    assert form(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
+
+
+def test_strict_tools_of_a_form_without_a_grammar_are_refused():
+    reader = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
+    options = ChatOptions(TOOLS, callable_tools=("find",), strict_tools=("find",))
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]\.strict: cannot be kept to"):
+        reader.form_of(CONVERSATION._replace(options=options), [])
+
+
 def test_what_continues_a_message_of_gpt_oss_is_its_content():
     """Its header is in the prompt."""
     harmony = format_named("harmony")

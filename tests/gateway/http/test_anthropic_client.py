@@ -214,7 +214,7 @@ async def test_choices_of_tools(saying, capable):
         ):
             said = await client.messages.create(**TOOLS, tool_choice=choice)
             assert len([block for block in said.content if block.type == "tool_use"]) == num_uses
-        for choice in ({"type": "any"}, {"type": "tool", "name": "find"}):
+        for choice in ({"type": "any"}, {"type": "tool", "name": "find"}, {"type": "auto"}):
             await client.messages.create(**{**TOOLS, "tools": [{**FIND, "strict": True}]}, tool_choice=choice)
             spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
             assert "find" in spec.constraint.grammar

@@ -178,7 +178,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
             {**READERS["messages"][1], "tools": [{"type": "bash_20250124", "name": "bash"}]},
             "tools[0].type",
         ),
-        (read_request, {**READERS["messages"][1], "tools": [{"name": "f", "strict": True}]}, "tools[0].strict"),
+        (read_request, {**READERS["messages"][1], "tools": [{"name": "f", "strict": "yes"}]}, "tools[0].strict"),
         (read_request, {**READERS["messages"][1], "tool_choice": {"type": "required"}}, "tool_choice.type"),
         (read_request, {**READERS["messages"][1], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         (read_request, {**READERS["messages"][1], "tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
@@ -206,7 +206,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_response, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         (
             read_response,
-            {"input": "a", "tools": [{"type": "function", "name": "f", "strict": True}]},
+            {"input": "a", "tools": [{"type": "function", "name": "f", "strict": "yes"}]},
             "tools[0].strict",
         ),
         (read_response, {"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name"),

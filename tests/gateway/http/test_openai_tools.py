@@ -78,7 +78,7 @@ BAD = [
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": {**NAMED, "function": {"name": "lose"}}}, "tool_choice.function.name"),
     ({"tool_choice": {**NAMED, "function": {}}}, "tool_choice.function.name"),
-    ({"tools": [{**FIND, "function": {**FIND["function"], "strict": True}}]}, "tools[0].function.strict"),
+    ({"tools": [{**FIND, "function": {**FIND["function"], "strict": 1}}]}, "tools[0].function.strict"),
     ({"tools": [FIND, FIND]}, "tools[1].name"),
     ({"messages": [USER, CALLING]}, "messages[1].tool_calls[0].arguments"),
     ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages[1].tool_call_id"),
@@ -104,7 +104,14 @@ async def test_choices_of_tools(saying, capable):
         ):
             choice = (await client.chat.completions.create(**ASK, **fields)).choices[0]
             assert len(choice.message.tool_calls or ()) == num_calls
-        for choice in ("required", NAMED):
-            await client.chat.completions.create(**ASK, tool_choice=choice)
+        strict = {**FIND, "function": {**FIND["function"], "strict": True}}
+        for fields, is_bound in (
+            ({"tool_choice": "required"}, True),
+            ({"tool_choice": NAMED}, True),
+            ({"tools": [strict]}, True),
+            ({"tools": [strict], "tool_choice": "none"}, False),
+            ({}, False),
+        ):
+            await client.chat.completions.create(**{**ASK, **fields})
             spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
-            assert "find" in spec.constraint.grammar
+            assert ("find" in spec.constraint.grammar) == is_bound

@@ -210,7 +210,7 @@ async def test_choices_of_tools(saying, capable):
         ):
             said = await client.responses.create(**TOOLS, **fields)
             assert len([item for item in said.output if item.type == "function_call"]) == num_calls
-        for choice in ("required", {"type": "function", "name": "find"}):
+        for choice in ("required", {"type": "function", "name": "find"}, "auto"):
             await client.responses.create(**{**TOOLS, "tools": [{**FIND, "strict": True}]}, tool_choice=choice)
             spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
             assert "find" in spec.constraint.grammar

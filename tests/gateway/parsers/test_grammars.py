@@ -129,6 +129,90 @@ def test_a_constraint_holds_behind_reasoning_or_there_are_calls(name):
     assert kinds == {True, False}
 
 
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_keep_to_their_schemas_where_text_may_come(name):
+    model = Model(name)
+    grammar = model.grammar(GrammarAsked(TOOLS, False, True, None))
+    texts = [text for seed in range(120) if (text := model.draw(grammar, seed)) is not None]
+    kinds = set()
+    for text in texts:
+        content, calls = model.parse(text)
+        kinds.add((bool(content), bool(calls)))
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+    # By chance no text begins as a call of Llama does.
+    assert kinds >= ({(True, False), (False, True)} if name != "llama-json" else {(True, False)})
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "others"),
+    [
+        ("hermes", '<tool_call>\n{"name": "find", "arguments": ', ["{}", '{"x": [1, "y"]}']),
+        ("harmony", "<|channel|>commentary to=functions.find <|constrain|>json<|message|>", ["{}", '{"x": [1, "y"]}']),
+        (
+            "qwen-xml",
+            "<tool_call>\n<function=find>\n",
+            ["</function>", "<parameter=x>\n[1]\n</parameter>\n</function>"],
+        ),
+    ],
+)
+def test_one_that_is_not_strict_takes_any_arguments(name, head, others):
+    model = Model(name)
+    for tools, is_kept in ((TOOLS, True), (TOOLS | {"find": None}, False)):
+        grammar = model.grammar(GrammarAsked(tools, False, True, None))
+        for text in others:
+            ids = model.tokens.encode(head + text).ids
+            assert (grammar.cursor().num_valid(ids) == len(ids)) != is_kept, text
+
+
+CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+LLAMA_CALL = '{"name": "stop", "parameters": {}}'
+HARMONY_CALL = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_whole"),
+    [
+        ("hermes", "", True),
+        ("hermes", "{}", True),
+        ("hermes", "Well.\n\n" + CALL, True),
+        ("hermes", f"<think>a\n</think>\n\nWell.{CALL}\n{CALL}", True),
+        ("hermes", f"<think>a</think>\n\n{CALL}", True),
+        ("hermes", "<think>a</think> \n b", True),
+        ("hermes", CALL.replace("{}", '{"a": 1}'), False),
+        ("hermes", CALL.replace("stop", "other"), False),
+        ("hermes", f"{CALL} Well.", False),
+        ("qwen-xml", "Well.\n<tool_call>\n<function=stop>\n</function>\n</tool_call>", True),
+        ("qwen-xml", "Well. <function=other>\n</function>", False),
+        ("mistral", "Well.[TOOL_CALLS]stop[ARGS]{}[TOOL_CALLS]stop[ARGS]{}", True),
+        ("mistral", "Well.[TOOL_CALLS]other[ARGS]{}", False),
+        ("mistral-v3", 'Well.[TOOL_CALLS] [{"name": "stop", "arguments": {}}]', True),
+        ("mistral-v3", 'Well.[TOOL_CALLS] [{"name": "stop", "arguments": {"a": 1}}]', False),
+        ("llama-json", "Well. " + LLAMA_CALL, True),
+        ("llama-json", LLAMA_CALL, True),
+        ("llama-json", " \n", True),
+        ("llama-json", "\n{}", False),
+        ("harmony", "<|channel|>final<|message|>Well.", True),
+        ("harmony", PREAMBLE + HARMONY_CALL, True),
+        ("harmony", HARMONY_CALL.replace("stop", "other"), False),
+    ],
+)
+def test_what_may_be_text_or_calls(name, text, is_whole):
+    for has_tokens in (True, False):
+        model = Model(name, has_tokens)
+        assert is_accepted(model, model.grammar(GrammarAsked(TOOLS, False, True, None)), text) == is_whole
+
+
+def is_accepted(model: Model, grammar, text: str) -> bool:
+    cursor, ids = grammar.cursor(), model.tokens.encode(text).ids
+    if cursor.num_valid(ids) < len(ids):
+        return False
+    cursor.read(ids)
+    cursor.fill(model.vocabulary.new_masks(1)[0])
+    return cursor.is_over or cursor.may_end
+
+
 @pytest.mark.parametrize(
     ("constraint", "texts", "others"),
     [
@@ -143,19 +227,13 @@ def test_every_constraint_may_follow_reasoning(constraint, texts, others):
     model = Model("think")
     grammar = model.grammar(GrammarAsked({}, False, True, constraint), "<think>\n")
     for text in (*texts, *others):
-        cursor, ids = grammar.cursor(), model.tokens.encode(f"hm</think>\n\n{text}").ids
-        is_whole = cursor.num_valid(ids) == len(ids)
-        if is_whole:
-            cursor.read(ids)
-            cursor.fill(model.vocabulary.new_masks(1)[0])
-            is_whole = cursor.is_over or cursor.may_end
-        assert is_whole == (text in texts), text
+        assert is_accepted(model, grammar, f"hm</think>\n\n{text}") == (text in texts), text
 
 
 def test_nothing_is_bound_where_nothing_has_to_be():
-    for constraint in (None, ("grammar", 'start: "x"')):
-        model = Model("hermes")
-        assert answer_grammar(model.form, model.control_ids, "", GrammarAsked(TOOLS, False, True, constraint)) is None
+    model, loose = Model("hermes"), dict.fromkeys(TOOLS)
+    for tools, constraint in ((loose, None), ({}, None), (TOOLS, ("grammar", 'start: "x"'))):
+        assert answer_grammar(model.form, model.control_ids, "", GrammarAsked(tools, False, True, constraint)) is None
     plain = Model("hermes", has_tokens=False)  # no reasoning, and no tools: the constraint alone
     asked = GrammarAsked({}, False, True, ("regex", "x"))
     assert answer_grammar(plain.form, plain.control_ids, "", asked) is None
