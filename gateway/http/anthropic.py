@@ -13,7 +13,7 @@ from gateway.http.errors import status_of, to_json
 from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as, without_nulls
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 from gateway.http.writing import Json, named_event
-from gateway.request.messages import WITHOUT_THINKING
+from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, WITHOUT_THINKING
 
 MESSAGES = (
     Field("model", "model", STRING),
@@ -83,6 +83,7 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
     given = values.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "is missing" if given is None else "must be a list of messages, and not empty")
+    read_list("messages", given, MAX_MESSAGES)
     conversation = _tools(values, names)
     if values.get("thinking"):
         conversation.chat_template_kwargs = WITHOUT_THINKING
@@ -112,7 +113,7 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
         "tool_choice.disable_parallel_tool_use", BOOLEAN, choice.get("disable_parallel_tool_use", False)
     )
     conversation = pb.Messages(tool_choice=TOOL_CHOICES[kind], tool_name=name, parallel_tool_calls=not is_single)
-    for index, tool in enumerate(read_list("tools", values.get("tools"))):
+    for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
         fields = read_fields(where, tool, TOOL_FIELDS)
         if fields.get("type", "custom") != "custom":

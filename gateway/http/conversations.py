@@ -7,6 +7,7 @@ from typing import Any
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields import BOOLEAN, OBJECT, STRING, ValueKind, read_as
+from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 
 # Words for fields of baton.v1.Messages.
 CONVERSATION_NAMES = {
@@ -32,7 +33,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     messages = values.get("messages")
     if not isinstance(messages, list):
         raise InvalidRequest("messages", "must be a list of messages" if "messages" in values else "is missing")
-    if not messages:
+    if not read_list("messages", messages, MAX_MESSAGES):
         raise InvalidRequest("messages", "is empty")
     continues = read_as("continue_final_message", BOOLEAN, values.get("continue_final_message", False))
     begins = read_as("add_generation_prompt", BOOLEAN, values.get("add_generation_prompt", not continues))
@@ -45,7 +46,10 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
         tool_name=name,
         parallel_tool_calls=read_as("parallel_tool_calls", BOOLEAN, values.get("parallel_tool_calls", True)),
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(read_list("tools", values.get("tools")))],
+        tools=[
+            _tool(f"tools[{index}]", tool)
+            for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS))
+        ],
         chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
         continue_final_message=continues,
     )
@@ -102,10 +106,12 @@ def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, 
     return fields
 
 
-def read_list(where: str, value: object) -> list[Any]:
-    """Return a list; null is an empty one."""
+def read_list(where: str, value: object, most: int) -> list[Any]:
+    """Return a list; null is an empty one. Its length is looked at before what it holds: to read 40,000 calls took 0.3 s."""
     if not isinstance(value, list | None):
         raise InvalidRequest(where, "must be a list")
+    if value and len(value) > most:
+        raise InvalidRequest(where, f"has {len(value)} elements, at most {most} are allowed")
     return value or []
 
 
@@ -117,7 +123,7 @@ def _message(where: str, message: object) -> pb.Message:
     reasoning = {fields[name] for name in ("reasoning", "reasoning_content") if isinstance(fields.get(name), str)}
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
-    calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"))
+    calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
     content = fields.get("content", "" if calls else None)
     return pb.Message(
         role=read_as(f"{where}.role", STRING, fields.get("role")),

@@ -22,6 +22,7 @@ from gateway.http.conversations import (
 from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
 from gateway.http.requests import Asked, check_known, fill, new_id, read_part_of, read_value
 from gateway.http.writing import Data, Json, named_event, named_events_in_turns, to_bytes
+from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = ("input_text", "output_text")
@@ -31,6 +32,7 @@ OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
 LOGPROBS = "message.output_text.logprobs"
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
+_MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 _NAMES = {
     "messages.messages": "input",
     "messages": "input",
@@ -70,7 +72,7 @@ def _tools(values: Mapping[str, Any]) -> pb.Messages:
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
-    for index, tool in enumerate(read_list("tools", values.get("tools"))):
+    for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise InvalidRequest(f"{where}.type", 'must be "function"')
@@ -99,6 +101,7 @@ def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dic
         return
     if not isinstance(items, list) or not items:
         raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
+    read_list("input", items, _MAX_ITEMS)
     thoughts, num_before = list[str](), len(messages)
     for index, item in enumerate(items):
         where = f"input[{index}]"

@@ -8,11 +8,12 @@ from typing import NoReturn
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.config.served_model import RequestLimits
+from gateway.config.served_model import PRESETS, RequestLimits
 from gateway.text.templates import ChatMessage, ChatOptions, ChatToolCall, Conversation, JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WITHOUT_THINKING = '{"enable_thinking": false}'  # variables for the templates of models that can do without
+MAX_MESSAGES = max(limits.messages for limits in PRESETS.values())
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
