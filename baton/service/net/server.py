@@ -94,9 +94,7 @@ def split_address(address: str) -> tuple[str, int]:
     # int() raises ValueError beyond 4,300 digits.
     if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ListenError(f"{address!r} is not HOST:PORT")
-    if ":" in host and not (
-        host.startswith("[") and host.endswith("]")
-    ):  # which gRPC takes for an address without a port
+    if ":" in host and (host[0], host[-1]) != ("[", "]"):  # gRPC takes it for an address without a port
         raise ListenError(f"{address!r} is not HOST:PORT: an IPv6 address takes brackets, [::1]:50051")
     try:
         host.encode("idna")  # as getaddrinfo() does, of which nobody expects UnicodeError
