@@ -53,11 +53,16 @@ def test_well():
 """
 
 
+def run_pytest(folder: Path, text: str, timeout_s: float) -> subprocess.CompletedProcess:
+    (folder / "test_file.py").write_text(text)
+    options = ("-p", "tests.conftest", "-n1", f"--timeout={timeout_s}", "-c", os.devnull)
+    argv = [sys.executable, "-m", "pytest", *options, folder]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
+
+
 def test_what_no_limit_ends_is_named_and_the_others_run(tmp_path):
     (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.GRACE_S = 0.2\n")
-    (tmp_path / "test_file.py").write_text(WAITS_FOR_EVER)
-    argv = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n1", "--timeout=0.2", "-c", os.devnull, tmp_path]
-    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
+    ran = run_pytest(tmp_path, WAITS_FOR_EVER, timeout_s=0.2)
     assert ran.returncode == 1 and "2 failed, 1 passed" in ran.stdout  # test_stuck, and its worker
     assert "crashed while running 'test_file.py::test_stuck'" in ran.stdout
     assert "in unending" in ran.stderr
@@ -72,8 +77,6 @@ def test_lost():
 
 
 def test_a_worker_that_ends_its_process_says_why(tmp_path):
-    (tmp_path / "test_file.py").write_text(ENDS)
-    argv = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n1", "-c", os.devnull, tmp_path]
-    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
+    ran = run_pytest(tmp_path, ENDS, timeout_s=60)
     assert "crashed while running 'test_file.py::test_lost'" in ran.stdout
     assert "rank 1 stands still, so this worker ends with all its ranks" in ran.stderr
