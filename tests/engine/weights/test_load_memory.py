@@ -10,7 +10,9 @@ import torch
 from baton.engine.layers.linear import packed
 from tests.support.engine.folders import make_folder
 
-MARGIN = 24 << 20  # a layer's weights as they are read, merged and packed, and what torch itself takes
+# A layer's weights as they are read, merged and packed, what torch itself takes, and what malloc does not give back at once:
+# of int4 21 to 31 MiB.
+MARGIN = 36 << 20
 LOAD = """
 import json, sys, threading, time
 from baton.engine.core.config import EngineConfig
@@ -47,6 +49,6 @@ def test_no_second_copy(tmp_path, quantization):
         make_folder(tmp_path / name, "llama3", torch.bfloat16, **(base | changes))
     command = [sys.executable, "-c", LOAD, tmp_path / "small", tmp_path / "large", quantization]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
-    assert found["file"] > 4 * MARGIN
+    assert found["file"] > 3 * MARGIN
     assert found["resident"] <= 1.05 * found["file"]
     assert found["peak"] <= 1.05 * found["resident"] + MARGIN
