@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_all(folder: Path, args: argparse.Namespace) -> None:
     authority = Authority.read(args.renew) if args.renew else Authority.make(max(args.days, _AUTHORITY_DAYS))
-    if authority.until < _in_days(args.days):
+    if args.renew and authority.until < _in_days(args.days):
         print(f"baton certs: valid until {authority.until:%Y-%m-%d}, when {args.renew / CA_CERT} ends", file=sys.stderr)
     write(folder / CA_CERT, authority.certificate)
     earlier = _names_in(args.renew / f"{GATEWAY}.crt") if args.renew else []

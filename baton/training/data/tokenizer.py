@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.quantization import calibration
+from baton.quantization.core.errors import QuantizeError
 from baton.training.data.files import save_atomically, save_text
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,13 +63,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer.json of a folder, for whole texts: bounds and padding that it was saved with are another's. Raises
-    ValueError."""
-    path = folder / "tokenizer.json"
+    """Read the tokenizer.json of a folder, for whole texts. Raises ValueError."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ValueError(f"{path}: not a tokenizer ({error})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return calibration.load_tokenizer(folder)
+    except QuantizeError as error:
+        raise ValueError(str(error)) from None

@@ -108,6 +108,13 @@ def test_an_authority_outlives_its_certificates(installation, tmp_path, capsys):
     assert f"when {authority} ends" in capsys.readouterr().err
 
 
+def test_certificates_may_be_valid_as_long_as_a_new_authority(tmp_path, capsys):
+    """Which is made a moment before it is asked for how long."""
+    made = install(tmp_path / "long", "--days", "4000")
+    assert end_of(made.folder / "decode.crt") == end_of(made.folder / "ca.crt")
+    assert " ends" not in capsys.readouterr().err
+
+
 def test_an_authority_that_has_ended(installation, tmp_path, capsys, monkeypatch):
     in_days = certs._in_days
     monkeypatch.setattr(certs, "_in_days", lambda days: in_days(days + 4000))
