@@ -18,6 +18,7 @@ import pytest
 
 from baton.loadgen.summary import percentile
 from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.client import Choice, Client, Reply, read_error
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience
@@ -307,10 +308,9 @@ def test_the_kv_of_an_answer_moves_with_it(stack, prompts):
         while not reply.choices or len(reply.choices[0].token_ids) < 70:
             add(reply, [next(call)])
         busy, *_ = decoding_at(stack)
-        draining = threading.Thread(target=drain, args=(stack.address[busy.name],))
-        draining.start()
+        with grpc.insecure_channel(stack.address[busy.name]) as channel:  # a command would take a second to start
+            worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=patience(5))
         same(add(reply, call), whole)
-        draining.join()
         assert busy.wait() == 0
     reused, computed = (after - then for after, then in zip(recovered(stack.gateways[0]), before, strict=True))
     assert reused >= 128 and 0 < computed <= 64, (reused, computed)
