@@ -31,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     for subparser in subparsers.choices.values():
         add_version(subparser)
     args, unknown = parser.parse_known_args(argv)
+    if unknown and argv[0] not in COMMANDS:
+        command = next(word for word in argv if word in COMMANDS)
+        parser.error(f"options go behind the command: baton {command} {argv[0]}")
     if unknown:
         subparser = subparsers.choices[argv[0]]
         subparser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest_flag(unknown[0], subparser)}")

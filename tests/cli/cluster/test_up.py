@@ -17,6 +17,7 @@ import pytest
 
 from baton.cli.cluster import up, up_settings
 from baton.cli.launch.placing.keeper import StartError
+from baton.cli.main import main
 from baton.service.settings import SettingsError, make_parser
 from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.pace import patience
@@ -241,10 +242,28 @@ def test_shipped_model_is_the_default():
     assert plan().models == {None: ROOT / "demo" / "target"}
 
 
-@pytest.mark.parametrize("argv", [[], ["what"], ["up", "--no-such"], ["up", "--prefil", "1"], ["generate"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["what"],
+        ["up", "--no-such"],
+        ["up", "--prefil", "1"],
+        ["generate"],
+        ["--json", "doctor"],
+        ["--target=x", "generate", "hi"],
+    ],
+)
 def test_wrong_use(argv):
     done = subprocess.run([sys.executable, "-m", "baton.cli", *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr and not done.stdout
+    assert done.returncode == 2 and done.stderr and not done.stdout and "Traceback" not in done.stderr
+
+
+def test_an_option_before_the_command_is_told_where_it_goes(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--target=x", "generate", "hi"])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.endswith("baton: error: options go behind the command: baton generate --target=x\n")
 
 
 @pytest.mark.parametrize("argv", [[], ["up"], ["generate"], ["train-demo"]])
