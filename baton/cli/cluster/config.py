@@ -57,7 +57,8 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
     yield ""
     yield from _section(common)
     for role in ROLES:
-        if own := {name: each for name, each in workers[role].items() if name not in common}:
+        own = {name: each for name, each in workers[role].items() if name not in common}
+        if own and found.num_workers[role]:  # `baton up` refuses options of a role that has no worker
             yield f"\n[{role}_worker]"
             yield from _section(own)
     settings = load_settings(GatewaySettings, {"model": model_setting(found.models), **found.gateway})
