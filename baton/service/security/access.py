@@ -87,6 +87,14 @@ def read_access(args: argparse.Namespace) -> Access:
     if (access.tls_cert is None) != (access.tls_key is None) or (access.tls_cert and not access.tls_ca):
         raise SettingsError("--tls-cert, --tls-key and --tls-ca go together")
     for name, value in vars(access).items():
-        if value is not None and not os.access(value, os.R_OK):
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: cannot be read")
+        if value is not None:
+            _check_is_readable(f"--{name.replace('_', '-')}", value)
     return access
+
+
+def _check_is_readable(flag: str, path: Path) -> None:
+    """Raises SettingsError."""
+    try:
+        path.open("rb").close()  # os.access is content with a folder
+    except OSError as error:
+        raise SettingsError(f"{flag} {path}: cannot be read: {error.strerror}") from None
