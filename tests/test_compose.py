@@ -369,6 +369,17 @@ def test_secrets_are_made_by_one_command(tmp_path):
     assert again.returncode == 1 and "exists" in again.stderr and not list(tmp_path.glob("secrets.*"))
 
 
+@pytest.mark.parametrize("program", ["openssl", "chgrp"])
+def test_secrets_that_could_not_be_made_whole_are_removed(tmp_path, program):
+    """Also with a folder that is named from where the command is called."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / program).write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / program).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / "deploy" / "make-secrets", "secrets"], cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 1 and [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 def test_what_is_secret_is_read_by_its_group_alone(tmp_path):
     made, gid = tmp_path / "secrets", os.getgid() if os.getuid() else 10001
     done = subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True, capture_output=True, text=True)
