@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve
+from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve, worker_settings
 from baton.protocol import ROLES, model_setting
 from baton.service.arguments import add_command
 from baton.service.settings import SettingsError, flat_values, is_in_environment, load_settings, variable
@@ -67,7 +67,7 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
 
 
 def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:
-    settings = load_settings(WorkerSettings, found.workers[role], defaults={"model": next(iter(found.models.values()))})
+    settings = worker_settings(found.workers[role], next(iter(found.models.values())))
     both = _with_sources(flat_values(settings), WorkerSettings, "", found, flags)
     own = _with_sources(flat_values(settings), WorkerSettings, f"{role}.", found, flags)
     values = {name: own[name] if own[name][1] != "default" else each for name, each in both.items()}

@@ -180,6 +180,13 @@ def options_of(cls: type) -> list[str]:
     return [name for name in flat_fields(cls) if name not in skip]
 
 
+def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings:
+    """Return the settings of a worker that is given these values, checked as it would. Raises SettingsError."""
+    of_stack = {variable(name) for name in _NOT_OPTIONS}  # BATON_LISTEN is the gateway's; each worker is told its own
+    env = {name: value for name, value in os.environ.items() if name not in of_stack}
+    return load_settings(WorkerSettings, values, env, defaults={"model": model})
+
+
 def make_plan(args: argparse.Namespace) -> StackPlan:
     """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
     SettingsError or StartError."""
@@ -344,7 +351,7 @@ def _worker_values(
     settings: dict[str, WorkerSettings] = {}
     for model in models.values():
         for role in ROLES:
-            settings[role] = load_settings(WorkerSettings, values[role], defaults={"model": model})
+            settings[role] = worker_settings(values[role], model)
     engines = {role: settings[role].engine for role in ROLES}
     num_ranks = {role: len(models) * num_workers[role] * engines[role].num_ranks_here for role in ROLES}
     threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}

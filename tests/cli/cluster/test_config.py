@@ -113,6 +113,27 @@ def test_the_number_of_gateways_is_no_address_for_workers(model, monkeypatch):
     assert made.num_gateways == 2 and load_settings(WorkerSettings, parser.parse_args(options)).gateways == ()
 
 
+@pytest.mark.parametrize(
+    "variables, flags",
+    [
+        ({"ADMIN": "0.0.0.0:9464"}, ["--gateway.open-admin"]),
+        ({"LISTEN": "0.0.0.0:50051", "GATEWAYS": "2", "CERTS": "certs"}, []),
+        ({"LISTEN": "0.0.0.0:50051"}, ["--certs", "certs", "--transports", "tcp"]),
+    ],
+)
+def test_variables_of_the_stack_are_no_settings_of_its_workers(monkeypatch, capsys, variables, flags):
+    install(Path("certs"))
+    same = [word for name, value in variables.items() for word in (f"--{name.lower()}", value)]
+    wanted = plan(*flags, *same)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"BATON_{name}", value)
+    assert plan(*flags) == wanted
+    capsys.readouterr()
+    text = printed(capsys, "--model", "m", *flags)
+    for name in variables:
+        assert line_of(text, name.lower()).endswith(f"# BATON_{name}")
+
+
 def test_a_process_is_killed_only_after_its_grace(monkeypatch):
     made = plan()
     assert made.drain_s == {"prefill": 15.0, "decode": 15.0} and made.gateway_drain_s == 40.0
