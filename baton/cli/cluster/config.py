@@ -61,7 +61,9 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
         if own and found.num_workers[role]:  # `baton up` refuses options of a role that has no worker
             yield f"\n[{role}_worker]"
             yield from _section(own)
-    settings = load_settings(GatewaySettings, {"model": model_setting(found.models), **found.gateway})
+    told = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
+    told |= {"http": found.up.http} if found.up.http else {}
+    settings = load_settings(GatewaySettings, told)
     yield "\n[gateway]"
     yield from _section(_with_sources(flat_values(settings), GatewaySettings, "gateway.", found, flags))
 

@@ -134,6 +134,15 @@ def test_variables_of_the_stack_are_no_settings_of_its_workers(monkeypatch, caps
         assert line_of(text, name.lower()).endswith(f"# BATON_{name}")
 
 
+def test_the_gateway_is_checked_with_the_addresses_that_it_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("BATON_LISTEN", "0.0.0.0:50051")
+    origins = ["--http", "127.0.0.1:8000", "--gateway.http-origins", "https://acme.example"]
+    text = printed(capsys, "--model", "m", "--listen", "127.0.0.1:50051", *origins)
+    assert line_of(text, "http_origins").endswith("# --gateway.http-origins")
+    assert main(["config", "--model", "m"]) == 2
+    assert "--listen 0.0.0.0:50051: beyond loopback" in capsys.readouterr().err
+
+
 def test_a_process_is_killed_only_after_its_grace(monkeypatch):
     made = plan()
     assert made.drain_s == {"prefill": 15.0, "decode": 15.0} and made.gateway_drain_s == 40.0
