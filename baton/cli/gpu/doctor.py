@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.gpu:
         print("baton doctor: --model has an effect with --gpu alone", file=sys.stderr)
         return 2
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+            signal.signal(number, signal.default_int_handler)  # so that the step is ended, which would keep the GPU
     if why := gpu_refusal():
         print(f"baton doctor --gpu: no GPU can be used: {why}; 1 failure")
         return 1

@@ -1,5 +1,7 @@
 """The runner of `baton doctor --gpu`: a row for whatever becomes of a step, one line without a GPU."""
 
+import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,10 @@ from kvtransfer.memory.cuda_runtime import find_runtime
 GOOD = "from baton.cli.gpu.check import Check; print('noise'); print(Check('a', 'memory', True, '1 GiB').to_json())"
 BAD = "from baton.cli.gpu.check import Check; print(Check('b', 'bytes', False, '3 are wrong').to_json())"
 BROKEN = "raise RuntimeError('no such kernel')"
+TELLS_ITS_PID = (
+    "import os, time; from baton.cli.gpu.check import Check"
+    "; print(Check('a', 'memory', True, str(os.getpid())).to_json(), flush=True); time.sleep(60)"
+)
 HUNG = GOOD + "; import time, sys; sys.stdout.flush(); time.sleep(60)"
 
 
@@ -46,8 +52,6 @@ def test_a_step_that_hangs_ends_when_its_time_is_up(capsys):
 
 def test_what_ends_the_doctor_ends_the_step():
     """Ctrl-C goes to the doctor alone: a step has a session of its own."""
-    program = "import os, time; from baton.cli.gpu.check import Check"
-    program += "; print(Check('a', 'memory', True, str(os.getpid())).to_json(), flush=True); time.sleep(60)"
 
     def interrupt(check: Check) -> None:
         pids.append(int(check.text))
@@ -55,11 +59,59 @@ def test_what_ends_the_doctor_ends_the_step():
 
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        doctor.run_step("a", [sys.executable, "-c", program], 60, interrupt)
+        doctor.run_step("a", [sys.executable, "-c", TELLS_ITS_PID], 60, interrupt)
     assert not psutil.pid_exists(pids[0])
     assert not any(
         isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate()
     )
+
+
+DOCTOR = """
+import signal, sys
+from baton.cli.gpu import doctor
+from baton.cli.main import main
+
+signal.signal(signal.SIGHUP, signal.{hangup})  # whatever these tests were started with
+doctor.gpu_refusal, doctor.STEPS = lambda: None, {{"a": 60}}
+doctor.step_command = lambda name, model: [sys.executable, "-c", {step!r}]
+sys.exit(main(["doctor", "--gpu"]))
+"""
+
+
+@pytest.fixture
+def start_doctor():
+    """Return a doctor whose one step runs, and that step."""
+    started: list[psutil.Process] = []
+
+    def start(hangup: str = "SIG_DFL") -> tuple[subprocess.Popen, psutil.Process]:
+        argv = [sys.executable, "-c", DOCTOR.format(hangup=hangup, step=TELLS_ITS_PID)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(psutil.Process(process.pid))
+        started.append(psutil.Process(int(process.stdout.readline().split()[-1])))
+        return process, started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_doctor_ends_its_step(start_doctor, number):
+    process, step = start_doctor()
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 1 and errors == "baton doctor: interrupted\n"
+    assert not step.is_running()
+
+
+def test_a_doctor_that_hangups_are_kept_from_goes_on(start_doctor):
+    """`nohup baton doctor --gpu`."""
+    process, step = start_doctor(hangup="SIG_IGN")
+    process.send_signal(signal.SIGHUP)
+    step.kill()
+    out, errors = process.communicate()
+    assert process.returncode == 1 and "broke off with status -9" in out and not errors
 
 
 def test_the_steps_fit_into_twelve_minutes():
