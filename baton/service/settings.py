@@ -166,13 +166,16 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
 
 
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
-    """Flags that say `values` (fields of `cls`) to another process; None is left out."""
+    """Flags that say `values` (fields of `cls`) to another process. A number that is None is `auto`, as its variable may say
+    otherwise there; another None is left out."""
     argv = []
-    for name, (_, kind) in flat_fields(cls).items():
+    for name, (field, kind) in flat_fields(cls).items():
         value = values.get(name)
-        if kind is bool and value is not None:
+        if value is None:
+            argv += [f"--{_dashed(name)}=auto"] if name in values and _may_be_auto(field, kind) else []
+        elif kind is bool:
             argv.append(f"--{'' if value else 'no-'}{_dashed(name)}")
-        elif value is not None:
+        else:
             argv.append(f"--{_dashed(name)}={','.join(value) if isinstance(value, tuple) else value}")
     return argv
 
@@ -264,7 +267,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> object:
-    if value in (None, "auto") and field.default is None and kind in (int, float):
+    if value in (None, "auto") and _may_be_auto(field, kind):
         return None  # not set
     if kind in (int, float, str, Path) and not isinstance(value, bool):
         parsed = _parse_scalar(kind, value, where)
@@ -280,6 +283,10 @@ def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> ob
         if choices and part not in choices:
             raise SettingsError(f"{where}: {part!r} is not one of {', '.join(choices)}")
     return parsed
+
+
+def _may_be_auto(field: dataclasses.Field, kind: Any) -> bool:
+    return field.default is None and kind in (int, float)
 
 
 def _parse_scalar(kind: type, value: typing.Any, where: str) -> object:

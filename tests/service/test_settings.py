@@ -111,6 +111,14 @@ def test_to_argv_says_the_same():
     assert load(argv) == settings
 
 
+def test_what_is_auto_is_so_for_a_process_with_a_variable_too():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Example)
+    argv = to_argv(Example, given(Example, parser.parse_args(["--model=m", "--num-blocks=auto"])))
+    assert argv == ["--model=m", "--num-blocks=auto"] and load(argv, {"BATON_NUM_BLOCKS": "7"}).num_blocks is None
+    assert to_argv(Example, {"listen": None}) == []
+
+
 @dataclass(frozen=True)
 class Part:
     num_blocks: int = option("blocks", 4)

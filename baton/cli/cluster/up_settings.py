@@ -365,4 +365,6 @@ def _worker_values(
     is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
     if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it
         threads = divide_cores(num_ranks, threads)
-    return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles, resources
+    for role in ROLES:
+        values[role] |= {} if threads[role] is None else {"threads": threads[role]}
+    return values, cpu_roles, resources

@@ -10,6 +10,7 @@ from baton.cli.cluster.up_settings import add_up_flags, make_plan
 from baton.cli.launch.placing.launcher import WorkerProgram
 from baton.cli.launch.stack import StackPlan
 from baton.cli.main import main
+from baton.engine.core.config import EngineConfig
 from baton.service.settings import SettingsError, add_flags, load_settings
 from baton.worker.settings import WorkerSettings
 from tests.support.security.installation import install
@@ -71,6 +72,21 @@ def test_variables_and_flags_win(monkeypatch):
     assert made.num_workers["decode"] == 3
     assert not any(option.startswith("--block-size") for option in made.worker_options["prefill"])
     assert "--threads=2" in made.worker_options["prefill"]
+
+
+def test_auto_wins_over_a_variable(model, monkeypatch):
+    for name in ("THREADS", "NUM_BLOCKS"):
+        monkeypatch.setenv(f"BATON_{name}", "2")
+    parser = argparse.ArgumentParser()
+    add_flags(parser, WorkerSettings)
+    made = plan("--threads", "auto", "--decode.num-blocks", "auto")
+
+    def engine(role: str) -> EngineConfig:
+        options = WorkerProgram(model, made.worker_options).options_of(role, "127.0.0.1:0")
+        return load_settings(WorkerSettings, parser.parse_args(options)).engine
+
+    assert (engine("prefill").threads, engine("prefill").num_blocks) == (None, 2)
+    assert (engine("decode").threads, engine("decode").num_blocks) == (None, None)
 
 
 def test_an_empty_variable_leaves_the_file_in_force(monkeypatch, capsys):

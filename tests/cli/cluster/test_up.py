@@ -310,7 +310,8 @@ def test_workers_share_the_cores(folder, monkeypatch):
         made = plan("--model", str(folder / "m"), *options).worker_options
         return tuple([word for word in made[role] if "--threads" in word] for role in ("prefill", "decode"))
 
-    assert threads() == threads("--threads", "auto") == threads("--prefill", "2", "--decode", "3") == ([], [])
+    assert threads() == threads("--prefill", "2", "--decode", "3") == ([], [])
+    assert threads("--threads", "auto") == (["--threads=auto"], ["--threads=auto"]), "and no variable says otherwise"
     assert threads("--prefill.threads", "4", "--decode", "3") == (["--threads=4"], ["--threads=4"])
     assert threads("--prefill.threads", "10", "--decode", "2") == (["--threads=10"], ["--threads=3"])
     assert threads("--threads", "5", "--decode.threads", "auto") == (["--threads=5"], ["--threads=11"])
