@@ -1,17 +1,19 @@
-"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file verified."""
+"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file verified. A new version
+takes the place of the one before once all of it is here."""
 
 from __future__ import annotations
 
 import datetime
+import glob
 import hashlib
 import json
 import os
 import re
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from baton.cli.launch.placing.keeper import StartError
@@ -50,20 +52,47 @@ def download(url: str) -> Path:
     store = _Store(folder_url, file)
     print(f"starting: {url}: looking it up", file=sys.stderr, flush=True)
     try:
-        for name in store.names():
-            _fetch(store, name, folder)
-        _check_sums(store, folder)
+        _bring(store, folder, file)
     except FileNotFoundError:
         raise StartError(f"{url}: has no {file or 'model: config.json and safetensors are needed'}", 1) from None
     except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError):
         raise StartError(f"{url}: its server refuses to give it: are its credentials set?", 1) from None
     except (obstore.exceptions.BaseError, OSError) as error:
-        if not (folder / (file or _CONFIG) if file else folder / _DONE).is_file():
-            raise StartError(f"{url}: cannot be reached, and is not whole in {folder}: {_line(error)}", 1) from None
-        print(f"starting: {url}: cannot be reached; {folder} has it", file=sys.stderr, flush=True)
-    if file is None:
-        (folder / _DONE).touch()
+        if not (folder / (file or _DONE)).is_file():
+            raise StartError(f"{url}: cannot be downloaded, and is not whole in {folder}: {_line(error)}", 1) from None
+        print(f"starting: {url}: cannot be downloaded; {folder} has it ({_line(error)})", file=sys.stderr, flush=True)
     return folder / file if file else folder
+
+
+def _bring(store: _Store, folder: Path, file: str | None) -> None:
+    """Bring the version that the store has, whole, or leave the one that is here. Raises StartError, OSError, what obstore raises."""
+    objects = store.look_up()
+    parts = {each.name: _fetch(store, each, folder) for each in objects if not _is_here(each, folder)}
+    if parts and store.look_up() != objects:
+        for each in objects:
+            if each.name in parts and each.e_tag is None:  # it may be of either version
+                parts[each.name].unlink()
+        raise OSError("it was replaced while it was downloaded")
+    _check_sums(store, objects, parts, folder)
+    if file:
+        _put_in_place(objects, parts, folder)
+    elif parts or not (folder / _DONE).is_file() or _left_over(objects, folder):
+        (folder / _DONE).unlink(missing_ok=True)  # from here to the end it is a mixture of two versions
+        _put_in_place(objects, parts, folder)
+        for name in _left_over(objects, folder):  # which could be taken for weights of this version
+            for each in (folder / name, folder / f".{name}.sha256", _mark(name, folder)):
+                each.unlink(missing_ok=True)
+        (folder / _DONE).touch()
+
+
+class _Object(NamedTuple):
+    """An object as the store has it: `version` is its tag (ETag), or stands in for one where its server names none; `e_tag` is the tag
+    where the server compares it, as it does no weak one."""
+
+    name: str
+    size: int
+    e_tag: str | None
+    version: str
 
 
 class _Store:
@@ -77,8 +106,12 @@ class _Store:
         client: Any = {"connect_timeout": "5s", "timeout": "120s", "allow_http": True}
         self._store: Any = store.from_url(url, client_options=client, retry_config=retry)
 
-    def names(self) -> Sequence[str]:
+    def look_up(self) -> list[_Object]:
         """Return what a model needs of what is there. Raises what obstore raises."""
+        found = [(name, self.head(name)) for name in self._names()]
+        return [_Object(name, each["size"], _strong(each.get("e_tag")), _version(each)) for name, each in found]
+
+    def _names(self) -> Sequence[str]:
         if self._file:
             return [self._file]
         if self._lists:
@@ -123,45 +156,70 @@ class _Store:
     def read(self, name: str, begin: int = 0, length: int | None = None, e_tag: str | None = None) -> bytes:
         """Return an object, or a part of it, of that version."""
         options: dict[str, Any] = {} if length is None else {"range": (begin, begin + length)}
-        if e_tag and not e_tag.startswith("W/"):
+        if e_tag:
             options["if_match"] = e_tag
         return bytes(self._store.get(name, options=options).bytes())
 
 
-def _fetch(store: _Store, name: str, folder: Path) -> None:
-    """Bring one file here, from where an earlier try has stopped, unless this version of it is here. Raises StartError."""
-    found = store.head(name)
-    size, e_tag = found["size"], found.get("e_tag") or _size_and_time(found)
-    path, mark = folder / name, folder / f".{name}.etag"
-    if path.is_file() and mark.is_file() and mark.read_text() == e_tag:
-        return
+def _strong(e_tag: str | None) -> str | None:
+    return None if e_tag is None or e_tag.startswith("W/") else e_tag
+
+
+def _version(found: dict[str, Any]) -> str:
+    return found.get("e_tag") or f"{found['size']} bytes of {found.get('last_modified')}"
+
+
+def _mark(name: str, folder: Path) -> Path:
+    """Return the file that says which version of a file is here."""
+    return folder / f".{name}.etag"
+
+
+def _is_here(found: _Object, folder: Path) -> bool:
+    mark = _mark(found.name, folder)
+    return (folder / found.name).is_file() and mark.is_file() and mark.read_text() == found.version
+
+
+def _fetch(store: _Store, found: _Object, folder: Path) -> Path:
+    """Bring one file beside its place, from where an earlier try has stopped, and return it. Raises StartError."""
+    name, size = found.name, found.size
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{name}.{hashlib.sha256(e_tag.encode()).hexdigest()[:8]}.part"
+    part = folder / f".{name}.{hashlib.sha256(found.version.encode()).hexdigest()[:8]}.part"
+    for each in folder.glob(f".{glob.escape(name)}.????????.part"):
+        if each != part:  # of a version that the store has no more
+            each.unlink()
     with part.open("ab") as file:
         while (begin := file.tell()) < size:
             told = f"starting: {name}: {begin >> 20} of {size >> 20} MiB"
             if size > _PIECE_BYTES:
                 print(told, file=sys.stderr, flush=True)
-            piece = store.read(name, begin, min(_PIECE_BYTES, size - begin), found.get("e_tag"))
+            piece = store.read(name, begin, min(_PIECE_BYTES, size - begin), found.e_tag)
             if not piece:
                 break
             file.write(piece)
-    _check(store, part, name, size, e_tag)
-    part.replace(path)
-    mark.write_text(e_tag)
+    _check(store, part, found)
+    return part
 
 
-def _size_and_time(found: dict[str, Any]) -> str:
-    """Stand in for the version of an object whose server names none."""
-    return f"{found['size']} bytes of {found.get('last_modified')}"
+def _put_in_place(objects: Sequence[_Object], parts: Mapping[str, Path], folder: Path) -> None:
+    for found in objects:
+        if found.name in parts:
+            parts[found.name].replace(folder / found.name)
+            _mark(found.name, folder).write_text(found.version)
 
 
-def _check(store: _Store, path: Path, name: str, size: int, e_tag: str) -> None:
+def _left_over(objects: Sequence[_Object], folder: Path) -> list[str]:
+    """Return the files of a model that were brought here and that the store has no more."""
+    brought = {path.name.removeprefix(".").removesuffix(".etag") for path in folder.glob(".*.etag")}
+    return [name for name in brought - {each.name for each in objects} if _WANTED.fullmatch(name)]
+
+
+def _check(store: _Store, path: Path, found: _Object) -> None:
     """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises StartError."""
-    if path.stat().st_size == size and (_matches_md5(path, e_tag) or store.has_opaque_tag(name)):
+    is_whole = path.stat().st_size == found.size
+    if is_whole and (_matches_md5(path, found.version) or store.has_opaque_tag(found.name)):
         return
     path.unlink()
-    raise StartError(f"{name}: what was downloaded is not what the store names; it is removed, try again", 1)
+    raise StartError(f"{found.name}: what was downloaded is not what the store names; it is removed, try again", 1)
 
 
 def _matches_md5(path: Path, e_tag: str) -> bool:
@@ -170,24 +228,27 @@ def _matches_md5(path: Path, e_tag: str) -> bool:
     return re.fullmatch("[0-9a-f]{32}", digest) is None or _digest(path, "md5") == digest
 
 
-def _check_sums(store: _Store, folder: Path) -> None:
-    """Hold what is here against the repository's own SHA256SUMS, where it has one; once for each version. Raises StartError."""
+def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, Path], folder: Path) -> None:
+    """Hold parts, and what is in place, against the repository's own SHA256SUMS, where it has one; what is in place once for each
+    version. Raises StartError."""
     try:
         sums = store.read(_SUMS).decode(errors="replace")
     except FileNotFoundError:
         return
-    mark = folder / f".{_SUMS}"
-    marks = sums + "".join(each.read_text() for each in sorted(folder.glob(".*.etag")))
-    if mark.is_file() and mark.read_text() == marks:
-        return
+    versions = {each.name: each.version for each in objects}
     for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]([^/\n]+)$", sums, re.MULTILINE):
-        path = folder / name
-        if path.is_file():
-            print(f"starting: verifying {name}", file=sys.stderr, flush=True)
-            if _digest(path, "sha256") != digest:
-                path.unlink()
-                raise StartError(f"{name}: is not what {_SUMS} names; it is removed, try again", 1)
-    mark.write_text(marks)
+        if name not in versions:
+            continue
+        path, mark, told = parts.get(name, folder / name), folder / f".{name}.sha256", f"{digest} {versions[name]}"
+        if name not in parts and mark.is_file() and mark.read_text() == told:
+            continue
+        print(f"starting: verifying {name}", file=sys.stderr, flush=True)
+        if _digest(path, "sha256") != digest:
+            if name not in parts:
+                (folder / _DONE).unlink(missing_ok=True)
+            path.unlink()
+            raise StartError(f"{name}: is not what {_SUMS} names; it is removed, try again", 1)
+        mark.write_text(told)
 
 
 def _digest(path: Path, kind: str) -> str:

@@ -2,6 +2,7 @@
 gs:// takes the same way and has no server here."""
 
 import hashlib
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ from moto.server import ThreadedMotoServer
 from baton.cli.launch import object_store
 from baton.cli.launch.hub import find_model
 from baton.cli.launch.placing.keeper import StartError
+from baton.engine.weights.tensors import weight_files
 from tests.support.process import ROOT
 
 DEMO = ROOT / "demo" / "target"
@@ -76,9 +78,10 @@ class Web:
         self.asked.append((request.command, name, ranged))
         if has_body and name.endswith(".safetensors"):
             self.limit -= 1
-        data = self.files.get(name)
-        if data is None or self.limit < 0:
-            request.send_response(404 if data is None else 403)
+        data, wanted = self.files.get(name), request.headers.get("If-Match")
+        is_other = data is not None and wanted not in (None, self.tags[name])
+        if data is None or is_other or self.limit < 0:
+            request.send_response(404 if data is None else 412 if is_other else 403)
             request.send_header("Content-Length", "0")
             request.end_headers()
             return
@@ -123,7 +126,7 @@ def test_a_model_in_s3(s3, capsys):
     assert (find_model(Path("s3://acme/models/tiny")) / "config.json").read_bytes() == b'{"new": 1}'
     s3.stop()
     assert find_model(Path("s3://acme/models/tiny")) == folder
-    assert f"cannot be reached; {folder} has it" in capsys.readouterr().err
+    assert f"cannot be downloaded; {folder} has it (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encryption", ["aws:kms", "AES256"])
@@ -157,7 +160,7 @@ def test_what_is_not_in_s3(s3):
     assert "has no model" in refused("s3://acme/models/other")
     assert "has no x.gguf" in refused("s3://acme/models/tiny/x.gguf")
     s3.stop()
-    assert "cannot be reached, and is not whole in" in refused("s3://acme/models/never-seen")
+    assert "cannot be downloaded, and is not whole in" in refused("s3://acme/models/never-seen")
 
 
 def test_a_gguf_file_alone(s3):
@@ -198,6 +201,134 @@ def test_an_index_names_the_shards(web):
     assert (folder / "a.safetensors").exists() and not (folder / "model.safetensors").exists()
     web.files["model.safetensors.index.json"] = b'{"weight_map": {"x": "../a.safetensors"}}'
     assert "names what is no file of safetensors beside it" in refused(web.url)
+
+
+def sharded(web: Web, version: str, **shards: str) -> dict[str, bytes]:
+    """Store a model of these shards in the place of what is there, and return its files."""
+    weight_map = json.dumps({"weight_map": {name: f"{name}.safetensors" for name in shards}})
+    files = {"config.json": f'{{"version": "{version}"}}', "model.safetensors.index.json": weight_map}
+    files |= {f"{name}.safetensors": f"{version} {text}" for name, text in shards.items()}
+    web.files = {name: text.encode() for name, text in files.items()}
+    web.tags = {name: f'"{hashlib.md5(data).hexdigest()}"' for name, data in web.files.items()}
+    return web.files
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+def break_at(monkeypatch, name: str) -> None:
+    """Have the link break before `name` is read."""
+    read = object_store._Store.read
+
+    def read_others(store, asked, *arguments):
+        if asked == name:
+            raise OSError("the link is broken")
+        return read(store, asked, *arguments)
+
+    monkeypatch.setattr(object_store._Store, "read", read_others)
+
+
+def test_a_version_that_does_not_arrive_whole_leaves_the_one_before(web, monkeypatch, capsys):
+    old = sharded(web, "v1", a="1", b="2")
+    folder = find_model(Path(web.url))
+    new = sharded(web, "v2", a="1", b="2")
+    web.limit = 1
+    assert "are its credentials set?" in refused(web.url)
+    assert files_in(folder) == old
+    web.limit = 10**9
+    with monkeypatch.context() as broken:
+        break_at(broken, "b.safetensors")
+        assert find_model(Path(web.url)) == folder and files_in(folder) == old
+    assert f"cannot be downloaded; {folder} has it (the link is broken)" in capsys.readouterr().err
+    web.asked = []
+    assert find_model(Path(web.url)) == folder and files_in(folder) == new
+    assert [name for method, name, _ in web.asked if method == "GET" and name.endswith(".safetensors")] == [
+        "b.safetensors"
+    ], "the first is not fetched again"
+    assert not list(folder.glob(".*.part"))
+
+
+def test_a_version_is_not_whole_until_all_of_it_is_in_place(web, monkeypatch):
+    sharded(web, "v1", a="1", b="2")
+    folder = find_model(Path(web.url))
+    new = sharded(web, "v2", a="1", b="2")
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if target.name == "b.safetensors":
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    with monkeypatch.context() as begun:
+        begun.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            find_model(Path(web.url))
+    with monkeypatch.context() as broken:
+        break_at(broken, "model.safetensors.index.json")
+        assert f"is not whole in {folder}" in refused(web.url)
+    web.asked = []
+    assert find_model(Path(web.url)) == folder and files_in(folder) == new
+    assert not [name for method, name, _ in web.asked if method == "GET" and name.endswith(".safetensors")]
+
+
+def test_files_that_the_store_has_no_more_are_removed(web):
+    sharded(web, "v1", a="1", b="2")
+    folder = find_model(Path(web.url))
+    web.files["q.gguf"], web.tags["q.gguf"] = b"GGUF", '"q"'
+    (folder / "notes.json").write_text("of somebody else")
+    assert find_model(Path(f"{web.url}/q.gguf")).parent == folder
+    gguf, web.files, web.tags = web.files["q.gguf"], dict(FILES), dict.fromkeys(FILES, '"v2"')
+    find_model(Path(web.url))
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    assert files_in(folder) == {**FILES, "q.gguf": gguf, "notes.json": b"of somebody else"}
+    new = sharded(web, "v3", b="2", c="3")
+    find_model(Path(web.url))
+    assert weight_files(folder) == [folder / "b.safetensors", folder / "c.safetensors"]
+    assert files_in(folder) == {**new, "q.gguf": gguf, "notes.json": b"of somebody else"}
+
+
+@pytest.mark.parametrize("tag", ["strong", "weak"])
+def test_a_model_that_is_replaced_while_it_is_downloaded(web, cache, monkeypatch, tag):
+    """Also where its server compares no tags, as weak ones."""
+    read = object_store._Store.read
+
+    def weaken() -> None:
+        if tag == "weak":
+            web.tags = {name: f"W/{each}" for name, each in web.tags.items()}
+
+    def read_and_replace(store, name, *arguments):
+        data = read(store, name, *arguments)
+        if name == "a.safetensors":
+            sharded(web, "v2", a="1", b="2")
+            weaken()
+        return data
+
+    sharded(web, "v1", a="1", b="2")
+    weaken()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(object_store._Store, "read", read_and_replace)
+        assert "is not whole in" in refused(web.url)
+    parts = {path.read_bytes() for path in cache.rglob(".*.part")}
+    assert b"v2 2" not in parts and (b"v1 1" in parts) == (tag == "strong"), "what may be of either version is removed"
+    folder = find_model(Path(web.url))
+    assert files_in(folder) == web.files and web.files["a.safetensors"] == b"v2 1"
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_sums_that_do_not_fit_leave_no_folder_that_counts_as_whole(web, monkeypatch, is_in_place):
+    """What is in place is held against other sums too; a new version against its own, before it is in place."""
+    old = sharded(web, "v1", a="1")
+    folder = find_model(Path(web.url))
+    if not is_in_place:
+        sharded(web, "v2", a="1")
+    web.files["SHA256SUMS"], web.tags["SHA256SUMS"] = f"{'0' * 64}  a.safetensors\n".encode(), '"s"'
+    assert "is not what SHA256SUMS names" in refused(web.url)
+    break_at(monkeypatch, "model.safetensors.index.json")
+    if is_in_place:
+        assert "is not whole in" in refused(web.url)
+    else:
+        assert find_model(Path(web.url)) == folder and files_in(folder) == old
 
 
 def test_plain_text_beyond_this_host_is_refused():
