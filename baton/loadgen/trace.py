@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-MOONCAKE_BLOCK = 512  # tokens of a prompt behind one hash id
+MOONCAKE_BLOCK = 512  # tokens of a prompt behind one hash id of Mooncake's traces
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -21,13 +21,14 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request. Equal `hash_ids` at the same places are equal prefixes, MOONCAKE_BLOCK tokens each; empty: unknown,
-    the prompt shares nothing."""
+    """One request. Equal `hash_ids` at the same places are equal prefixes, `block` tokens each; empty: unknown, the prompt
+    shares nothing."""
 
     at_s: float  # after the first of the trace
     num_prompt: int
     num_output: int
     hash_ids: tuple[int, ...] = ()
+    block: int = MOONCAKE_BLOCK
 
 
 def read_trace(path: Path) -> list[TraceEntry]:

@@ -50,7 +50,6 @@ def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
 
 def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: float, limit: int | None) -> list[Job]:
     """The trace, `rate_scale` times as fast, its lengths times `length_scale` (blocks too, so that sharing stays)."""
-    block = max(1, round(MOONCAKE_BLOCK * length_scale))
     return [
         Job(
             index,
@@ -58,7 +57,7 @@ def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: f
             max(1, round(entry.num_prompt * length_scale)),
             max(1, round(entry.num_output * length_scale)),
             entry.hash_ids,
-            block,
+            max(1, round(entry.block * length_scale)),
         )
         for index, entry in enumerate(entries[:limit])
     ]

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.loadgen.trace import MOONCAKE_BLOCK, TraceEntry
+from baton.loadgen.trace import TraceEntry
 from baton.loadgen.workload import Shape, arrivals, drawn
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -14,7 +14,7 @@ def drawn_entries(rate: float, shape: Shape, num: int, seed: int = 0) -> list[Tr
     """Return requests that come at random, `rate` a second, with lengths around the means of `shape`."""
     rng = random.Random(seed)
     jobs = drawn(rng, arrivals("poisson", rate, rng), num, shape)
-    return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids) for job in jobs]
+    return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids, job.block) for job in jobs]
 
 
 def at_rate(entries: Sequence[TraceEntry], rate: float, context: int) -> list[TraceEntry]:
@@ -36,7 +36,7 @@ def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
     parent, num_spans = b"", entry.num_prompt // SPAN_TOKENS
     for hash_id in entry.hash_ids:
         parent = hashlib.sha256(parent + hash_id.to_bytes(16, "little", signed=True)).digest()
-        names += [parent[:31] + bytes([place]) for place in range(MOONCAKE_BLOCK // SPAN_TOKENS)]
+        names += [parent[:31] + bytes([place]) for place in range(entry.block // SPAN_TOKENS)]
     for place in range(len(names), num_spans):
         names.append(hashlib.sha256(f"{number} {place}".encode()).digest())
     return tuple(names[:num_spans])

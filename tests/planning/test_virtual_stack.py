@@ -8,7 +8,7 @@ from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.models.registry import read_spec
 from baton.loadgen.trace import TraceEntry
-from baton.loadgen.workload import Shape
+from baton.loadgen.workload import WORKLOADS, Shape
 from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies, HostCosts, Point
 from baton.planning.step_time import StepTimes
@@ -141,6 +141,15 @@ def test_names_of_spans_are_equal_as_far_as_prefixes_are():
     assert len(first) == 1200 // 64 and first[:8] == second[:8] and first[8] != second[8]
     assert first[16:] != second[16:], "behind what the trace names prompts are their own"
     assert not span_names(TraceEntry(0, 1200, 1), 0)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in WORKLOADS.items() if shape.shared])
+def test_requests_of_a_workload_share_as_many_tokens_as_it_says(name):
+    shape = WORKLOADS[name]
+    first, second = drawn_entries(1, shape, 2)
+    names = zip(span_names(first, 0), span_names(second, 1), strict=False)
+    num_equal = sum(one == other for one, other in names)
+    assert num_equal == min(shape.shared, first.num_prompt, second.num_prompt) // 64
 
 
 def test_a_trace_comes_as_fast_as_asked():
