@@ -18,11 +18,14 @@ _SPREAD = 0.2  # of a pause that a gateway asks for: clients that were refused t
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often a call is sent again that failed for a reason that passes. `max_attempts` counts those in a row that
-    brought nothing: 1 sends once. Pauses double from the first to the longest, unless the gateway names one."""
+    brought nothing: 1 sends once. Pauses double from the first to the longest, unless the gateway names one.
+    `counts_refusals` False: a call that a gateway refuses for now is sent again until its timeout; only attempts that
+    nobody answers count."""
 
     max_attempts: int = 10
     first_pause_s: float = 0.05
     longest_pause_s: float = 2.0
+    counts_refusals: bool = True
 
     @property
     def resends(self) -> bool:
@@ -48,15 +51,18 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def progressed(self) -> None:
-        """Note that an attempt brought something."""
+        """Note that an attempt brought something, or an answer that does not count."""
         self._num_failed = 0
 
     def pause_s(self, error: CallError) -> float:
         """Return how long to wait before the next attempt. Raises `error` if there is none."""
         if not self._passes(error):
             raise error
-        self._num_failed += 1
         policy = self._policy
+        if policy.counts_refusals or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._num_failed += 1
+        else:
+            self.progressed()
         if error.retry_after_s is None:
             longest = min(policy.longest_pause_s, policy.first_pause_s * 2 ** min(self._num_failed - 1, 30))
             pause_s = random.uniform(longest / 2, longest)

@@ -23,7 +23,7 @@ from baton.service.settings import SettingsError
 from gateway.http.writing import to_bytes
 
 # A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
-_RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0)
+_RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0, counts_refusals=False)
 _AHEAD = 4  # times the concurrency: results that wait for an earlier one to be written
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.cli.main import main
-from baton.service.errors import BatonError, InvalidRequest, Overloaded, to_status
+from baton.service.errors import BatonError, InvalidRequest, Overloaded, Unavailable, to_status
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
@@ -158,6 +158,14 @@ def test_a_failing_line_ends_nothing(run, echo):
         assert result["response"]["body"]["error"]["param"] == param
 
 
+def test_a_line_that_is_refused_again_and_again_waits(run, echo):
+    """A refusal is an answer: there may be more of them than attempts that nobody answers."""
+    full, gone = [Overloaded("full", 0.001)] * 30, [Unavailable("gone", 0.001)]
+    echo.failures = {"full": full + gone + full}
+    status, (result,) = run([chat("a", "full")])
+    assert status == 0 and text_of(result) == "FULL" and len(echo.requests) == 62
+
+
 def test_half_a_surrogate_pair_in_the_name_of_a_field_fails_its_line_alone(run, tmp_path):
     """The result names the field."""
     lines = [chat("first"), chat("half", **{"\ud800": 1}), chat("last")]
@@ -205,7 +213,6 @@ def test_results_of_something_else_are_not_touched(run, echo, tmp_path, capsys, 
 def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
     from baton.cli.client import batch
     from baton.client import RetryPolicy
-    from baton.service.errors import Unavailable
 
     monkeypatch.setattr(batch, "_RETRY", RetryPolicy(max_attempts=2, first_pause_s=0.001))
     echo.failures = {"r2": [Unavailable("gone")] * 2}
