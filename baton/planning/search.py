@@ -15,6 +15,7 @@ from baton.planning.efficiency import EXTRAPOLATED, Efficiencies
 from baton.planning.memory import MemoryPlan, plan_memory
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_stack import ServedRequest, StackShape, VirtualStack
+from baton.planning.workload import mean_fresh
 from baton.service.slo import Slo
 
 WANTED_FORMS = ("none", "int8", "int4-g32")  # where none is asked for: fp8 has the bytes of int8
@@ -22,7 +23,7 @@ _BATCHES = {"cuda": (256, 128, 64, 32, 16), "cpu": (64, 32, 16, 8)}
 _CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, as they take by default
 _BLOCK = {"cuda": 64, "cpu": 32}
 _MOST_BUSY = 0.9  # of a worker's time, where the search begins: what a perfect stack would need and a little
-_NUM_TRIES = 12  # sizes of one form that are simulated
+_NUM_MORE = 4  # workers more than a load needs that finds nothing in the caches: the search ends there
 _CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # of the rate asked for
 
 
@@ -158,17 +159,36 @@ def _configs(
     return configs, plan_memory(spec, device, configs["decode"], form)
 
 
-def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
-    """Yield (prefill, decode) by ever more workers, from what the load needs at least. (0, n): workers that do both."""
+class _Work(NamedTuple):
+    """How many workers are always busy with reading prompts, and with writing answers."""
+
+    read: float
+    write: float
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, math.ceil((self.read + self.write) / _MOST_BUSY - 0.5))
+
+
+def _work(candidate: WorkerPlan, ask: Ask, *, finds_all: bool) -> _Work:
+    """Return the work of the load where what was read once is found in the cache (`finds_all`), or nothing is."""
     entries = ask.entries
     prompt = statistics.mean(entry.num_prompt for entry in entries)
     output = statistics.mean(entry.num_output for entry in entries)
+    num_read = mean_fresh(entries) if finds_all else prompt
     chunk = candidate.configs["prefill"].max_num_batched_tokens
-    read = ask.rate * candidate.times.prefill_s(round(prompt), chunk)
+    read = ask.rate * candidate.times.prefill_s(round(num_read), chunk)
     write = ask.rate * output * candidate.times.decode_s(candidate.batch, prompt + output / 2) / candidate.batch
-    least = max(1, math.ceil((read + write) / _MOST_BUSY - 0.5))
-    for total in range(least, ask.max_devices // candidate.degree + 1):
-        wanted = total * read / (read + write)
+    return _Work(read, write)
+
+
+def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
+    """Yield (prefill, decode) by ever more workers, from what the load needs where all that was read once is in
+    the caches. (0, n): workers that do both."""
+    least, cacheless = (_work(candidate, ask, finds_all=finds_all) for finds_all in (True, False))
+    most = min(cacheless.num_workers + _NUM_MORE, ask.max_devices // candidate.degree)
+    for total in range(least.num_workers, most + 1):
+        wanted = total * least.read / (least.read + least.write)
         splits = sorted(range(1, total), key=lambda num: abs(num - wanted))[:2]
         yield 0, total
         yield from ((num, total - num) for num in splits)
@@ -216,8 +236,9 @@ def find(
     their curves. Raises NoPlan."""
     choices, nearest = [], ""
     best = 0.0
-    for candidate in candidates(spec, device, efficiencies, ask):
-        for _, (num_prefill, num_decode) in zip(range(_NUM_TRIES), sizes(candidate, ask)):
+    kinds = list(candidates(spec, device, efficiencies, ask))
+    for candidate in kinds:
+        for num_prefill, num_decode in sizes(candidate, ask):
             fewest = min((choice.num_devices for choice in choices), default=ask.max_devices)
             if (num_prefill + num_decode) * candidate.degree > fewest + 1:
                 break
@@ -231,9 +252,9 @@ def find(
             elif outcome.met >= best:
                 best, nearest = outcome.met, f"{choice.words} meets it for {outcome.met:.0%}, bound by {choice.bound}"
     if not choices:
-        raise NoPlan(
-            f"nothing of up to {ask.max_devices} devices serves {ask.rate:g} requests/s with {ask.slo}: {nearest}"
-        )
+        least = min(each.degree * _work(each, ask, finds_all=True).num_workers for each in kinds)
+        why = nearest or f"it needs {least} at least"
+        raise NoPlan(f"nothing of up to {ask.max_devices} devices serves {ask.rate:g} requests/s with {ask.slo}: {why}")
     # Of as many devices those that round least: what a form costs in quality is not in a plan.
     forms, kv_forms = list(ask.forms), list(ask.kv_forms)
     choices.sort(

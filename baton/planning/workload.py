@@ -40,3 +40,13 @@ def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
     for place in range(len(names), num_spans):
         names.append(hashlib.sha256(f"{number} {place}".encode()).digest())
     return tuple(names[:num_spans])
+
+
+def mean_fresh(entries: Sequence[TraceEntry]) -> float:
+    """Return how many tokens of a prompt no prompt before it has had, on average. One of each is read in any case."""
+    seen, num_fresh = set[bytes](), 0
+    for number, entry in enumerate(entries):
+        names = span_names(entry, number)
+        num_fresh += max(1, entry.num_prompt - SPAN_TOKENS * len(seen.intersection(names)))
+        seen.update(names)
+    return num_fresh / len(entries)

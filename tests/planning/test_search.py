@@ -22,10 +22,11 @@ from tests.chart.rendering import container, named, render
 
 SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
 SLO = Slo(ttft_s=1.0, tpot_s=0.03)
+SHAPE = Shape(1000, 20)
 
 
-def ask(rate, slo=SLO, num=30, **options) -> search.Ask:
-    return search.Ask(drawn_entries(rate, Shape(1000, 20), num), rate, slo, 0.95, ("none",), ("auto",), **options)
+def ask(rate, slo=SLO, num=30, shape=SHAPE, **options) -> search.Ask:
+    return search.Ask(drawn_entries(rate, shape, num), rate, slo, 0.95, ("none",), ("auto",), **options)
 
 
 def found(rate, device="H100", **options):
@@ -52,6 +53,21 @@ def test_what_nothing_can_do_is_told():
         search.find(read_spec(SHAPES / "llama-3.1-70b"), GPUS["H100"], shipped("cuda"), ask(1))
     with pytest.raises(search.NoPlan, match="nothing of up to 1 devices serves 200 requests/s"):
         found(200, max_devices=1)
+
+
+def test_a_plan_for_which_no_size_is_small_enough_to_be_tried_says_how_many_it_needs():
+    with pytest.raises(
+        search.NoPlan, match=r"nothing of up to 1 devices serves 200 requests/s .*: it needs \d+ at least$"
+    ):
+        found(200, max_devices=1)
+
+
+def test_prompts_that_share_a_prefix_need_no_more_devices_than_hold_them():
+    """Fewer than without caches, and more than with all prompts' prefixes in them: they begin empty."""
+    asked = ask(80, num=40, shape=Shape(4000, 20, shared=3840))
+    best = search.find(read_spec(SHAPES / "qwen3-8b"), GPUS["H100"], shipped("cuda"), asked)[0]
+    assert best.num_devices > 1
+    assert search.evaluate(best.worker, 0, best.num_devices - 1, asked).met < asked.attainment
 
 
 def test_an_unknown_device_names_those_that_are_known():
