@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -55,8 +56,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 all lines have a result, 1 interrupted or not reached, 2 wrong use."""
-    output = args.output or args.file.with_suffix(".results.jsonl")
     try:
+        if not stat.S_ISREG(args.file.stat().st_mode):
+            raise ValueError(f"{args.file} is no regular file: its lines are read twice")
+        output = args.output or args.file.with_suffix(".results.jsonl")
         if output.exists() and output.samefile(args.file):
             raise ValueError(f"--output {output} is the input")
         access = read_access(args)

@@ -2,6 +2,7 @@
 once."""
 
 import json
+import os
 import threading
 import time
 from concurrent import futures
@@ -222,6 +223,27 @@ def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
     assert "2 lines are left" in capsys.readouterr().err
     status, results = run(lines)
     assert status == 0 and [text_of(result) for result in results] == ["R0", "R1", "R2", "R3"]
+
+
+@pytest.fixture
+def once(tmp_path):
+    """Paths of what has its lines once, or none."""
+    reader, writer = os.pipe()
+    os.write(writer, json.dumps(chat("a")).encode())
+    os.close(writer)
+    os.mkfifo(tmp_path / "fifo")
+    yield {"pipe": f"/dev/fd/{reader}", "fifo": str(tmp_path / "fifo"), "folder": str(tmp_path)}
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["pipe", "fifo", "folder", "", ".", "/"])
+def test_what_cannot_be_read_twice_is_refused(name, once, echo, tmp_path, capsys):
+    file, output = once.get(name, name), tmp_path / "results.jsonl"
+    for more in ([], ["--output", str(output)]):
+        assert main(["batch", file, "--target", echo.target, *more]) == 2
+        told = capsys.readouterr().err
+        assert "is no regular file" in told and told.count("\n") == 1
+    assert not echo.requests and not output.exists()
 
 
 def test_wrong_use(tmp_path, capsys):
