@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from baton.cli.client.asking import add_target_flags, explain, say_failed
 from baton.cli.client.batch_lines import GatewayGone, Json, LineRunner, custom_id_of
-from baton.client import NO_RETRIES, AsyncClient, CallError, RetryPolicy
+from baton.client import AsyncClient, CallError, RetryPolicy
 from baton.service.arguments import add_command, positive, whole
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
@@ -99,8 +99,9 @@ def run(args: argparse.Namespace) -> int:
 async def _send(args: argparse.Namespace, access: Access, num_done: int, write: Callable[[Json], None]) -> None:
     """Ask all lines after the first `num_done` and write their results in order. Raises CallError where no gateway
     answers at first, GatewayGone where none does any more."""
-    connection = access.for_client()
-    async with AsyncClient(args.target, timeout_s=5, retry=NO_RETRIES, **connection) as client:
+    connection, num_addresses = access.for_client(), args.target.count(",") + 1
+    each_once, timeout_s = RetryPolicy(max_attempts=num_addresses), 5 * num_addresses
+    async with AsyncClient(args.target, timeout_s=timeout_s, retry=each_once, **connection) as client:
         await client.list_models()  # whether it is there, and lets one in
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
         runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)

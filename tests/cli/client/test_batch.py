@@ -225,6 +225,11 @@ def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
     assert status == 0 and [text_of(result) for result in results] == ["R0", "R1", "R2", "R3"]
 
 
+def test_of_several_addresses_one_that_serves_is_enough(run, echo):
+    status, (result,) = run([chat("a")], "--target", f"127.0.0.1:9,127.0.0.1:9,{echo.target}")
+    assert status == 0 and text_of(result) == "A"
+
+
 @pytest.fixture
 def once(tmp_path):
     """Paths of what has its lines once, or none."""
