@@ -133,6 +133,8 @@ class Sender:
                     longest_gap = at - last
                 last, num_messages = at, num_messages + 1
                 outcome.num_output += num_tokens
+            if not num_messages:  # an answer without text: its first sign is its end
+                first = last = clock() - begin
         except CallFailed as failed:
             outcome.status, outcome.reason = failed.status, failed.reason
             last = clock() - begin

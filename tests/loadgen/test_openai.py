@@ -35,6 +35,13 @@ def test_a_server_that_tells_no_usage():
     assert {outcome.num_output for outcome in send(OpenAIStub(usage=False))} == {3}, "events with text"
 
 
+def test_an_answer_without_text_takes_as_long_as_it_took():
+    """Such as one of control tokens alone, which the server leaves out."""
+    for outcome in send(OpenAIStub(step_s=0.01, texts=False)):
+        assert outcome.ok and not outcome.num_messages and outcome.tpot_s is None
+        assert outcome.sent_s < outcome.first_s == outcome.last_s
+
+
 def test_the_last_line_without_its_blank():
     assert all(outcome.ok for outcome in send(OpenAIStub(done=b"data:[DONE]"), num=2))
 

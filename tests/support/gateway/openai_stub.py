@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 class OpenAIStub:
     """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens there
-    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token. `done`: its last line."""
+    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token. `done`: its last line.
+    `texts` False: no event has text."""
 
     def __init__(
         self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = "",
-        done: bytes = b"data: [DONE]",
+        done: bytes = b"data: [DONE]", texts: bool = True,
     ):  # fmt: skip
         self.step_s, self.refuses, self.usage, self.breaks, self.done = step_s, refuses, usage, breaks, done
+        self.texts = texts
         self.requests: list[dict] = []
         self.num_connections = 0
         self.keys: set[str] = set()
@@ -46,7 +48,7 @@ class OpenAIStub:
         num = request["max_tokens"]
         for index in range(num):
             await asyncio.sleep(self.step_s)
-            text = "" if index == 1 else "x"  # half a character
+            text = "" if index == 1 or not self.texts else "x"  # half a character
             _event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
             if self.breaks == "hang":
                 await asyncio.sleep(3600)
