@@ -72,7 +72,14 @@ def verdict(summary: Mapping) -> str:
 def _void(summary: Mapping) -> str:
     if summary["interrupted"]:
         return f"Interrupted: these are the {summary['num_requests']} requests that had ended."
-    return f"Not valid: requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99."
+    if unfinished := summary.get("unfinished"):  # of a sweep
+        return f"The search did not end: {unfinished}."
+    return f"Not valid: {late(summary)}."
+
+
+def late(summary: Mapping) -> str:
+    """Return how late requests were sent."""
+    return f"requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99"
 
 
 def _figures(summary: Mapping) -> str:

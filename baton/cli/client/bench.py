@@ -213,24 +213,28 @@ class _Bench:
         return summary, ran, []
 
     def sweep(self) -> tuple[dict, Ran, list[dict]]:
-        """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run."""
-        steps, tried, best, within, beyond = [], [], None, 0.0, math.inf
+        """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run. A step
+        that is not valid bounds the search, and says nothing of the SLO: one that ends below it has not found the rate."""
+        steps, tried, best, within, beyond, unfinished = [], [], None, 0.0, math.inf, ""
         while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
             rate = 2 * within or _SWEEP_FROM if beyond == math.inf else (within + beyond) / 2
             summary, ran = self._step(rate, len(steps))
             steps.append({**summary, "rate": rate})
             tried.append((summary, ran))
             if ran.is_interrupted:
+                unfinished = f"it was interrupted at {rate:.3g}/s"
                 break
             if summary["valid"] and (summary["slo_met_share"] or 0.0) >= _MET_SHARE:
                 best, within = (summary, ran), rate
-            elif not within:
+                continue
+            beyond, unfinished = rate, "" if summary["valid"] else f"at {rate:.3g}/s {report.late(summary)}"
+            if not within:
                 break
-            else:
-                beyond = rate
         summary, ran = best or tried[-1]
         summary["highest_rate_within_slo"] = within or None
-        summary["lowest_rate_beyond_slo"] = min((step["rate"] for step in steps if step["rate"] > within), default=None)
+        missed = [step["rate"] for step in steps if step["valid"] and step["rate"] > within]
+        summary["lowest_rate_beyond_slo"] = min(missed, default=None)
+        summary["unfinished"], summary["valid"] = unfinished, summary["valid"] and not unfinished
         return summary, ran, sorted(steps, key=lambda step: step["rate"])
 
     def _step(self, rate: float, number: int) -> tuple[dict, Ran]:
@@ -299,13 +303,19 @@ def screen(summary: dict) -> str:
             f"  goodput {summary['goodput_per_s']:.2f}/s: {summary['slo_met_share'] or 0:.1%} within {summary['slo']}"
         )
     if "highest_rate_within_slo" in summary:
-        rate = summary["highest_rate_within_slo"]
-        beyond = summary["lowest_rate_beyond_slo"]
-        next_one = "" if beyond is None else f"; {beyond:.3g}/s was not"
-        lines.append(f"  highest rate within the SLO: {'none' if rate is None else f'{rate:.3g}/s'}{next_one}")
+        lines.append(f"  highest rate within the SLO: {_highest_rate(summary)}")
     if set(summary["statuses"]) - {"OK"}:
         lines.append("  " + ", ".join(f"{status} {num}" for status, num in summary["statuses"].items()))
     return "\n".join([*lines, report.verdict(summary)])
+
+
+def _highest_rate(summary: dict) -> str:
+    rate, beyond = summary["highest_rate_within_slo"], summary["lowest_rate_beyond_slo"]
+    if rate is None:
+        found = "not known" if summary["unfinished"] else "none"
+    else:
+        found = f"{'at least ' if summary['unfinished'] else ''}{rate:.3g}/s"
+    return found if beyond is None else f"{found}; {beyond:.3g}/s was not"
 
 
 def _compare(a: RecordedRun, b: RecordedRun, out: Path | None) -> int:

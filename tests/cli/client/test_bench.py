@@ -1,6 +1,7 @@
 """`baton bench` as a user runs it: its files, its messages, and its refusals."""
 
 import csv
+import dataclasses
 import json
 import os
 import pty
@@ -84,6 +85,64 @@ def test_a_sweep_closes_in_on_the_highest_rate(target, tmp_path, monkeypatch, ca
     assert summary["highest_rate_within_slo"] == 11 and summary["lowest_rate_beyond_slo"] == 12
     assert "highest rate within the SLO: 11/s; 12/s was not" in capsys.readouterr().out
     assert len(set(seeds)) == len(seeds) == 9
+
+
+@pytest.fixture
+def sweep(target, tmp_path, monkeypatch):
+    """A sweep of steps whose outcomes `judged(rate)` says, as fields of the summary: its status, and its summary."""
+    measure = bench_module._Bench._measure
+
+    def run(judged):
+        def measured(self, jobs, name):
+            summary, ran = measure(self, [dataclasses.replace(job, at_s=0.0) for job in jobs[:2]], name)
+            summary |= {"valid": True, "slo_met_share": 1.0, **judged(float(name.split()[-2]))}
+            return summary, dataclasses.replace(ran, is_interrupted=summary["interrupted"])
+
+        monkeypatch.setattr(bench_module._Bench, "_measure", measured)
+        out = tmp_path / "s"
+        status = bench("--target", target, "--sweep", "--slo", "ttft=10s", "--output-tokens", "2", "--out", str(out))
+        return status, json.loads((out / "summary.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "judged, rates, why",
+    [
+        (lambda rate: {"interrupted": rate == 4, "valid": rate != 4}, [1, 2, 4], "it was interrupted at 4/s"),
+        (
+            lambda rate: {"valid": rate <= 2, "send_lag_p99_s": 0.5},
+            [1, 2, 2.125, 2.25, 2.5, 3, 4],
+            "at 2.12/s requests were sent 500 ms late at p99",
+        ),
+    ],
+    ids=["interrupted", "late"],
+)
+def test_a_sweep_that_did_not_find_the_rate_beyond_says_so(sweep, judged, rates, why, tmp_path, capsys):
+    """A step that is not valid says nothing of the SLO."""
+    status, summary = sweep(judged)
+    assert [step["rate"] for step in summary["sweep"]] == rates
+    assert status == 1 and not summary["valid"]
+    assert summary["highest_rate_within_slo"] == 2 and summary["lowest_rate_beyond_slo"] is None
+    told = capsys.readouterr().out
+    assert "highest rate within the SLO: at least 2/s\n" in told and "was not" not in told
+    words = f"The search did not end: {why}."
+    assert words in told and words in (tmp_path / "s" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_sweep_without_a_valid_step_knows_no_rate(sweep, interrupted, capsys):
+    status, summary = sweep(lambda rate: {"valid": False, "interrupted": interrupted})
+    assert status == 1 and len(summary["sweep"]) == 1
+    assert summary["highest_rate_within_slo"] is None and summary["lowest_rate_beyond_slo"] is None
+    assert "highest rate within the SLO: not known\n" in capsys.readouterr().out
+
+
+def test_a_sweep_goes_on_below_a_step_that_is_not_valid(sweep, capsys):
+    status, summary = sweep(lambda rate: {"valid": rate != 4, "slo_met_share": float(rate < 3)})
+    assert [step["rate"] for step in summary["sweep"]] == [1, 2, 2.5, 2.75, 3, 4]
+    assert status == 0 and summary["valid"]
+    assert "highest rate within the SLO: 2.75/s; 3/s was not" in capsys.readouterr().out
 
 
 def test_two_runs_are_compared(target, tmp_path, capsys):
