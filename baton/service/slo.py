@@ -1,9 +1,10 @@
 """A service level objective of one request, in the words of the command line: ttft=300ms,tpot=50ms."""
 
+import math
 import re
 from typing import NamedTuple
 
-_PART = re.compile(r"(ttft|tpot|e2e)=([0-9]*\.?[0-9]+)(ms|s)")
+_PART = re.compile(r"(ttft|tpot|e2e)=([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(ms|s)")
 
 
 class Slo(NamedTuple):
@@ -15,7 +16,7 @@ class Slo(NamedTuple):
 
     def __str__(self) -> str:
         parts = [(name[:-2], value) for name, value in self._asdict().items() if value is not None]
-        return ",".join(f"{name}={1e3 * value:g}ms" for name, value in parts)
+        return ",".join(f"{name}={1e3 * value:.12g}ms" for name, value in parts)
 
     def missed(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> list[str]:
         """Return which of ttft, tpot and e2e were missed. `tpot_s` None: an answer of one token has none, and cannot
@@ -33,7 +34,7 @@ def parse_slo(text: str) -> Slo:
     bounds: dict[str, float] = {}
     for part in text.split(","):
         found = _PART.fullmatch(part.strip())
-        if found is None:
+        if found is None or math.isinf(1e3 * float(found[2])):
             raise ValueError(f"{part.strip()!r} is not an objective; write for instance ttft=300ms,tpot=50ms")
         name = f"{found[1]}_s"
         if name in bounds:

@@ -82,9 +82,15 @@ def test_objectives():
     assert parse_slo("ttft=300ms,tpot=0.05s") == Slo(0.3, 0.05)
     assert str(parse_slo("ttft=300ms, e2e=2s")) == "ttft=300ms,e2e=2000ms"
     assert Slo(0.3, 0.05).met(0.3, None, 9) and not Slo(0.3, 0.05).met(0.2, 0.06, 9)
-    for wrong in ("", "ttft", "ttft=300", "ttft=-1ms", "speed=3s", "ttft=1s,ttft=2s"):
+    for wrong in ("", "ttft", "ttft=300", "ttft=-1ms", "speed=3s", "ttft=1s,ttft=2s", "ttft=1ems", "ttft=1e999s"):
         with pytest.raises(ValueError):
             parse_slo(wrong)
+
+
+@pytest.mark.parametrize("text", ["e2e=1000s", "ttft=1234.5678ms", "tpot=0.00001ms", "e2e=2e12s"])
+def test_an_objective_is_read_as_it_was_written(text):
+    """A report has its words alone."""
+    assert parse_slo(str(parse_slo(text))) == parse_slo(text)
 
 
 def test_equal_hash_ids_are_equal_prefixes_and_nothing_else_is():

@@ -111,10 +111,10 @@ def test_percentiles():
     assert math.isnan(percentile([], 50))
 
 
-def summary_of(outcomes) -> dict:
+def summary_of(outcomes, slo: Slo = Slo(0.15, 0.05)) -> dict:
     facts = {"workload": "test <b>", "target": "t", "model": "m", "date": "d"}
     facts |= {"shape": "8 requests", "host": "a host", "versions": "v"}
-    return facts | summarize(Ran(outcomes, 4.0, 0.1), Slo(0.15, 0.05), is_open=True)
+    return facts | summarize(Ran(outcomes, 4.0, 0.1), slo, is_open=True)
 
 
 def test_goodput_counts_what_met_the_objective():
@@ -140,3 +140,9 @@ def test_the_page_needs_nothing_beside_it():
     assert not re.search(r"(src|href)=|<script|@import|url\(", text)
     assert "test &lt;b&gt;" in text and text.count("<svg") == 5
     assert "nothing to show" in page(summary_of([]), [], [])
+
+
+@pytest.mark.parametrize("slo", [Slo(e2e_s=1800), Slo(ttft_s=1800, tpot_s=1e-8)])
+def test_the_page_of_an_objective_of_minutes_is_written(slo):
+    outcomes = [outcome()]
+    assert str(slo) in page(summary_of(outcomes, slo), outcomes, [])
