@@ -13,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as GGMLType
 
 from baton.engine.core.model_errors import ModelError
-from baton.gguf import INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHeader, Kind, TensorInfo
+from baton.gguf import FLAG, INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHeader, Kind, TensorInfo
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -101,6 +101,8 @@ def config_of(file: GGUFFile) -> dict:
     def of(key: str, kind: Kind = INTEGER, default=None):
         return file.metadata(f"{arch}.{key}", kind, default)
 
+    if not of("attention.causal", FLAG, True):
+        raise ValueError("attention.causal false is not supported")
     heads, length = _one(arch, "attention.head_count", of), of("attention.key_length")
     hidden_size = of("embedding_length")
     if not heads or hidden_size is None:

@@ -122,7 +122,10 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
 
 
 def _read(architecture: str, config: Config) -> ModelSpec:
-    """Raises ValueError for a router that the family's reader does not know."""
+    """Raises ValueError for a router that the family's reader does not know, and for what transformers does with every
+    family and none of the readers here: attention that sees what comes after, layers with values of their own."""
+    config.refuse("is_causal", True)
+    config.refuse("per_layer_config", {})
     spec = ARCHITECTURES[architecture](config)
     for scoring in {layer.experts.scoring for layer in spec.layers if layer.experts is not None}:
         config.refuse("scoring_func", scoring)

@@ -99,6 +99,24 @@ def test_config_that_cannot_be(folder, changes):
     assert_refused(folder, "config.json")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"is_causal": False}, "is_causal False is not supported"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config {'1': {'head_dim': 64}} is not supported"),
+    ],
+    ids=["is_causal", "per_layer_config"],
+)
+def test_what_transformers_takes_of_every_family(tmp_path, name, changes, told):
+    """Attention both ways (gte-Qwen2), and layers that differ from what the config says of all."""
+    make_folder(tmp_path, name)
+    change_config(tmp_path, is_causal=True, per_layer_config={})
+    read_spec(tmp_path)
+    change_config(tmp_path, **changes)
+    assert_refused(tmp_path, "config.json", told)
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

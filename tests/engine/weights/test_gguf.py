@@ -87,6 +87,15 @@ def test_factors_of_scaling_that_are_refused(tmp_path, key):
         load_model(EngineConfig(path))
 
 
+def test_attention_both_ways_is_refused(tmp_path):
+    model, path = published.dense_folder(tmp_path / "dense", "qwen2", num_attention_heads=4), tmp_path / "model.gguf"
+    write_gguf(path, model, describe=lambda writer: writer.add_causal_attention(True))
+    read_spec(path)
+    write_gguf(path, model, describe=lambda writer: writer.add_causal_attention(False))
+    with pytest.raises(ModelError, match="model.gguf: metadata: attention.causal false is not supported"):
+        load_model(EngineConfig(path))
+
+
 def test_a_tensor_that_nothing_reads(tmp_path):
     model, path = published.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
     stray = np.ones(32, np.float32)
