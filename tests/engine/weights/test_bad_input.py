@@ -114,6 +114,17 @@ def test_a_config_that_contradicts_the_tensors(gptq, changes, parts):
     assert_refused(gptq, *parts)
 
 
+def test_awq_that_scales_an_activation(tmp_path):
+    """As AutoAWQ does where no linear is before it that would take the scales: of StarCoder2 among others."""
+    published.dense_folder(tmp_path, "starcoder2")
+    published.write_awq(tmp_path)
+    load_model(EngineConfig(tmp_path))
+    name = "model.layers.1.mlp.act.scales"
+    published.change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.full((128,), 2.0)}))
+    told = f"tensor {name} divides what an activation says (AutoAWQ), which is not supported"
+    assert_refused(tmp_path, "model.safetensors", told)
+
+
 def test_a_config_without_the_tensors(tmp_path):
     published.dense_folder(tmp_path)
     published.change_config(tmp_path, quantization_config=dict(quant_method="gptq", bits=4, group_size=32))

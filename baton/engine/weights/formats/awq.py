@@ -11,6 +11,7 @@ from baton.engine.weights.formats.base import Format, unpack_int32
 from baton.engine.weights.forms import IntWeight, pack_int4
 
 BITS, PER_WORD, HALF = 4, 8, 8
+OF_ACTIVATION = ".act.scales"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word, low bits first, holds output ORDER[j]
 
 
@@ -31,6 +32,13 @@ class AWQFormat(Format):
 
     def marker(self, module: str) -> str:
         return f"{module}.qweight"
+
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
+        """Raise ModelError where an activation below `prefix` has scales of its own: with them passed over, the linear behind
+        it would read other numbers than it was quantized for."""
+        for name in self.tensors.unread():
+            if name.startswith(prefix) and name.endswith(OF_ACTIVATION):
+                raise self.wrong(name, "divides what an activation says (AutoAWQ), which is not supported")
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
         """Read a module of 4-bit words, [out_features, in_features]. Raises ModelError where its tensors do not fit."""
