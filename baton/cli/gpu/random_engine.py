@@ -51,6 +51,9 @@ class RandomSource(WeightSource):
             return torch.ones(size, dtype=torch.bfloat16, device=self._device)
         return self._normal(*size).bfloat16()
 
+    def exact(self, name: str, *size: int) -> Tensor:
+        return self.tensor(name, *size).float()
+
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         size = (out_features, in_features)
         if self._form == "bf16" or module == HEAD:

@@ -40,12 +40,12 @@ class Experts:
         self.spec, self._between = experts, make_between(spec)
         hidden = spec.hidden_size
         modules = [prefix + name for name in experts.names]
-        scores = source.tensor(f"{modules[0]}.weight", experts.num_experts, hidden).float()
+        scores = source.exact(f"{modules[0]}.weight", experts.num_experts, hidden)
         self.shared_gate_up = self.shared_down = None
         if experts.shared_size:
             shared = [prefix + name for name in experts.shared_names]
             if experts.shared_names[0]:  # how much of the shared expert is one more score
-                scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
+                scores = torch.cat((scores, source.exact(f"{shared[0]}.weight", 1, hidden)))
             width, modules_up = experts.shared_size, shared[1:-1]
             pads, parts = -width % VECTOR_STRIDE, (1 + spec.gated) // len(modules_up)  # in one tensor, or each its own
             sizes = [parts * width] * len(modules_up)
@@ -58,11 +58,11 @@ class Experts:
             into, back = (prefix + name for name in experts.latent_names)
             self.to_latent = linears.read([into], [inner], hidden, False)
             self.from_latent = linears.read([back], [hidden], inner, False)
-        bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
+        bias = source.exact(f"{modules[0]}.bias", experts.num_experts) if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
         self.correction: Tensor | None = None
         if experts.correction:
-            self.correction = source.tensor(prefix + experts.correction, experts.num_experts).float()
+            self.correction = source.exact(prefix + experts.correction, experts.num_experts)
         self._collectives, shard = linears.collectives, linears.shard
         # That this rank has, whole or a part of each; the others are None.
         self.own = shard.share(experts.num_experts) if shard.whole_experts else range(experts.num_experts)

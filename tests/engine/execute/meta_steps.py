@@ -73,6 +73,9 @@ class MetaSource(WeightSource):
     def tensor(self, name: str, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.bfloat16, device=META)
 
+    def exact(self, name: str, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=META)
+
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         size = (out_features, in_features)
         if self._form == "bf16" or module == HEAD:

@@ -167,6 +167,17 @@ def test_a_deepseek_config_that_cannot_be(deepseek, changes, message):
     assert message in refused(deepseek)
 
 
+def test_a_router_is_read_as_it_is_stored(deepseek):
+    """As transformers does in a bf16 model: the corrections differ by less than bf16 tells of numbers so large."""
+    path, gate = deepseek / "model.safetensors", "model.layers.1.mlp.gate"
+    tensors = load_file(path)
+    correction = tensors[f"{gate}.e_score_correction_bias"] = 8 + 0.01 * torch.arange(8)
+    save_file(tensors, path)
+    experts = experts_of(deepseek, dtype="bf16")
+    assert torch.equal(experts.correction, correction)
+    assert torch.equal(experts.router(torch.eye(48)).t(), tensors[f"{gate}.weight"])
+
+
 def test_a_missing_correction(deepseek):
     tensors = load_file(deepseek / "model.safetensors")
     del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]

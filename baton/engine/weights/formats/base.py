@@ -48,6 +48,11 @@ class WeightSource(ABC):
         """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
         name."""
 
+    @abstractmethod
+    def exact(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor [*shape] in fp32, not rounded to the compute dtype before: of what is computed in fp32. Raises as
+        `tensor` does."""
+
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name, as stored."""
         return False
@@ -128,6 +133,9 @@ class DenseFormat(WeightSource):
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
         type."""
         return self.tensors.read(name, shape).to(self.dtype)
+
+    def exact(self, name: str, *shape: int) -> Tensor:
+        return self.tensors.read(name, shape).float()
 
 
 class Format(DenseFormat):

@@ -70,8 +70,10 @@ class GGUFFormat(WeightSource):
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape."""
-        stored = self._name(name, shape)
-        return self._expanded(stored, self._rows(stored, shape[0])).to(self._dtype)
+        return self._stored(name, shape).to(self._dtype)
+
+    def exact(self, name: str, *shape: int) -> Tensor:
+        return self._stored(name, shape).float()
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
         elsewhere = tuple(name.replace(LAYER, BLOCK) for name in extra)
@@ -99,6 +101,10 @@ class GGUFFormat(WeightSource):
         if isinstance(embedding, MappedEmbedding):
             return self.linear(EMBED, vocab_size, hidden_size)
         return super().tied_head(embedding, vocab_size, hidden_size)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored = self._name(name, shape)
+        return self._expanded(stored, self._rows(stored, shape[0]))
 
     def _expanded(self, name: str, rows: Tensor | None) -> Tensor:
         tensor = self._file.tensors[name]

@@ -47,6 +47,9 @@ class PlacedSource(WeightSource):
         """Return the tensor [*shape] on the device. Raises ModelError as the source does."""
         return self._source.tensor(name, *shape).to(self._device)
 
+    def exact(self, name: str, *shape: int) -> Tensor:
+        return self._source.exact(name, *shape).to(self._device)
+
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
         """Return the embedding on the device: int64 [T] -> [T, hidden_size]. A table that its format expands row by
         row, on the CPU, is expanded once: a GPU cannot read the file."""
