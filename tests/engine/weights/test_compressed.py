@@ -6,6 +6,7 @@ from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuan
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
 
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
 from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
@@ -119,6 +120,41 @@ def test_ignored_modules(tmp_path):
     dense = read_all(tmp_path, {skip[0]: torch.zeros(64, 128), skip[2]: torch.zeros(64, 64)})
     assert all(isinstance(weight, DenseWeight) for weight in dense.values())
     assert_same_logits(tmp_path, model, meanings)  # q stays apart from k and v
+
+
+DOWN = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+ASYMMETRIC = INT4 | dict(symmetric=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "more_exact"),
+    [
+        ("Linear", ["re:.*down_proj$"]),
+        ("Linear", DOWN),
+        ("re:.*proj$", DOWN),
+        ("re:.*proj$", ["re:.*down_proj$"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_groups_that_target_the_same_module(tmp_path, target, more_exact, is_first):
+    """Whatever their order, the library goes by names, then by expressions, as the alphabet has them, then by classes."""
+    model = published.dense_folder(tmp_path)
+    others = {*published.modules(load_file(tmp_path / "model.safetensors"))} - {*DOWN}
+    meanings = write_compressed(tmp_path, "pack-quantized", ASYMMETRIC, skip=others)
+    groups = [dict(targets=[target], weights=INT4), dict(targets=more_exact, weights=ASYMMETRIC)]
+    groups = dict(zip("ab", groups if is_first else groups[::-1], strict=True))
+    meanings |= write_compressed(tmp_path, "pack-quantized", INT4, config_groups=groups)
+    for module, weight in assert_reads(tmp_path, meanings).items():
+        assert (weight.offsets is not None) == (module in DOWN)
+    assert_same_logits(tmp_path, model, meanings)
+
+
+def test_a_part_of_a_name_is_less_than_a_class(tmp_path):
+    """The library knows no parts of names."""
+    published.dense_folder(tmp_path)
+    groups = {"a": dict(targets=["down_proj"], weights=ASYMMETRIC), "b": dict(targets=["Linear"], weights=INT4)}
+    assert_reads(tmp_path, write_compressed(tmp_path, "pack-quantized", INT4, config_groups=groups))
 
 
 def test_groups_by_input(tmp_path):

@@ -2,7 +2,7 @@
 
 Packed integers are in the order of the inputs, low bits first and biased by half their range; zero points are packed
 along the outputs. w = scale * (q - zero). Each config group has targets: the class name Linear, names, `re:`
-expressions.
+expressions. Of several that fit the most exact one holds, of several expressions the first by the alphabet.
 """
 
 from dataclasses import replace
@@ -16,6 +16,7 @@ from baton.engine.weights.formats.gptq import group_order
 from baton.engine.weights.forms import IntWeight, Weight, pack_int4
 
 READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+CLASS = "Linear"  # the one of those that groups target whose weights are read
 GROUPED = ("group", "channel", "tensor", "block")
 
 
@@ -24,10 +25,13 @@ class CompressedTensorsFormat(Format):
 
     def __init__(self, tensors, config, dtype):
         super().__init__(tensors, config, dtype)
-        self._schemes = list((config.get("config_groups") or {}).values())
-        if not self._schemes or not all(isinstance(scheme, dict) for scheme in self._schemes):
+        schemes = list((config.get("config_groups") or {}).values())
+        if not schemes or not all(isinstance(scheme, dict) for scheme in schemes):
             raise self.wrong_config("config_groups is missing or empty")
-        for layout in (config.get("format"), *(scheme.get("format") for scheme in self._schemes)):
+        self._schemes = {
+            target: scheme for scheme in schemes if scheme.get("weights") for target in scheme.get("targets") or ()
+        }
+        for layout in (config.get("format"), *(scheme.get("format") for scheme in schemes)):
             if layout not in (*READ, "mixed-precision", None):
                 raise self.wrong_config(f"format {layout!r} is not supported, one of {', '.join(READ)}")
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
@@ -54,14 +58,16 @@ class CompressedTensorsFormat(Format):
         return self._int(module, shape, weights, activations)
 
     def _scheme(self, module: str) -> dict | None:
-        """The first config group that targets a module, unless it is ignored."""
+        """The config group whose target is the most exact one for a module, unless it is ignored."""
         if self.is_listed(module, self.config.get("ignore")):
             return None
-        for scheme in self._schemes:
-            targets = scheme.get("targets") or []
-            if scheme.get("weights") and ("Linear" in targets or self.is_listed(module, targets)):
-                return scheme
-        return None
+        for name in self.names_of(module):
+            if name in self._schemes:
+                return self._schemes[name]
+        found = [target for target in self._schemes if target == CLASS or self.is_listed(module, [target])]
+        # As compressed_tensors ranks them; parts of names, which mean nothing to it, come last.
+        found.sort(key=lambda target: (not target.startswith("re:"), target != CLASS, target))
+        return self._schemes[found[0]] if found else None
 
     def _float(self, module: str, shape: tuple[int, int], weights: dict, activations: dict | None) -> Weight:
         if weights.get("num_bits", 8) != 8:
