@@ -32,18 +32,19 @@ class _Rule(NamedTuple):
     add_bos: bool = False  # where the file does not say
 
 
-_LLAMA3 = _Rule((WORDS + r"|\p{N}{1,3}" + REST,), whole_words=True, add_bos=True)
+_LLAMA3_SPLITS = (WORDS + r"|\p{N}{1,3}" + REST,)
+_LLAMA3 = _Rule(_LLAMA3_SPLITS, whole_words=True, add_bos=True)
 _QWEN2 = _Rule((WORDS + r"|\p{N}" + REST,), normalizer="NFC")
 RULES = {
     "gpt-2": _Rule((GPT2,)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
+    "smaug-bpe": _Rule(_LLAMA3_SPLITS),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _Rule((r"\p{N}", GPT2)),
-    "tekken": _Rule((TEKKEN,), whole_words=True),
+    "tekken": _Rule((TEKKEN,), whole_words=True, add_bos=True),
 }
 
 

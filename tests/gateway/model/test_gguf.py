@@ -1,6 +1,8 @@
 """The tokenizer and the limits of a .gguf file: the same token ids as the tokenizer.json that it was made of, and as
 transformers' own reading of such files."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -74,10 +76,16 @@ def test_rules_as_transformers_has_them(tmp_path, pre):
     assert_same(path, theirs.to_str().encode(), add_special=False)
 
 
-def test_llama3_begins_with_bos_where_the_file_is_silent(tmp_path):
-    path = write(tmp_path / "a.gguf", byte_level(), "gpt2", "llama-bpe")
+@pytest.mark.parametrize(
+    ("pre", "begins", "whole_words"),
+    [("llama-bpe", True, True), ("tekken", True, True), ("smaug-bpe", False, False), ("qwen2", False, False)],
+)
+def test_what_llama_cpp_does_where_the_file_is_silent(tmp_path, pre, begins, whole_words):
+    """`add_bos` and `ignore_merges` of llama-vocab.cpp."""
+    found = tokenizer_json(GGUFHeader(write(tmp_path / "a.gguf", byte_level(), "gpt2", pre)))
     begin = Reference.from_buffer(byte_level()).token_to_id("<s>")
-    assert Reference.from_buffer(tokenizer_json(GGUFHeader(path))).encode("the").ids[0] == begin
+    assert (Reference.from_buffer(found).encode("the").ids[0] == begin) == begins
+    assert json.loads(found)["model"]["ignore_merges"] == whole_words
 
 
 def test_a_model_as_the_gateway_reads_it(tmp_path):
