@@ -61,12 +61,18 @@ def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) ->
     """
     count = min(NUM_SAMPLES, len(prompts))
     chosen = [prompts[index * len(prompts) // count] for index in range(count)]
-    texts = [prompt.text if prompt.messages is None else render(prompt.messages) for prompt in chosen]
-    samples = [torch.tensor(tokenizer.encode(text).ids[:SAMPLE_TOKENS]) for text in texts]
+    samples = [torch.tensor(_encode(prompt, tokenizer, render)[:SAMPLE_TOKENS]) for prompt in chosen]
     samples = [sample for sample in samples if len(sample) >= MIN_TOKENS]
     if not samples:
         raise QuantizeError(f"the calibration texts are all shorter than {MIN_TOKENS} tokens; give longer ones")
     return samples
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer, render: Render) -> list[int]:
+    """A chat template writes all tokens of its text itself, the first one too."""
+    if prompt.messages is None:
+        return tokenizer.encode(prompt.text, add_special_tokens=True).ids
+    return tokenizer.encode(render(prompt.messages), add_special_tokens=False).ids
 
 
 def _prompt(where: str, number: int, line: str) -> Prompt:

@@ -8,11 +8,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from baton.engine.core.model_errors import ModelError
-from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, SAMPLE_TOKENS, make_samples, read_prompts
+from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, SAMPLE_TOKENS, Prompt, make_samples, read_prompts
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
 from tests.support.engine.folders import make_folder
 from tests.support.engine.hard_models import make_demo_like
+from tests.support.gateway.small_tokenizers import byte_level
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,16 @@ def test_the_three_kinds_of_line(tmp_path, model):
         make_samples(read_prompts(path)[1:2], _Letters(), lambda messages: "")
 
 
+def test_a_conversation_begins_as_its_template_has_it():
+    """Which writes what tokenizer.json puts before a text."""
+    tokenizer, text = Tokenizer.from_buffer(byte_level("<s>")), "The quick brown fox jumps over the lazy dog."
+    prompts = [Prompt(1, text, None), Prompt(2, None, [{"role": "user", "content": text}])]
+    samples = make_samples(prompts, tokenizer, lambda messages: f"<s>{messages[0]['content']}")
+    assert torch.equal(*samples) and samples[0].tolist().count(tokenizer.token_to_id("<s>")) == 1
+
+
 class _Letters:
-    def encode(self, text):
+    def encode(self, text, add_special_tokens):
         return type("Encoding", (), {"ids": [1, 2]})()
 
 
