@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import AutoModel, LlamaForCausalLM
 
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.pooling import Pooling, PoolingParams
 from tests.engine.test_engine import VOCAB, load, prompt
+from tests.support.engine import published
 from tests.support.engine.folders import make_folder, save_tiny
 from tests.support.engine.toys import make_request, run
 
@@ -60,6 +62,21 @@ def test_a_folder_that_was_saved_without_its_head(tmp_path):
     config.write_text(config.read_text().replace('"Qwen3Model"', '"Qwen3ForCausalLM"'))
     requests = [request_for([5, 6, 7] * 9, pooling) for pooling in Pooling]
     assert embed(load(tmp_path / "bare"), *requests) == embed(load(tmp_path / "whole"), *requests)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_a_folder_without_a_head_that_is_not_tied(tmp_path, quantization):
+    """As Qwen3-VL-Embedding's: what is wrong is said, with what serves its embeddings."""
+    make_folder(tmp_path, "qwen3")
+    requests = [request_for([5, 6, 7] * 9, pooling) for pooling in Pooling]
+    whole = embed(load(tmp_path, quantization=quantization), *requests)
+    published.change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    told = "tensor lm_head.weight is missing: the model has no output head; to serve .* set tie_word_embeddings"
+    with pytest.raises(ModelError, match=told) as error:
+        load(tmp_path, quantization=quantization)
+    assert "\n" not in str(error.value)
+    published.change_config(tmp_path, tie_word_embeddings=True)
+    assert embed(load(tmp_path, quantization=quantization), *requests) == whole
 
 
 def test_labels_as_transformers_and_in_chunks(folder):

@@ -16,6 +16,7 @@ from baton.engine.weights.tensors import Weights, weight_files
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 CONFIG = "config.json"
 _UNTIE = "and config.json has tie_word_embeddings true; set it to false for the head to be used"
+_HEADLESS = "the model has no output head; to serve its embeddings alone set tie_word_embeddings to true in config.json"
 _ROWS = 4096  # of a table that are compared at once: a copy of all of them is none of the memory that a start has
 BUFFERS = ("rotary_emb.inv_freq",)  # of old folders: computed here
 
@@ -106,7 +107,14 @@ class DenseFormat(WeightSource):
         return name in self.tensors
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
-        return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))
+        return DenseWeight(self.weight(module, out_features, in_features).to(self.dtype))
+
+    def weight(self, module: str, out_features: int, in_features: int) -> Tensor:
+        """Return the weight [out_features, in_features] of a module as stored. Raises as `tensor` does."""
+        name = f"{module}.weight"
+        if module == HEAD and HEAD not in self.tensors.modules:
+            raise ModelError(f"{self.tensors.where(name)}: tensor {name} is missing: {_HEADLESS}")
+        return self.tensors.read(name, (out_features, in_features))
 
     def expert(
         self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False

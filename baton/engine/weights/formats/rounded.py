@@ -30,7 +30,7 @@ class RoundedFormat(DenseFormat):
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         """Read and round a weight [out_features, in_features]. Raises ModelError where it is missing or cannot be
         rounded."""
-        weight = self.tensors.read(f"{module}.weight", (out_features, in_features))
+        weight = self.weight(module, out_features, in_features)
         return self._rounded(weight, f"{module}.weight", self._round_head if module == HEAD else self._round)
 
     def expert(
