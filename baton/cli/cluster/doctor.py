@@ -201,7 +201,7 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
 async def _collector(url: str, report: Findings) -> None:
     address = url.partition("://")[2] or url
     try:
-        host, port = split_address(address.rstrip("/"))
+        host, port = split_address(address.partition("/")[0])
         async with asyncio.timeout(_ANSWER_S):
             _, writer = await asyncio.open_connection(host, port)
         writer.close()

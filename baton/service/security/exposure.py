@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from baton.service.security.tls import Tls
@@ -52,4 +53,7 @@ class Exposure:
 def is_loopback(address: str) -> bool:
     """Return whether HOST:PORT is reached from this host alone."""
     host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # another name, 127.example.org too, is where its DNS says

@@ -4,7 +4,8 @@ import pytest
 
 from baton.cli.launch.placing import local
 from baton.cli.launch.placing.gpus import VISIBLE, GpuSlots, deal_gpus, visible_gpus
-from baton.cli.launch.placing.launcher import WorkerProgram
+from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
+from baton.cli.launch.placing.ports import PortError
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import UTILIZATION, memory_share
 from baton.protocol import ROLES
@@ -90,6 +91,25 @@ async def test_a_role_on_the_cpu_takes_none(monkeypatch, tmp_path):
     found = await programs(monkeypatch, tmp_path, "0", "prefill")
     assert [env for _, env in found] == [{}, {VISIBLE: "0"}]
     assert not any("--workers-per-gpu" in argv for argv, _ in found)
+
+
+async def test_a_worker_without_a_port_leaves_its_gpu(monkeypatch, tmp_path):
+    """Where no port is free; the next worker has both."""
+
+    def refuse(address: str) -> str:
+        raise PortError("no port is free")
+
+    monkeypatch.setenv(VISIBLE, "0")
+    monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 1, (), 1)
+    with monkeypatch.context() as without, pytest.raises(PortError):
+        without.setattr(launcher._ports, "hold", refuse)
+        await launcher.start("decode", 1)
+    await launcher.start("decode", 1)
+    with pytest.raises(LaunchError, match="all 1 GPUs"):
+        await launcher.start("decode", 1)
+    assert len(launcher._ports._held) == 1
+    launcher._ports.release_all()
 
 
 async def test_without_a_gpu_nothing_is_said(monkeypatch, tmp_path):

@@ -73,7 +73,7 @@ def loose(nursery, model, tmp_path_factory):
 
 
 def test_a_healthy_stack(stack, receiver):
-    status, output = doctor("--target", stack.target, "--collector", receiver.endpoint)
+    status, output = doctor("--target", stack.target, "--collector", f"{receiver.endpoint}/v1/traces")
     assert status == 0 and output.endswith("a request works\n"), output
     for part in ("gateway", "collector", "prefill", "decode", "layouts", "handoff", "request"):
         assert any(line.split()[:2] == ["ok", part] for line in output.splitlines()), (part, output)

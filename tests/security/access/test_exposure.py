@@ -21,6 +21,7 @@ REFUSED = [
     (GatewaySettings, {**BEYOND, **KEYS}, "beyond loopback this needs"),
     (GatewaySettings, {"listen": "[::]:50051", **KEYS}, "beyond loopback this needs"),
     (GatewaySettings, {"listen": "example.net:50051", **KEYS}, "beyond loopback this needs"),
+    (GatewaySettings, {"listen": "127.example.net:50051", **KEYS}, "beyond loopback this needs"),
     (GatewaySettings, TLS, "--credentials is missing"),
     (GatewaySettings, {"credentials": "f"}, "--cluster-secret is missing"),
     (GatewaySettings, {"tls_cert": "c", **KEYS}, "--tls-key is missing"),
@@ -35,6 +36,7 @@ REFUSED = [
 ALLOWED = [
     (GatewaySettings, {}),
     (GatewaySettings, {"listen": "[::1]:0"}),
+    (GatewaySettings, {"listen": "127.8.9.10:0"}),
     (GatewaySettings, KEYS),  # keys without TLS are for tests on one host
     (GatewaySettings, {**BEYOND, **TLS, **KEYS}),
     (GatewaySettings, {**BEYOND, "cluster_secret": "s", "insecure": "true"}),

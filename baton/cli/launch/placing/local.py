@@ -73,13 +73,15 @@ class LocalLauncher:
         await self.close()
 
     def _start(self, role: str) -> None:
-        is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
+        address = self._ports.hold("127.0.0.1:0")
         try:
             share = None if role in self._cpu_roles else self.gpus.take(self._num_gpus.get(role, 1))
         except IndexError:
+            self._ports.release(address)
             needs = f"a worker of this role needs {count}: " if (count := self._num_gpus.get(role, 1)) > 1 else ""
             raise LaunchError(f"{needs}all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
-        name, address = self._board.new_name(role), self._ports.hold("127.0.0.1:0")
+        is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
+        name = self._board.new_name(role)
         own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
         program = self._next_program(role)
         argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
