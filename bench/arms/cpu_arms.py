@@ -70,6 +70,9 @@ class RandomSource(WeightSource):
             return torch.ones(size, dtype=torch.bfloat16)
         return (torch.randn(size, generator=self._generator) * 0.02).bfloat16()
 
+    def exact(self, name: str, *size: int) -> Tensor:
+        return self.tensor(name, *size).float()
+
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         size = (out_features, in_features)
         if size not in self._weights:
