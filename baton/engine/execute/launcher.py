@@ -210,7 +210,7 @@ class GpuLauncher(Launcher):
         with self.place():
             for batch in warm_steps(*sizes):  # logits of a step that are kept until the next one has run count twice
                 sampler.draw(super().run(self._inputs.send(batch), False, None)[1][:1], [row])
-        self.wait()
+                self.wait()  # the copy of its inputs too, whose buffer the step after the next writes
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from baton.engine import native
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import Memory, find_device, memory_share, wait_for_memory
 from baton.engine.core.model_spec import ModelSpec
@@ -110,6 +111,8 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
         return "stages on GPUs have models whose layers all see all positions; give tensor_parallel"
     if config.sm_share is not None:
         return "sm_share: ranks have their GPUs alone; leave it out"
+    if native.library() is None:  # by which ranks tell each other what to compute
+        return f"ranks need the native kernels: {native.reason()}"
     if config.all_reduce == "fast" and config.batch_invariant:
         return "all_reduce fast adds in an order that the size of a step changes: give --no-batch-invariant as well"
     return ""

@@ -21,6 +21,7 @@ from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher, sm_partition, watermark
 from baton.engine.execute.launcher import GpuLauncher
+from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
@@ -70,6 +71,23 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
     wanted, found = run(plain, requests), run(over, requests)
     assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
+
+
+def test_the_warm_up_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
+    """There are two for the inputs of steps: a third one would be written where the first is still copied from."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
+        max_num_batched_tokens=68,
+    )  # fmt: skip
+    monkeypatch.setattr(launcher, "warm_steps", lambda *sizes: warm_steps(*sizes)[:3])
+    engine = Engine.load(config)
+    made = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    done, send, wait = [], made._inputs.send, made.wait
+    monkeypatch.setattr(made._inputs, "send", lambda *given: done.append("send") or send(*given))
+    monkeypatch.setattr(made, "wait", lambda: done.append("wait") or wait())
+    made.warm_up(engine.config)
+    assert done.count("send") == 3 and "send send send" not in " ".join(done)
 
 
 def test_a_prompt_alone_is_read_in_a_graph(tmp_path, device, monkeypatch):

@@ -189,3 +189,10 @@ def test_a_rank_that_ends_before_it_has_met_the_others(folder, devices, monkeypa
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(ValueError, match="^rank 1 ended at its start with status 1: see its lines on stderr$"):
         load(config_of(folder, 2))
+
+
+def test_without_the_native_kernels_it_is_one_line(folder, devices, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "reason", lambda: "no compiler is here")
+    with pytest.raises(ValueError, match=r"tensor_parallel 2: ranks need the native kernels: no compiler is here"):
+        load_on_gpus(config_of(folder, 2))

@@ -57,6 +57,7 @@ class Cudart:
         self.files: dict[int, Path] = {}  # address -> what another process opens
         self.opened: dict[int, tuple[ctypes.Array, bytes]] = {}  # address -> its bytes, its handle
         self.streams: dict[int, list] = {}  # stream -> copies not done
+        self.settings: list[tuple[int, int, int]] = []  # of memory, by the default stream, not done
         self.events: dict[int, list] = {}  # event -> [stream, asked]
         self.num_copies = 0
         self.num_opened, self.opened_in = 0, set()  # the threads that opened
@@ -104,10 +105,11 @@ class Cudart:
     def cudaMemset(self, address, value, num_bytes):
         if not self._reaches(address, num_bytes):
             return INVALID_VALUE
-        ctypes.memset(address, value, num_bytes)
+        self.settings.append((address, value, num_bytes))
         return 0
 
     def cudaFree(self, address):
+        self._settle()  # it waits for the device
         buffer = self.allocations.pop(address, None)
         if buffer is None:
             return INVALID_VALUE
@@ -164,12 +166,20 @@ class Cudart:
         return 0 if self.streams.pop(stream, None) is not None else INVALID_VALUE
 
     def cudaStreamSynchronize(self, stream):
-        for target, source, num_bytes in self.streams[stream]:
+        """Other streams do not wait for the default one: what is set there comes behind their copies."""
+        for target, source, num_bytes in self.streams.get(stream, ()):
             ctypes.memmove(target, source, num_bytes)
             if self.host.breaks_copies and self._is_opened(source):
                 ctypes.c_ubyte.from_address(target).value ^= 0xFF
-        self.streams[stream].clear()
+        if stream:
+            self.streams[stream].clear()
+        self._settle()
         return 0
+
+    def _settle(self):
+        for setting in self.settings:
+            ctypes.memset(*setting)
+        self.settings.clear()
 
     def cudaEventCreateWithFlags(self, out, flags):
         out._obj.value = next(self.host.serial)
