@@ -87,8 +87,9 @@ class Shares:
 
     def _is_part(self, tenant: bytes, num: int) -> bool:
         """Return whether all that it then had would be its part, with one more tenant where it is alone. The first
-        request of a tenant is, however large it is."""
+        request of a tenant is, however large it is. Who has parked all of its requests shares nothing."""
         held = Counter[bytes]()
         for group in self._groups.values():
-            held[group.tenant] += num_blocks(group.live, self._ledger.window)
+            if group.state is not GroupState.PARKED:
+                held[group.tenant] += num_blocks(group.live, self._ledger.window)
         return not held[tenant] or (held[tenant] + num) * max(2, len(held)) <= self._ledger.num_blocks

@@ -204,6 +204,20 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
     check(records, [*flood, quiet])
 
 
+def test_tenants_that_are_all_parked_have_no_part_of_the_blocks():
+    """They hold none: what there is has two sharers."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=256), Collector()
+    for request in [of(tenant, tenant.decode(), max_tokens=60) for tenant in (b"third", b"fourth")]:
+        engine.submit(request)
+        steps(engine, records, 2)
+        engine.admission.park(request.key)
+        steps(engine, records, 1)
+    engine.admission.admit(of(QUIET, "q0", 80, 16))
+    engine.admission.admit(of(FLOOD, "f0", 240, 16))
+    engine.admission.admit(of(QUIET, "q1", 140, 16))
+    assert engine.ledger.num_available == 0, "what was kept for newcomers is its part"
+
+
 def test_promises_leave_a_few_blocks_for_newcomers():
     """A request that is admitted but has no blocks yet cannot park."""
     engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
