@@ -37,7 +37,7 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         numerics_class=identity.numerics_class,
         host_id=transfer.host_id,
         kv_token_bytes=-(-transfer.layout.block_bytes // engine.config.block_size),
-        checkpoint_tokens=engine.config.checkpoint_tokens if engine.layout.state is not None else 0,
+        checkpoint_tokens=engine.config.checkpoint_step if engine.layout.state is not None else 0,
         kv_gives=transfer.gives,
         kv_takes=transfer.takes,
         features=[

@@ -38,8 +38,9 @@ def model(tmp_path_factory):
 class Half:
     """The keys of one role; the test steps the engine."""
 
-    def __init__(self, model, rows: Table):
-        self.settings = settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 64, "threads": 1})
+    def __init__(self, model, rows: Table, **options):
+        options = {"model": model, "num_blocks": 64, "threads": 1} | options
+        self.settings = settings = make_settings(WorkerSettings, options)
         self.memory = PoolMemory()
         self.engine = load_engine(settings.engine, self.memory)
         self.identity = new_identity(self.engine)
@@ -107,6 +108,14 @@ def test_a_half_leaves_the_other_roles_commands_alone(model):
             assert not half.outbox.events and not half.commands.legs
 
     run(main)
+
+
+def test_the_step_of_checkpoints_that_is_told_is_one_of_whole_blocks(tmp_path):
+    make_folder(tmp_path, "mamba2", num_hidden_layers=1)
+    shutil.copy(make_model(tmp_path / "other") / "tokenizer.json", tmp_path)
+    half = Half(tmp_path, prefill_worker.states.TRANSITIONS, block_size=128, checkpoint_tokens=192)
+    half.memory.close()
+    assert half.hello().checkpoint_tokens == 256
 
 
 def test_a_worker_whose_states_are_on_a_gpu_serves_alone_and_says_so(tmp_path, monkeypatch, caplog):

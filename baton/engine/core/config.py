@@ -56,7 +56,8 @@ class EngineConfig:
         None,
     )
     checkpoint_tokens: int = _knob(
-        "of models whose layers keep a state: tokens from one checkpoint of a sequence to the next, whole spans of 64; "
+        "of models whose layers keep a state: tokens from one checkpoint of a sequence to the next, whole spans of 64, "
+        "rounded up to whole blocks; "
         "another stands at the end of its prompt",
         512,
     )
@@ -162,6 +163,11 @@ class EngineConfig:
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
             raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Return the tokens from one checkpoint to the next: whole blocks, inside of which no prefix is found."""
+        return -(-self.checkpoint_tokens // self.block_size) * self.block_size
 
     @property
     def may_adapt(self) -> bool:

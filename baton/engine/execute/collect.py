@@ -31,7 +31,7 @@ class Results:
     def keep_states(self, slices: list[Slice], aloft: Set[Sequence]) -> None:
         """Copy the states that are kept behind `slices`, which are being computed, of sequences `aloft`: a step that folds more
         into those is about to be launched."""
-        states, step = self.ledger.states, self.scheduler.config.checkpoint_tokens
+        states, step = self.ledger.states, self.scheduler.config.checkpoint_step
         if states is None:
             return
         with self.ledger.lock:
@@ -47,7 +47,7 @@ class Results:
         sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
         collected, whose token for it is dropped. `num_steps`: one behind the other, each with the token of the one before."""
         self._aloft = aloft
-        step, copies = self.scheduler.config.checkpoint_tokens, self.scheduler.copies
+        step, copies = self.scheduler.config.checkpoint_step, self.scheduler.copies
         for seq, begin, end in slices:
             if seq in self._over:
                 continue

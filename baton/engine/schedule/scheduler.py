@@ -220,7 +220,7 @@ class Scheduler:
         if (missing := self._lacking(seq, end)) > 0 and not self._take(seq, missing):  # of a window, as it goes
             end = min(end, len(seq.block_ids) * self.layout.block_size)
         if self.ledger.states is not None:
-            end = min(end, seq.next_checkpoint(begin, self.config.checkpoint_tokens))
+            end = min(end, seq.next_checkpoint(begin, self.ledger.cache.unit_tokens, self.config.checkpoint_step))
         if end < seq.num_tokens:
             end -= end % SPAN_TOKENS
         return Slice(seq, begin, end) if end > begin else None

@@ -208,15 +208,17 @@ class Sequence:
         block_ids, num_outside = self.held(ledger.window)
         ledger.release(block_ids, self.group.holder, num_outside)
 
-    def next_checkpoint(self, begin: int, step: int) -> int:
-        """Return the first place behind token `begin` where its state is kept: every `step` tokens, and behind the last
-        span that may be found for the same prompt again."""
-        last, regular = (self.num_tokens - 1) // SPAN_TOKENS * SPAN_TOKENS, (begin // step + 1) * step
+    def next_checkpoint(self, begin: int, unit_tokens: int, step: int) -> int:
+        """Return the first place behind token `begin` where its state is kept: every `step` tokens, whole units of the
+        cache, and behind the last unit that may be found for the same prompt again."""
+        last, regular = (self.num_tokens - 1) // unit_tokens * unit_tokens, (begin // step + 1) * step
         return last if begin < last < regular else regular
 
     def keeps_state(self, begin: int, end: int, ledger: Ledger, step: int) -> bool:
         """Return whether its state is kept behind its tokens [begin, end)."""
-        return ledger.states is not None and self.group.is_named and end == self.next_checkpoint(begin, step)
+        if ledger.states is None or not self.group.is_named:
+            return False
+        return end == self.next_checkpoint(begin, ledger.cache.unit_tokens, step)
 
     def passed(
         self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies", goes_on: bool = False

@@ -47,6 +47,19 @@ def test_the_same_prompt_begins_where_its_last_checkpoint_stands():
     assert records[second.key].answer() == toy_answer(second)
 
 
+def test_checkpoints_stand_where_blocks_of_more_than_a_span_end():
+    """Behind the last one of a prompt, and at each step: 192 tokens are 256 there."""
+    options = OPTIONS | dict(block_size=128, max_model_len=1024)
+    engine = toy_engine(**(options | dict(checkpoint_tokens=512)))
+    run(engine, [make_request("a", SHARED, 4)])
+    assert run(engine, [request := make_request("b", SHARED, 4)])[request.key].first.num_cached_tokens == 128
+    engine = toy_engine(**(options | dict(checkpoint_tokens=192)))
+    run(engine, [make_request("a", [*SHARED, *SHARED], 4)])
+    request = make_request("b", [*SHARED, *SHARED[:100], *range(10, 60)], 4)
+    record = run(engine, [request])[request.key]
+    assert record.first.num_cached_tokens == 256 and record.answer() == toy_answer(request)
+
+
 def test_without_a_checkpoint_nothing_is_found():
     """KV is cached, and the state that stood behind it is not."""
     engine = toy_engine(**(OPTIONS | dict(num_states=2, max_num_seqs=2)))
