@@ -94,9 +94,12 @@ def test_a_run_goes_to_the_last_position():
     assert records[request.key].answer() == toy_answer(request)
 
 
-def test_what_was_accepted_is_sealed_and_what_was_not_is_not():
+@pytest.mark.parametrize("probability", [0.7, 1.0])
+@pytest.mark.parametrize("states", [{}, dict(num_states=8, checkpoint_tokens=64)])
+def test_what_was_accepted_is_sealed_and_what_was_not_is_not(probability, states):
+    """Where a state is kept no step goes past its place: it would stand elsewhere."""
     request = make_request("a", prompt(100), 60)
-    engine = toy_engine(forced([request], 0.7), speculator="auto", num_draft_tokens=5)
+    engine = toy_engine(forced([request], probability), speculator="auto", num_draft_tokens=5, **states)
     answer = run(engine, [request])[request.key].answer()[0][0]
     engine.speculator.proposers.clear()
     following = make_request("b", [*request.token_ids, *answer, 5, 6, 7])

@@ -293,7 +293,11 @@ class Speculator:
         return asked if asked is not None else self._num_draft_tokens
 
     def _limit(self, seq: Sequence, budget: int) -> int:
-        request = seq.group.request
+        request, scheduler = seq.group.request, self._scheduler
+        if scheduler.ledger.states is not None and seq.group.is_named:
+            # A state is kept behind the token that a step begins with: at a checkpoint one has to begin with the last before.
+            step = scheduler.config.checkpoint_step
+            budget = min(budget, step - 1 - seq.num_tokens % step)
         return limit_of(request.max_tokens - seq.num_output, budget)
 
     @property
