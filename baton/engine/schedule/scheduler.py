@@ -15,7 +15,7 @@ park that holds less than itself.
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from baton.engine.schedule.counters import Lacks
 from baton.engine.schedule.groups import Turn, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
-from baton.engine.schedule.tenant_shares import Shares, num_blocks
+from baton.engine.schedule.tenant_shares import Shares, by_tenant, first_below, last_above, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -204,7 +204,9 @@ class Scheduler:
         tenant = seq.group.tenant
         if len(self.running) >= self.config.max_num_seqs:
             return False
-        if (tenant in blocked and self._missing(seq) > seq.reserve) or not self._enter(seq):
+        if tenant in blocked and self._missing(seq) > seq.reserve:
+            return False
+        if not self._leaves_owed(seq) or not self._enter(seq):
             blocked.add(tenant)
             return False
         self.waiting.remove(seq)
@@ -331,11 +333,11 @@ class Scheduler:
     def _in_place(self, queue: list[Sequence]) -> list[Sequence]:
         return sorted(queue, key=self._place) if self._held else list(queue)
 
+    def _num_blocks(self, seq: Sequence) -> int:
+        return num_blocks([seq], self.ledger.window)
+
     def _blocks(self) -> Counter[bytes]:
-        held = Counter[bytes]()
-        for seq in (*self.running, *self.waiting):
-            held[seq.group.tenant] += num_blocks([seq], self.ledger.window)
-        return held
+        return by_tenant((*self.running, *self.waiting), self._num_blocks)
 
     def _part(self, num_tenants: int) -> int:
         """Return a tenant's part of the sequences that run."""
@@ -343,13 +345,9 @@ class Scheduler:
 
     def _starving(self) -> dict[bytes, Sequence]:
         """The first that waits of each tenant that runs less than its part; none of one that is alone."""
-        starving: dict[bytes, Sequence] = {}
-        if len(self._tenants) > 1:
-            part, running = self._part(len(self._tenants)), Counter(seq.group.tenant for seq in self.running)
-            for seq in self.waiting:
-                if running[seq.group.tenant] < part:
-                    starving.setdefault(seq.group.tenant, seq)
-        return starving
+        if len(self._tenants) < 2:
+            return {}
+        return first_below(self._part(len(self._tenants)), self.running, self.waiting)
 
     def _make_way(self) -> None:
         """Park sequences of tenants above their part, for tenants below theirs that wait here or for admission: a slot
@@ -362,8 +360,7 @@ class Scheduler:
         if not num_tenants:  # who was owed something asks no more, and the loop has nothing
             return
         while len(self.running) + len(starving) > self.config.max_num_seqs:
-            running = Counter(seq.group.tenant for seq in self.running)
-            if not self._park_of(running, self._part(num_tenants), self.running):
+            if not self._park_above(self._part(num_tenants), self.running, lambda seq: 1):
                 break
         part, held = self.ledger.num_blocks // num_tenants, self._blocks()
         for tenant, seq in starving.items():
@@ -371,17 +368,26 @@ class Scheduler:
             if missing > 0 and held[tenant] + missing <= part:
                 owed[tenant] = owed.get(tenant, 0) + missing + self.ledger.cache.blocks_per_unit
         while sum(owed.values()) > self.ledger.num_available:
-            if not self._park_of(self._blocks(), part, [*self.running, *self.waiting]):
+            if not self._park_above(part, [*self.running, *self.waiting], self._num_blocks):
                 break
 
-    def _park_of(self, amounts: Counter[bytes], part: int, seqs: Iterable[Sequence]) -> bool:
-        """Parks the last in rank of the tenant with most, if that is more than its part."""
-        tenant, amount = max(amounts.items(), key=lambda entry: entry[1], default=(b"", 0))
-        theirs = [o for o in seqs if o.group.tenant == tenant and (o.block_ids or o.reserve) and not o.group.is_held]
-        if amount <= part or not theirs:
+    def _park_above(self, part: int, seqs: list[Sequence], num_of: Callable[[Sequence], int]) -> bool:
+        if (seq := last_above(part, seqs, num_of)) is None:
             return False
-        self.park(max(theirs, key=by_rank))
+        self.park(seq)
         return True
+
+    def _leaves_owed(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence may take what it lacks beside what others are owed. If not, what its tenant has
+        waiting like it holds nothing: these could go on no more than it, and their blocks may be all that is owed."""
+        if not self.shares.is_short:
+            return True
+        with self.ledger.lock:
+            may_take = self.shares.may_take(seq.group.tenant, self._missing(seq) - seq.reserve)
+        for other in () if may_take else self.waiting:
+            if other.group.tenant == seq.group.tenant and self._missing(other) > other.reserve:
+                self.park(other)
+        return may_take
 
     # ---- choices ----
 

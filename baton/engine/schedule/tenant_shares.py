@@ -1,10 +1,10 @@
 """Count what the tenants of one engine hold, and bound what each may take more. A lone tenant may have everything. One
 with less than its part finds room where others have taken it all, and is owed the blocks that it lacks: sequences of
-tenants above their part park for it (scheduler.py)."""
+tenants above their part park for it (scheduler.py), and while it asks for them none above its part takes them again."""
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
@@ -22,6 +22,32 @@ _SPARE_SHARE = 8  # one in this many blocks, and at most those of one context, i
 def num_blocks(seqs: Iterable[Sequence], window: Window) -> int:
     """That these hold, or have been promised."""
     return sum(seq.num_held(window) + seq.reserve for seq in seqs)
+
+
+def by_tenant(seqs: Iterable[Sequence], num_of: Callable[[Sequence], int]) -> Counter[bytes]:
+    """Return what each tenant has, where `num_of` says what a sequence does."""
+    found = Counter[bytes]()
+    for seq in seqs:
+        found[seq.group.tenant] += num_of(seq)
+    return found
+
+
+def last_above(part: int, seqs: Collection[Sequence], num_of: Callable[[Sequence], int]) -> Sequence | None:
+    """Return the last in rank of those with anything of the tenant with most, if that is more than its part. A held prefill
+    never parks."""
+    tenant, amount = max(by_tenant(seqs, num_of).items(), key=lambda entry: entry[1], default=(b"", 0))
+    theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_held]
+    return max(theirs, key=lambda seq: seq.rank) if amount > part and theirs else None
+
+
+def first_below(part: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[bytes, Sequence]:
+    """Return the first that waits of each tenant of which fewer run than its part."""
+    found: dict[bytes, Sequence] = {}
+    num_running = by_tenant(running, lambda seq: 1)
+    for seq in waiting:
+        if num_running[seq.group.tenant] < part:
+            found.setdefault(seq.group.tenant, seq)
+    return found
 
 
 class Shares:
@@ -54,8 +80,17 @@ class Shares:
         """Return whether it may take `num` more: a tenant that has its part leaves those that others are owed, and a
         few."""
         tenant = request.tenant_mark
-        num_left = sum(owed for other, owed in self.owed().items() if other != tenant) + (self._spare if tenant else 0)
+        num_left = self._num_owed(tenant) + (self._spare if tenant else 0)
         return not num_left or self._ledger.num_available >= num + num_left or self._is_part(tenant, num)
+
+    def may_take(self, tenant: bytes, num: int) -> bool:
+        """Return whether a sequence that waits in the loop may take `num` more, cached ones too. What has parked for others
+        leaves them what they are owed: here a tenant has no more than its part, also with its first."""
+        num_left = self._num_owed(tenant)
+        if num <= 0 or not num_left or self._ledger.num_available >= num + num_left:
+            return True
+        held = self._held()
+        return (held[tenant] + num) * len(held.keys() | self._owed) <= self._ledger.num_blocks
 
     def refused(self, request: Request, num: int) -> bool:
         """Note that it lacks `num` blocks, and return whether it is owed them."""
@@ -85,11 +120,20 @@ class Shares:
         mine = own[request.tenant_mark]
         return not mine or has_room(most, num_taken, mine, num, len(own))
 
-    def _is_part(self, tenant: bytes, num: int) -> bool:
-        """Return whether all that it then had would be its part, with one more tenant where it is alone. The first
-        request of a tenant is, however large it is. Who has parked all of its requests shares nothing."""
+    def _num_owed(self, tenant: bytes) -> int:
+        """Return the blocks that others are owed."""
+        return sum(owed for other, owed in self.owed().items() if other != tenant)
+
+    def _held(self) -> Counter[bytes]:
+        """Return the blocks of each tenant; who has parked all of its requests is none of them."""
         held = Counter[bytes]()
         for group in self._groups.values():
             if group.state is not GroupState.PARKED:
                 held[group.tenant] += num_blocks(group.live, self._ledger.window)
+        return held
+
+    def _is_part(self, tenant: bytes, num: int) -> bool:
+        """Return whether all that it then had would be its part, with one more tenant where it is alone. The first
+        request of a tenant is, however large it is."""
+        held = self._held()
         return not held[tenant] or (held[tenant] + num) * max(2, len(held)) <= self._ledger.num_blocks

@@ -185,14 +185,17 @@ def test_without_marks_there_is_one_tenant():
 # ---- blocks ----
 
 
-def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("num_tokens", [150, 235])  # 15 blocks are those of more than one that parks
+def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num_tokens):
+    """What parks for it finds its own in the cache, and leaves them until they are taken."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=256), Collector()
-    flood = [of(FLOOD, f"f{i}", 60, 160, named=False) for i in range(3)]
+    flood = [of(FLOOD, f"f{i}", 60, 160, named=named) for i in range(3)]
     for request in flood:
         engine.submit(request)
     while engine.ledger.num_available > 2:
         steps(engine, records, 1)
-    quiet = of(QUIET, "q", 150, 8)
+    quiet = of(QUIET, "q", num_tokens, 8)
     assert refusal(lambda: engine.admission.admit(quiet)).retry_after_s < 0.1
     assert refusal(lambda: engine.admission.admit(of(FLOOD, "f9", 20))).reason == "kv_full", "they are owed to another"
     steps(engine, records, 1)
@@ -202,6 +205,23 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
     assert not records[quiet.key].ended.report.num_preemptions
     run(engine, collector=records)
     check(records, [*flood, quiet])
+
+
+def test_what_waits_while_others_are_owed_blocks_holds_none():
+    """It has found its own in the cache, no more than its tenant's part. Nothing runs that would give back any."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
+    first, flood = of(QUIET, "q0", 100, 150), of(FLOOD, "f", 160, 180, priority=10)
+    for request in (first, flood):
+        engine.submit(request)
+    while records[first.key].ended is None:
+        steps(engine, records, 1)
+    assert not engine.scheduler.running and engine.admission.groups[flood.key].trunk.block_ids
+    quiet = of(QUIET, "q1", 430, 8)
+    assert refusal(lambda: engine.admission.admit(quiet)).retry_after_s < 0.1
+    steps(engine, records, 1)
+    engine.submit(quiet)
+    run(engine, collector=records)
+    check(records, [first, flood, quiet])
 
 
 def test_tenants_that_are_all_parked_have_no_part_of_the_blocks():
