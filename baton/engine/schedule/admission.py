@@ -57,7 +57,7 @@ class Admission:
                 raise Refusal("queue_full")
             group = self._group(request, Holder.RUNNING)
             trunk = group.trunk
-            self._pin(trunk)
+            num_pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             window, num_choices = self.ledger.window, request.sampling.n
             if fetches and window.is_part:  # what is fetched is whole until it has come
@@ -70,7 +70,7 @@ class Admission:
             )
             if not (promised and self.ledger.reserve(credit)):
                 trunk.give_back(self.ledger)
-                raise self._kv_full(request, credit)
+                raise self._kv_full(request, num_pinned + credit)
             self.shares.taken(request)
             trunk.reserve = credit
             group.num_owned = len(trunk.block_ids)
@@ -140,14 +140,14 @@ class Admission:
             num_waiting = self.lifecycle.num_waiting_tokens
             if num_waiting and not self.shares.has_waiting(request, most, num_waiting, num_tokens):
                 raise Refusal("queue_full")
-            self._pin(trunk)
+            num_pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, missing)
             may_take = may_take and trunk.recurrent.take(self.ledger.states, holder)
             block_ids = self.ledger.allocate(missing, holder) if may_take else None
             if block_ids is None:
                 trunk.give_back(self.ledger)
-                raise self._kv_full(request, missing)
+                raise self._kv_full(request, num_pinned + missing)
             self.shares.taken(request)
             group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
@@ -267,8 +267,9 @@ class Admission:
         group = trunk.group
         return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_held) if group.reads_cache else []
 
-    def _pin(self, trunk: Sequence) -> None:
-        """Takes the cached prefix. Refusal where its blocks are promised to others."""
+    def _pin(self, trunk: Sequence) -> int:
+        """Take the cached prefix; return how many blocks less there are for others. Refusal where they are promised."""
+        num_available = self.ledger.num_available
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
         num_outside = 0 if trunk.group.is_held else self.ledger.window.num_outside(num_tokens)
@@ -281,6 +282,7 @@ class Admission:
             raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.num_computed = trunk.group.num_cached_tokens = num_tokens
         trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens
+        return num_available - self.ledger.num_available
 
     def _state_refs(self, trunk: Sequence) -> tuple[BlockRef, ...]:
         own = trunk.recurrent.block_id if trunk.recurrent.block_id is not None else trunk.recurrent.checkpoint_id

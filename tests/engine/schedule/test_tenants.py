@@ -207,6 +207,24 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num
     check(records, [*flood, quiet])
 
 
+def test_what_is_owed_counts_the_cached_prefix():
+    """It is taken with the rest, or nobody parks while no more than that is left."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
+    run(engine, [before := of(QUIET, "q", 130, 2)], records)
+    flood = [of(FLOOD, f"f{i}", 60, 160) for i in range(3)]
+    for request in flood:
+        engine.submit(request)
+    while engine.ledger.num_available > 8:
+        steps(engine, records, 1)
+    quiet = make_request("q1", [*before.token_ids, *range(20)], 4, tenant_mark=QUIET)
+    assert len(engine.ledger.find(quiet.span_hashes, 150)) == engine.ledger.num_available == 8
+    assert refusal(lambda: engine.submit(quiet)).retry_after_s < 0.1
+    steps(engine, records, 1)
+    engine.submit(quiet)
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+
+
 def test_what_waits_while_others_are_owed_blocks_holds_none():
     """It has found its own in the cache, no more than its tenant's part. Nothing runs that would give back any."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
