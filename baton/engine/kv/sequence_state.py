@@ -56,12 +56,16 @@ class SequenceState:
         self.checkpoint_id = found
         return True
 
-    def promise(self, states: Ledger | None, num: int) -> bool:
-        """Reserve blocks, one for each choice, or as many as there can be beside a pinned checkpoint: a choice without
-        one starts parked. False where they are not there."""
+    def num_to_have(self, states: Ledger | None, num_choices: int) -> int:
+        """Return how many blocks of its own it is to have, one for each choice, or as many as there can be beside a pinned
+        checkpoint: a choice without one starts parked."""
+        return 0 if states is None else min(num_choices, states.num_blocks - (self.checkpoint_id is not None))
+
+    def promise(self, states: Ledger | None, num_choices: int) -> bool:
+        """Reserve blocks for its choices. False where they are not there."""
         if states is None:
             return True
-        num = min(num, states.num_blocks - (self.checkpoint_id is not None))
+        num = self.num_to_have(states, num_choices)
         if not states.reserve(num):
             return False
         self.reserve += num

@@ -17,7 +17,7 @@ from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
-from baton.engine.schedule.tenant_shares import Shares
+from baton.engine.schedule.tenant_shares import Amounts, Shares
 from baton.protocol import KV_FULL
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVLayout
@@ -57,7 +57,7 @@ class Admission:
                 raise Refusal("queue_full")
             group = self._group(request, Holder.RUNNING)
             trunk = group.trunk
-            num_pinned = self._pin(trunk)
+            pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             window, num_choices = self.ledger.window, request.sampling.n
             if fetches and window.is_part:  # what is fetched is whole until it has come
@@ -65,12 +65,12 @@ class Admission:
             else:
                 most = window.most_blocks(missing + self._growth(request), num_choices)
             credit = min(most, self.ledger.num_blocks - trunk.num_held(window))
-            promised = self.shares.has_blocks(request, credit) and trunk.recurrent.promise(
-                self.ledger.states, request.sampling.n
-            )
-            if not (promised and self.ledger.reserve(credit)):
+            needed = Amounts(credit, trunk.recurrent.num_to_have(self.ledger.states, num_choices))
+            may_take = self.shares.has_blocks(request, needed)
+            may_take = may_take and trunk.recurrent.promise(self.ledger.states, num_choices)
+            if not (may_take and self.ledger.reserve(credit)):
                 trunk.give_back(self.ledger)
-                raise self._kv_full(request, num_pinned + credit)
+                raise self._kv_full(request, pinned.plus(needed))
             self.shares.taken(request)
             trunk.reserve = credit
             group.num_owned = len(trunk.block_ids)
@@ -140,14 +140,15 @@ class Admission:
             num_waiting = self.lifecycle.num_waiting_tokens
             if num_waiting and not self.shares.has_waiting(request, most, num_waiting, num_tokens):
                 raise Refusal("queue_full")
-            num_pinned = self._pin(trunk)
+            pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, missing)
+            needed = Amounts(missing, trunk.recurrent.num_to_have(self.ledger.states, 1))
+            holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, needed)
             may_take = may_take and trunk.recurrent.take(self.ledger.states, holder)
             block_ids = self.ledger.allocate(missing, holder) if may_take else None
             if block_ids is None:
                 trunk.give_back(self.ledger)
-                raise self._kv_full(request, num_pinned + missing)
+                raise self._kv_full(request, pinned.plus(needed))
             self.shares.taken(request)
             group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
@@ -254,9 +255,9 @@ class Admission:
         if longest > self.config.max_model_len or num_blocks > self.ledger.num_blocks:
             raise Refusal("too_long", retry_after_s=0.0)
 
-    def _kv_full(self, request: Request, num_blocks: int) -> Refusal:
+    def _kv_full(self, request: Request, lacked: Amounts) -> Refusal:
         """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""
-        if not self.shares.refused(request, num_blocks):
+        if not self.shares.refused(request, lacked):
             return Refusal(KV_FULL)
         self.lifecycle.inbox.ring()
         return Refusal(KV_FULL, retry_after_s=0.02)
@@ -267,22 +268,28 @@ class Admission:
         group = trunk.group
         return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_held) if group.reads_cache else []
 
-    def _pin(self, trunk: Sequence) -> int:
+    def _pin(self, trunk: Sequence) -> Amounts:
         """Take the cached prefix; return how many blocks less there are for others. Refusal where they are promised."""
-        num_available = self.ledger.num_available
+        before = self.shares.available
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
         num_outside = 0 if trunk.group.is_held else self.ledger.window.num_outside(num_tokens)
         held, num_passed = self.ledger.window.split(block_ids, num_outside)
         if not self.ledger.share(held, trunk.group.holder, num_passed):
-            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
+            raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))
         trunk.block_ids, trunk.num_outside = block_ids, num_outside
         if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):
             trunk.give_back(self.ledger)
-            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
+            raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))
         trunk.num_computed = trunk.group.num_cached_tokens = num_tokens
         trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens
-        return num_available - self.ledger.num_available
+        return before.minus(self.shares.available)
+
+    def _all_of(self, trunk: Sequence, has_checkpoint: bool) -> Amounts:
+        """Return what a prompt takes that could not pin its prefix."""
+        num_choices = 1 if trunk.group.is_held else trunk.group.request.sampling.n
+        num_states = trunk.recurrent.num_to_have(self.ledger.states, num_choices + has_checkpoint)
+        return Amounts(self.layout.num_blocks(trunk.num_tokens), num_states)
 
     def _state_refs(self, trunk: Sequence) -> tuple[BlockRef, ...]:
         own = trunk.recurrent.block_id if trunk.recurrent.block_id is not None else trunk.recurrent.checkpoint_id

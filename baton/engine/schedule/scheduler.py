@@ -15,7 +15,7 @@ park that holds less than itself.
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from baton.engine.schedule.counters import Lacks
 from baton.engine.schedule.groups import Turn, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
-from baton.engine.schedule.tenant_shares import Shares, by_tenant, first_below, last_above, num_blocks
+from baton.engine.schedule.tenant_shares import Amounts, Shares, by_tenant, first_below, last_above, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -204,7 +204,7 @@ class Scheduler:
         tenant = seq.group.tenant
         if len(self.running) >= self.config.max_num_seqs:
             return False
-        if tenant in blocked and self._missing(seq) > seq.reserve:
+        if tenant in blocked and self._lacks_any(seq):
             return False
         if not self._leaves_owed(seq) or not self._enter(seq):
             blocked.add(tenant)
@@ -234,6 +234,14 @@ class Scheduler:
 
     def _missing(self, seq: Sequence) -> int:  # before it is read
         return self.ledger.window.most_blocks(self._lacking(seq, seq.num_tokens))
+
+    def _lacked(self, seq: Sequence) -> Amounts:
+        """What a waiting sequence takes beyond its promise."""
+        has_state = self.ledger.states is None or seq.recurrent.num_own > 0
+        return Amounts(self._missing(seq) - seq.reserve, int(not has_state))
+
+    def _lacks_any(self, seq: Sequence) -> bool:
+        return any(num > 0 for num in self._lacked(seq))
 
     def _take(self, seq: Sequence, num: int) -> bool:
         """`num` more blocks for a sequence, from its promise first."""
@@ -333,11 +341,12 @@ class Scheduler:
     def _in_place(self, queue: list[Sequence]) -> list[Sequence]:
         return sorted(queue, key=self._place) if self._held else list(queue)
 
-    def _num_blocks(self, seq: Sequence) -> int:
-        return num_blocks([seq], self.ledger.window)
+    @property
+    def _all(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
 
     def _blocks(self) -> Counter[bytes]:
-        return by_tenant((*self.running, *self.waiting), self._num_blocks)
+        return by_tenant(self._all, self.shares.stocks[0].num_of)
 
     def _part(self, num_tenants: int) -> int:
         """Return a tenant's part of the sequences that run."""
@@ -359,23 +368,16 @@ class Scheduler:
         num_tenants, starving = len(self._tenants.keys() | owed), self._starving()
         if not num_tenants:  # who was owed something asks no more, and the loop has nothing
             return
-        while len(self.running) + len(starving) > self.config.max_num_seqs:
-            if not self._park_above(self._part(num_tenants), self.running, lambda seq: 1):
-                break
-        part, held = self.ledger.num_blocks // num_tenants, self._blocks()
-        for tenant, seq in starving.items():
-            missing = self._missing(seq) - seq.reserve
-            if missing > 0 and held[tenant] + missing <= part:
-                owed[tenant] = owed.get(tenant, 0) + missing + self.ledger.cache.blocks_per_unit
-        while sum(owed.values()) > self.ledger.num_available:
-            if not self._park_above(part, [*self.running, *self.waiting], self._num_blocks):
-                break
-
-    def _park_above(self, part: int, seqs: list[Sequence], num_of: Callable[[Sequence], int]) -> bool:
-        if (seq := last_above(part, seqs, num_of)) is None:
-            return False
-        self.park(seq)
-        return True
+        most, part = self.config.max_num_seqs - len(starving), self._part(num_tenants)
+        while len(self.running) > most and (seq := last_above(part, self.running, lambda seq: 1)):
+            self.park(seq)
+        lacked = {tenant: self._lacked(seq) for tenant, seq in starving.items()}
+        for index, (ledger, num_of, margin) in enumerate(self.shares.stocks):
+            part, held = max(1, ledger.num_blocks // num_tenants), by_tenant(self._all, num_of)
+            num = sum(amounts[index] for amounts in owed.values())
+            num += sum(more[index] + margin for who, more in lacked.items() if 0 < more[index] <= part - held[who])
+            while num > ledger.num_available and (seq := last_above(part, self._all, num_of)):
+                self.park(seq)
 
     def _leaves_owed(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence may take what it lacks beside what others are owed. If not, what its tenant has
@@ -383,9 +385,9 @@ class Scheduler:
         if not self.shares.is_short:
             return True
         with self.ledger.lock:
-            may_take = self.shares.may_take(seq.group.tenant, self._missing(seq) - seq.reserve)
+            may_take = self.shares.may_take(seq.group.tenant, self._lacked(seq))
         for other in () if may_take else self.waiting:
-            if other.group.tenant == seq.group.tenant and self._missing(other) > other.reserve:
+            if other.group.tenant == seq.group.tenant and self._lacks_any(other):
                 self.park(other)
         return may_take
 

@@ -5,6 +5,7 @@ tenants above their part park for it (scheduler.py), and while it asks for them 
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
@@ -22,6 +23,27 @@ _SPARE_SHARE = 8  # one in this many blocks, and at most those of one context, i
 def num_blocks(seqs: Iterable[Sequence], window: Window) -> int:
     """That these hold, or have been promised."""
     return sum(seq.num_held(window) + seq.reserve for seq in seqs)
+
+
+class Amounts(NamedTuple):
+    """Blocks of KV, and blocks of states, of which there are none where the model's layers keep none."""
+
+    blocks: int = 0
+    states: int = 0
+
+    def plus(self, other: "Amounts") -> "Amounts":
+        return Amounts(self.blocks + other.blocks, self.states + other.states)
+
+    def minus(self, other: "Amounts") -> "Amounts":
+        return Amounts(self.blocks - other.blocks, self.states - other.states)
+
+
+class Stock(NamedTuple):
+    """Blocks of one kind, that tenants share."""
+
+    ledger: Ledger
+    num_of: Callable[[Sequence], int]  # that a sequence has, or has been promised
+    margin: int  # left where one enters, for those that run to grow in
 
 
 def by_tenant(seqs: Iterable[Sequence], num_of: Callable[[Sequence], int]) -> Counter[bytes]:
@@ -56,7 +78,10 @@ class Shares:
     def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
         self._ledger, self._groups = ledger, groups
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
-        self._owed: dict[bytes, tuple[int, float]] = {}  # tenant -> blocks, until when
+        self._owed: dict[bytes, tuple[Amounts, float]] = {}  # by tenant, until when
+        self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
+        if ledger.states is not None:
+            self.stocks.append(Stock(ledger.states, lambda seq: seq.recurrent.num_own, 0))
 
     def has_choices(self, request: Request, most: int, num_taken: int) -> bool:
         """Return whether its choices may be admitted beside `num_taken` that are."""
@@ -76,27 +101,25 @@ class Shares:
                     own[group.tenant] += group.num_waiting_tokens
         return self._has_room(request, most, num_taken, own, num_tokens)
 
-    def has_blocks(self, request: Request, num: int) -> bool:
-        """Return whether it may take `num` more: a tenant that has its part leaves those that others are owed, and a
-        few."""
+    def has_blocks(self, request: Request, more: Amounts) -> bool:
+        """Return whether it may take `more`: a tenant that has its part leaves those that others are owed, and a few."""
         tenant = request.tenant_mark
-        num_left = self._num_owed(tenant) + (self._spare if tenant else 0)
-        return not num_left or self._ledger.num_available >= num + num_left or self._is_part(tenant, num)
+        left = self._owed_beside(tenant).plus(Amounts(self._spare if tenant else 0))
+        return self._leaves(left, more) or self._is_part(tenant, more)
 
-    def may_take(self, tenant: bytes, num: int) -> bool:
-        """Return whether a sequence that waits in the loop may take `num` more, cached ones too. What has parked for others
+    def may_take(self, tenant: bytes, more: Amounts) -> bool:
+        """Return whether a sequence that waits in the loop may take `more`, cached blocks too. What has parked for others
         leaves them what they are owed: here a tenant has no more than its part, also with its first."""
-        num_left = self._num_owed(tenant)
-        if num <= 0 or not num_left or self._ledger.num_available >= num + num_left:
+        if self._leaves(self._owed_beside(tenant), more):
             return True
         held = self._held()
-        return (held[tenant] + num) * len(held.keys() | self._owed) <= self._ledger.num_blocks
+        return self._is_within(held, tenant, more, len(held[0].keys() | self._owed))
 
-    def refused(self, request: Request, num: int) -> bool:
-        """Note that it lacks `num` blocks, and return whether it is owed them."""
-        if not self._is_part(request.tenant_mark, num):
+    def refused(self, request: Request, lacked: Amounts) -> bool:
+        """Note what it lacks, and return whether it is owed that."""
+        if not self._is_part(request.tenant_mark, lacked):
             return False
-        self._owed[request.tenant_mark] = num, time.monotonic() + _OWED_S
+        self._owed[request.tenant_mark] = lacked, time.monotonic() + _OWED_S
         return True
 
     def taken(self, request: Request) -> None:
@@ -105,35 +128,53 @@ class Shares:
 
     @property
     def is_short(self) -> bool:
-        """Return whether a tenant may be owed blocks."""
+        """Return whether a tenant may be owed anything."""
         return bool(self._owed)
 
-    def owed(self) -> dict[bytes, int]:
-        """Blocks that tenants lack which have less than their part."""
+    @property
+    def available(self) -> Amounts:
+        """Return what may still be promised or taken."""
+        return Amounts(*(stock.ledger.num_available for stock in self.stocks))
+
+    def owed(self) -> dict[bytes, Amounts]:
+        """Return what tenants lack which have less than their part."""
         if self._owed:
             now = time.monotonic()
             self._owed = {tenant: owed for tenant, owed in self._owed.items() if owed[1] > now}
-        return {tenant: num for tenant, (num, _) in self._owed.items()}
+        return {tenant: lacked for tenant, (lacked, _) in self._owed.items()}
 
     def _has_room(self, request: Request, most: int, num_taken: int, own: Counter[bytes], num: int) -> bool:
         """A tenant that has nothing here may have one request, however large it is."""
         mine = own[request.tenant_mark]
         return not mine or has_room(most, num_taken, mine, num, len(own))
 
-    def _num_owed(self, tenant: bytes) -> int:
-        """Return the blocks that others are owed."""
-        return sum(owed for other, owed in self.owed().items() if other != tenant)
+    def _owed_beside(self, tenant: bytes) -> Amounts:
+        """Return what others are owed."""
+        others = [lacked for other, lacked in self.owed().items() if other != tenant]
+        return Amounts(sum(lacked.blocks for lacked in others), sum(lacked.states for lacked in others))
 
-    def _held(self) -> Counter[bytes]:
-        """Return the blocks of each tenant; who has parked all of its requests is none of them."""
-        held = Counter[bytes]()
-        for group in self._groups.values():
-            if group.state is not GroupState.PARKED:
-                held[group.tenant] += num_blocks(group.live, self._ledger.window)
-        return held
+    def _leaves(self, left: Amounts, more: Amounts) -> bool:
+        """Return whether there is what is `left` to others behind `more`, of each kind of which that is anything."""
+        return all(
+            not kept or num <= 0 or stock.ledger.num_available >= num + kept
+            for stock, kept, num in zip(self.stocks, left, more, strict=False)
+        )
 
-    def _is_part(self, tenant: bytes, num: int) -> bool:
+    def _held(self) -> list[Counter[bytes]]:
+        """Return what each tenant has of each kind; who has parked all of its requests is none of them."""
+        groups = [group for group in self._groups.values() if group.state is not GroupState.PARKED]
+        seqs = [seq for group in groups for seq in group.live]
+        return [by_tenant(seqs, stock.num_of) for stock in self.stocks]
+
+    def _is_within(self, held: list[Counter[bytes]], tenant: bytes, more: Amounts, num_sharing: int) -> bool:
+        """Return whether all that it then had would be its part of each kind."""
+        return all(
+            (had[tenant] + num) * num_sharing <= stock.ledger.num_blocks
+            for stock, had, num in zip(self.stocks, held, more, strict=False)
+        )
+
+    def _is_part(self, tenant: bytes, more: Amounts) -> bool:
         """Return whether all that it then had would be its part, with one more tenant where it is alone. The first
         request of a tenant is, however large it is."""
         held = self._held()
-        return not held[tenant] or (held[tenant] + num) * max(2, len(held)) <= self._ledger.num_blocks
+        return not held[0][tenant] or self._is_within(held, tenant, more, max(2, len(held[0])))

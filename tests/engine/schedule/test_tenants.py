@@ -1,12 +1,13 @@
 """Tenants share slots, blocks and steps evenly; one that is alone has everything; no answer depends on any of it."""
 
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.core.request import Refusal, Request
+from baton.engine.core.request import Key, Refusal, Request
 from baton.engine.schedule.states import GroupState
 from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
 
@@ -207,6 +208,49 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num
     check(records, [*flood, quiet])
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, is_held):
+    """There are blocks enough. One that goes on from a checkpoint needs two at first."""
+    engine, records = toy_engine(num_states=4 + is_cached, max_num_seqs=8), Collector()
+    quiet = of(QUIET, "q", 100)
+    if is_cached:
+        run(engine, [replace(quiet, key=Key("q0"))], records)
+    flood = [of(FLOOD, f"f{i}", max_tokens=60) for i in range(4)]
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 4)
+    assert running(engine) == {FLOOD: 4} and bool(engine.ledger.find(quiet.span_hashes, 100)) == is_cached
+    take = engine.admission.accept if is_held else engine.submit
+    assert refusal(lambda: take(quiet)).retry_after_s < 0.1
+    steps(engine, records, 1)
+    assert refusal(lambda: engine.submit(of(FLOOD, "f9"))).reason == "kv_full", "it is owed to another"
+    take(quiet)
+    steps(engine, records, 2)
+    assert records[quiet.key].first is not None
+    engine.admission.release_lease(quiet.key)
+    run(engine, collector=records)
+    check(records, flood if is_held else [*flood, quiet])
+
+
+def test_who_comes_back_gets_a_state_where_another_has_taken_all():
+    engine, records = toy_engine(num_states=4, max_num_seqs=8), Collector()
+    quiet, flood = of(QUIET, "q", max_tokens=60), [of(FLOOD, f"f{i}", max_tokens=60) for i in range(4)]
+    engine.submit(quiet)
+    steps(engine, records, 2)
+    engine.admission.park(quiet.key)
+    steps(engine, records, 1)
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 4)
+    assert running(engine) == {FLOOD: 4}
+    engine.admission.resume(quiet.key)
+    steps(engine, records, 2)
+    assert running(engine) == {FLOOD: 3, QUIET: 1}
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+
+
 def test_what_is_owed_counts_the_cached_prefix():
     """It is taken with the rest, or nobody parks while no more than that is left."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
@@ -309,9 +353,10 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=12)
-@given(REQUESTS, st.integers(20, 60), st.integers(3, 8))
-def test_no_answer_hangs_on_who_else_is_there(drawn, num_blocks, max_num_seqs):
-    engine, records = toy_engine(max_num_seqs=max_num_seqs, num_blocks=num_blocks, max_model_len=256), Collector()
+@given(REQUESTS, st.integers(20, 60), st.integers(3, 8), st.sampled_from([None, 3, 6]))
+def test_no_answer_hangs_on_who_else_is_there(drawn, num_blocks, max_num_seqs, num_states):
+    sizes = dict(max_num_seqs=max_num_seqs, num_blocks=num_blocks, num_states=num_states)
+    engine, records = toy_engine(max_model_len=256, **sizes), Collector()
     requests = []
     for i, (tenant, num_tokens, max_tokens, n, priority, pause) in enumerate(drawn):
         request = of(tenant, f"r{i}", num_tokens, max_tokens, n=n, priority=priority, temperature=1.0, seed=i)
