@@ -108,15 +108,16 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """One vector for each text, by the model's last hidden states after its final norm. Prefill workers alone read them.
+        """One vector for each text, by the model's last hidden states after its final norm. Prefill workers read them; where the
+        gateway has --stand-in, decode workers while no prefill worker serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """How well documents answer a query, by a model that judges with yes or no, as Qwen3-Reranker does. Prefill workers alone
-        read them.
+        """How well documents answer a query, by a model that judges with yes or no, as Qwen3-Reranker does. They are
+        read as texts of Embed are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
