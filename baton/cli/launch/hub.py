@@ -1,4 +1,4 @@
-"""A model by its name on a hub: downloaded once, safetensors only, each file held against the hub's own digest."""
+"""A model by its name on a hub: downloaded once, safetensors only, each large file held against the hub's own digest."""
 
 from __future__ import annotations
 

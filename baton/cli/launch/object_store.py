@@ -1,5 +1,5 @@
-"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file verified. A new version
-takes the place of the one before once all of it is here."""
+"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file held against its length,
+and against its tag or SHA256SUMS where these are digests of it. A new version takes the place of the one before once all of it is here."""
 
 from __future__ import annotations
 

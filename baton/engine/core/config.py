@@ -48,11 +48,15 @@ class EngineConfig:
     )
     block_size: int = _knob("tokens per KV block; divides 64 or is a multiple of it", 32)
     # None: max_num_seqs whole contexts, within a share of the memory
-    num_blocks: int | None = _knob("KV blocks in the pool (default: enough for the largest batch)", None)
+    num_blocks: int | None = _knob(
+        "KV blocks in the pool (default: enough for the largest batch, within an eighth of the host's memory and 4 GiB; on "
+        "a GPU what is left of its share)",
+        None,
+    )
     # None: two for each sequence, within a share of the memory
     num_states: int | None = _knob(
         "of models whose layers keep a state: blocks for states of sequences and for checkpoints, which stand for cached "
-        "prefixes (default: twice max_num_seqs)",
+        "prefixes (default: twice max_num_seqs, within as much memory as KV may take)",
         None,
     )
     checkpoint_tokens: int = _knob(
