@@ -91,7 +91,7 @@ class Cancelled(BatonError):
 
 
 class FailedPrecondition(BatonError):
-    """Versions, models or layouts do not fit; trying again changes nothing."""
+    """This model, worker or gateway cannot do that as it was started; trying again changes nothing."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"
 
