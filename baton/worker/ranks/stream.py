@@ -4,6 +4,7 @@ up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other
 import asyncio
 import json
 import queue
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -28,6 +29,7 @@ class JoinedStream:
         self._loop = asyncio.get_running_loop()
         self._incoming: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sending = threading.Lock()  # held from the first piece of a message to its last
         self._is_closed = False
         self.num_received = 0
         self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
@@ -39,10 +41,11 @@ class JoinedStream:
     def send(self, *parts: Bytes) -> None:
         whole = memoryview(b"".join(parts))
         chunks = [whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES)]
-        for chunk in chunks:
-            if self._is_closed:
-                raise RankLost("the connection of a rank has ended")
-            self._put((_LAST if chunk is chunks[-1] else _MORE) + chunk)
+        with self._sending:
+            for chunk in chunks:
+                if self._is_closed:
+                    raise RankLost("the connection of a rank has ended")
+                self._put((_LAST if chunk is chunks[-1] else _MORE) + chunk)
 
     def receive(self) -> memoryview:
         message = self._incoming.get()

@@ -1,6 +1,7 @@
 """Messages of a rank of another host, in pieces."""
 
 import asyncio
+from collections import Counter
 
 import torch
 
@@ -25,3 +26,26 @@ async def test_a_long_message_on_its_way_is_a_sign_of_life():
     leader.lose()
     sending.close()
     await asyncio.gather(*running)
+
+
+async def test_messages_of_two_threads_come_out_whole():
+    """Blocks of KV beside steps, and rows beside beats: a long message goes in pieces, and others would come between them."""
+    sending, arriving, pieces, nothing = JoinedStream(), JoinedStream(), asyncio.Queue(), asyncio.Event()
+    reads = ((sending, nothing.wait), (arriving, pieces.get))
+    running = [asyncio.create_task(stream.run(read, pieces.put)) for stream, read in reads]
+    counts = {10 << 20: 6, 5: 2000}  # of messages, by their bytes
+
+    def send_all(num_bytes: int) -> None:
+        for _ in range(counts[num_bytes]):
+            sending.send(bytes(num_bytes))
+
+    def receive_all() -> Counter:
+        return Counter(len(arriving.receive()) for _ in range(sum(counts.values())))
+
+    *_, found = await asyncio.gather(
+        *(asyncio.to_thread(send_all, num_bytes) for num_bytes in counts), asyncio.to_thread(receive_all)
+    )
+    sending.close()
+    arriving.close()
+    await asyncio.gather(*running)
+    assert found == counts
