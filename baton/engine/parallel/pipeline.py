@@ -12,6 +12,7 @@ has its own, and rows follow the message. There is a place for the rows of a ste
 be on their way, and all leave in the order in which they came.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -29,6 +30,8 @@ from baton.engine.parallel.stream import RankStream
 STEP, DONE, BEAT, COPY, PUT, ADAPTER = range(6)
 PREFIX = 3  # int64 in front of every message
 Part = tuple[int, int, Tensor]  # number, first row, the part as int64
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineLeader:
@@ -128,6 +131,10 @@ class PipelineLeader:
                 else:
                     self._done.put(number)
         except RankLost:
+            pass
+        except Exception:
+            logger.exception("stage %d is lost: what it has sent could not be taken", index + 1)
+        finally:  # `receive` would wait without end
             self.lose()
 
 

@@ -1,6 +1,8 @@
 """Families cut into stages: the logits of transformers within 1e-4, and in fp32 and bf16 the bits of one process."""
 
 import itertools
+import socket
+import struct
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,10 @@ from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRo
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.pipeline import DONE, PipelineLeader
 from baton.engine.parallel.stage import PipelineStage, cut_layers, micro_batches, rows_of
+from baton.engine.parallel.stream import SocketStream
 from tests.support.engine.folders import FAMILIES, Hand, make_folder, random_ids
 from tests.support.native.ranked import staged
 
@@ -125,3 +130,17 @@ def test_micro_batches_part_no_proposals():
         assert sum(each.query_len - each.state.num_drafts for each in own) == length - drafts
         assert [each.state.num_drafts for each in own if each.state.num_drafts] == [drafts]
     assert len(told) > count, "no border was in a sequence"
+
+
+@pytest.mark.parametrize("told", [b"short", struct.pack("<3q", DONE, 0, 0)], ids=["no numbers", "of no part"])
+def test_a_stage_that_says_what_makes_no_sense_is_lost(caplog, told):
+    """The engine would wait for its rows without end."""
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        leader = PipelineLeader([SocketStream(own)], torch.zeros(2, 1))
+        SocketStream(theirs).send(told)
+        with pytest.raises(RankLost):
+            leader.receive()
+        with pytest.raises(RankLost):
+            SocketStream(theirs).receive()
+    assert "stage 1 is lost: what it has sent could not be taken" in caplog.text
