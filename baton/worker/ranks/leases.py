@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.worker.ranks.group import KVRank
+from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Endpoint, Part
 from kvtransfer.transfer.leases import CANCELLED, RELEASED
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
@@ -89,7 +90,10 @@ class SpreadSource:
         return self._joined(offer)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
-        """As Source.offer_again."""
+        """As Source.offer_again; LeaseExpired too where a rank has it no more."""
+        lease = self._leases.get(self._key_of(lease_id))
+        if lease is None or len(lease.ranks) < len(self._givers):
+            raise LeaseExpired("no such lease, or it has ended on a rank")
         offer = self.own.offer_again(lease_id, taker)
         self._tell(lease_id, "admit", ticket=offer.ticket.hex())
         return self._joined(offer)
@@ -133,15 +137,17 @@ class SpreadSource:
                 self._over(bytes.fromhex(lease_id), index, ending)
 
     def _over(self, lease_id: bytes, index: int, ending: str) -> None:
-        key = next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
-        if key is None:
+        key = self._key_of(lease_id)
+        if (lease := self._leases.get(key)) is None:
             return
-        lease = self._leases[key]
         lease.ranks.discard(index)
         self._give_up(lease, ending)
         if ending != RELEASED:
             self.own.cancel(key)
         self._end_if_over(key)
+
+    def _key_of(self, lease_id: bytes) -> Hashable | None:
+        return next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
 
     def _give_up(self, lease: _Spread, ending: str) -> None:
         if ending != RELEASED and lease.ending == RELEASED:

@@ -9,6 +9,7 @@ import pytest
 
 from baton.worker.ranks.group import KVRank, gives, sharding_of
 from baton.worker.ranks.leases import SpreadSource
+from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.leases import CANCELLED, EXPIRED, RELEASED
@@ -18,6 +19,7 @@ from kvtransfer.wire import Taker, decode_handle
 
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
 KEY, INSTANCE = "key", b"i" * 16
+TAKER = Taker(b"t" * 16, 2, LAYOUT, "exact", 0, ("tcp",), "host")
 
 
 @dataclass
@@ -62,8 +64,7 @@ class Spread:
         for index in range(3):
             self.source.hear(index, {"endpoints": [["tcp", f"rank:{index + 1}", "host"]]})
         await starting
-        taker = Taker(b"t" * 16, 2, LAYOUT, "exact", 0, ("tcp",), "host")
-        offer = self.source.offer(KEY, [BlockRef(0, 0)], 16, [], b"p" * 32, taker)
+        offer = self.source.offer(KEY, [BlockRef(0, 0)], 16, [], b"p" * 32, TAKER)
         self.handle, self.lease = decode_handle(offer.handle), offer.lease_id
         return self
 
@@ -124,6 +125,20 @@ async def test_cancelled_where_a_rank_alone_still_has_it():
     assert spread.ranks[1].was_told("cancel") and not spread.endings
     spread.rank_ends(RELEASED)  # it had everything when it heard
     assert spread.endings == [CANCELLED]
+
+
+async def test_offered_again_while_every_rank_has_it():
+    """The ticket would be refused where it has been released."""
+    spread = await Spread().open()
+    offer = spread.source.offer_again(spread.lease, TAKER)
+    assert spread.ranks[1].notes[-1] == {"admit": spread.lease.hex(), "ticket": offer.ticket.hex()}
+    spread.rank_ends(RELEASED)
+    told, num_tickets = len(spread.ranks[1].notes), spread.own.num_tickets
+    with pytest.raises(LeaseExpired):
+        spread.source.offer_again(spread.lease, TAKER)
+    assert len(spread.ranks[1].notes) == told and spread.own.num_tickets == num_tickets
+    with pytest.raises(LeaseExpired):
+        spread.source.offer_again(b"unknown", TAKER)
 
 
 async def test_a_rank_that_cannot_listen():
