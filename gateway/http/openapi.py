@@ -23,8 +23,8 @@ from gateway.http.fields import (
     TOKEN_IDS,
     Field,
 )
-from gateway.http.requests import ENCODINGS, MAX_PROMPTS
-from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, NOTES, OUTPUT_FIELDS, PARTS, ROLES
+from gateway.http.requests import ENCODINGS, MAX_PROMPTS, NOTES
+from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, OUTPUT_FIELDS, PARTS, ROLES
 
 Json = dict[str, Any]
 
@@ -285,7 +285,7 @@ _STREAMED = {
     "stream_options": _closed(
         [], include_usage=BOOLEAN.schema, continuous_usage_stats=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema
     ),
-    "user": STRING.schema,
+    **dict.fromkeys(NOTES, STRING.schema),
     "return_token_ids": BOOLEAN.schema,
 }
 

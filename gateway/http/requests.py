@@ -35,7 +35,8 @@ from gateway.http.fields import (
 ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-_STREAMED = ("stream", "stream_options", "user", "return_token_ids", *CONSTRAINED)
+NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
+_STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 
 # Words for fields of baton.v1 that no row of the table has.
 CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
@@ -128,7 +129,7 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
 def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
     """Read the body of /v1/embeddings. Raises InvalidRequest."""
     check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
-    _read_user(values)
+    check_notes(values)
     request, names = pb.EmbedRequest(), {"inputs": "input"}
     fill_rows(request, values, EMBEDDING, names)
     for text in _prompts(values, "input", MAX_INPUTS):
@@ -142,7 +143,7 @@ def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
 def read_rerank(values: Mapping[str, Any]) -> AskedRerank:
     """Read the body of /v1/rerank. Raises InvalidRequest."""
     check_known(values, RERANK, {}, ("documents", "top_n", "return_documents", "user"))
-    _read_user(values)
+    check_notes(values)
     request, names = pb.ScoreRequest(), dict[str, str]()
     fill_rows(request, values, RERANK, names)
     request.documents.extend(read_value(values, "documents", TEXTS))
@@ -205,15 +206,16 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
-    _read_user(values)
+    check_notes(values)
     usage, at_once = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     return Asked(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
 
 
-def _read_user(values: Mapping[str, Any]) -> None:
-    """Check what is ignored: the tenant is the key's."""
-    read_value(values, "user", STRING, "")
+def check_notes(values: Mapping[str, Any]) -> None:
+    """Check what is ignored: the tenant is the key's, and any prompt may be cached."""
+    for name in NOTES:
+        read_value(values, name, STRING, "")
 
 
 def new_id() -> str:

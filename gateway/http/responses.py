@@ -20,7 +20,7 @@ from gateway.http.conversations import (
     read_tool_choice,
 )
 from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
-from gateway.http.requests import Asked, check_known, fill, new_id, read_part_of, read_value
+from gateway.http.requests import NOTES, Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
 from gateway.http.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS
 
@@ -29,7 +29,6 @@ PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")  # an answer comes back with all of them
 CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
-NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
 LOGPROBS = "message.output_text.logprobs"
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
 _MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
@@ -59,8 +58,7 @@ def read_response(values: Mapping[str, Any]) -> Asked:
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
     elif "top_logprobs" in values:
         raise InvalidRequest("top_logprobs", f'needs include: ["{LOGPROBS}"]')
-    for name in NOTES:
-        read_value(values, name, STRING, "")
+    check_notes(values)
     stream = read_value(values, "stream", BOOLEAN, False)
     read_part_of(values, "stream_options", ("include_obfuscation",))
     request.request_id = request.request_id or new_id()

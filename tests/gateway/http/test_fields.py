@@ -317,6 +317,14 @@ def test_a_tool_s_message_may_repeat_the_name_of_its_call():
     assert told.messages == plain.messages
 
 
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+def test_notes_of_the_sender_change_nothing(name):
+    body = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "request_id": "r"}
+    assert read_chat({**body, name: "note"}).requests == read_chat(body).requests
+    with pytest.raises(InvalidRequest, match=name):
+        read_chat({**body, name: 3})
+
+
 def test_null_is_as_if_it_were_left_out():
     assert read_chat(parse(b'{"messages": [{"role": "user", "content": "hi"}], "stop": null, "tools": null}')).requests
 
