@@ -47,6 +47,7 @@ _UNREAD_S = 0.1  # beyond a deadline, for waits that notice it themselves
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
 _LOOP_TURNS = 3  # of the event loop, that a write to a client takes which reads at once
 _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
+_text_numbers = itertools.count()  # of all models, which share one admission
 
 
 @dataclass
@@ -69,7 +70,6 @@ class Pipeline:
     loop_watch: EventLoopWatch
     retry_budget: RetryBudget = field(default_factory=RetryBudget)
     mean_output: float = 64.0  # of recent answers: tokens of the longest choice
-    _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
     async def serve(
         self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
@@ -286,7 +286,7 @@ class Pipeline:
     def _counted(self, tenant: str, model: ServedModel, num_tokens: int) -> Iterator[Reservation]:
         """Count a call that no worker sees as a request. It pays for `num_tokens`, no fewer than it has, unless it
         settles before: a client that hangs up leaves work behind. Raises Overloaded."""
-        key_id = f"text.{next(self._num_texts)}"  # no request's
+        key_id = f"text.{next(_text_numbers)}"  # no request's
         reservation = self.admission.enter(key_id, tenant, model=model.name)
         try:
             reservation.reserve(num_tokens, now())

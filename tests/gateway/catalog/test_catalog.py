@@ -14,10 +14,12 @@ from baton.v1 import inference_pb2 as pb
 from gateway import app
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
+from gateway.text.text_work import TextWork
 from tests.gateway.discovery.test_registration import register
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.pace import patience
 
 IDENTITIES = {name: hashlib.sha256(name.encode()).digest() for name in ("a", "b", "c", "a2")}
 ADAPTER = hashlib.sha256(b"adapter").digest()
@@ -176,6 +178,26 @@ async def test_a_full_queue_of_one_model_is_no_others(serving):
         assert 'baton_waiting{model_name="a"} 1.0' in text and 'baton_waiting{model_name="b"} 0.0' in text
         c.of["a"].refusals = []
         assert await waiting
+
+
+async def test_calls_of_two_models_that_no_worker_sees_are_counted_apart(serving, monkeypatch):
+    encode, may_end, held = TextWork.encode, asyncio.Event(), []
+
+    async def hold(self, *args):
+        held.append(self)
+        await may_end.wait()
+        return await encode(self, *args)
+
+    monkeypatch.setattr(TextWork, "encode", hold)
+    async with serving("a", "b") as c:
+        asked = [pb.TokenizeRequest(text="the quick fox", model=name) for name in ("a", "b")]
+        asking = asyncio.gather(*(c.stub.Tokenize(each, timeout=patience(20)) for each in asked))
+        await c.until(lambda: len(held) == 2)
+        may_end.set()
+        first, second = await asking
+        assert first.token_ids == second.token_ids and first.token_ids
+        admission = c.pipeline.admission
+        assert not admission.request_ids and not admission._num
 
 
 async def test_one_is_added_and_removed(serving, root):
