@@ -78,7 +78,9 @@ class RequestMachine:
         except BatonError as error:
             state = self._fail(error)
         except Diverged as error:
-            self.request.attempt.decode.link.note_failure(str(error))
+            attempt = self.request.attempt
+            giver = attempt.reader if event is RequestEvent.DONE else attempt.decode
+            giver.link.note_failure(str(error))
             state = self._fail(Unavailable(str(error), reason="DIVERGED"))
         if state is not None:
             if state not in cell.states:

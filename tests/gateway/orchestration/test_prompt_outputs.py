@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.link.worker_breaker import BreakerState
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
 from tests.support.client import make_request
@@ -60,9 +61,13 @@ async def test_a_worker_that_gives_none_is_not_believed(cluster, monkeypatch):
         return send_done(self, session, key, spec, cached)
 
     monkeypatch.setattr(FakeWorker, "_send_done", forget)
-    async with cluster() as c:
-        error = await refused(generate(c, prompt_logprobs=0, max_tokens=2))
-        assert error.reason == "DIVERGED"
+    async with cluster(split="always") as c:
+        (reader,), (writer,) = c.gateway.registry.prefill, c.gateway.registry.decode
+        c.decode[0].hold("fetch")  # a prompt that is taken is a success
+        for _ in range(2):
+            error = await refused(generate(c, prompt_logprobs=0, max_tokens=2))
+            assert error.reason == "DIVERGED"
+        assert (reader.breaker.state, writer.breaker.state) == (BreakerState.OPEN, BreakerState.NEW)
 
 
 @pytest.mark.parametrize(
