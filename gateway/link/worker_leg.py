@@ -29,7 +29,7 @@ class WorkerLeg:
         "_written_upto",
         "_open",
         "_asked_at",
-        "_is_released",
+        "_has_ended_silence",
     )
 
     def __init__(self, link, key: Key, mailbox: EventSink, tenant: str):
@@ -43,7 +43,7 @@ class WorkerLeg:
         self._written_from = self._written_upto = 0  # output indices that came
         self._open = True
         self._asked_at: float | None = None  # when it was asked to take a request, by Admit or Prefill
-        self._is_released = False
+        self._has_ended_silence = False
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -121,6 +121,7 @@ class WorkerLeg:
 
     def _has_worked(self) -> None:
         if self._asked_at is not None:
+            self._end_silence()
             self.link.note_worked(self._asked_at)
 
     def note_success(self) -> None:
@@ -131,6 +132,10 @@ class WorkerLeg:
     def _release(self) -> None:
         self.num_prefill_tokens = 0
         self.promise(None)
-        if self._asked_at is not None and not self._is_released:
-            self._is_released = True
+        self._end_silence()
+
+    def _end_silence(self) -> None:
+        """Count it no more among those that the worker has shown nothing of: it may go on for minutes."""
+        if self._asked_at is not None and not self._has_ended_silence:
+            self._has_ended_silence = True
             self.link.num_asked -= 1

@@ -86,7 +86,7 @@ class WorkerLink:
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self.breaker = WorkerBreaker()
-        self.num_asked = 0  # legs that were asked to take a request
+        self.num_asked = 0  # legs that were asked to take a request, and have shown no work
         self._known_id = b""
         self.started_at = 0.0  # its first Hello
         self._turns = MessageTurns(batching or TokenBatching())

@@ -116,6 +116,31 @@ async def test_a_probe_is_one_request(cluster):
         assert link.breaker.state is BreakerState.CLOSED and link.num_asked == 0
 
 
+async def test_a_stream_that_began_before_keeps_no_probe_away(cluster):
+    """It may run for minutes; the worker is back before."""
+    async with cluster(0, 2) as c:
+        for worker in c.decode:
+            worker.hold("decode")
+        running = asyncio.create_task(ask(c))
+        await c.until(lambda: any(worker.held for worker in c.decode))
+        bad, good = sorted(c.decode, key=lambda worker: not worker.held)
+        link = link_of(c, bad)
+        await c.until(lambda: link.breaker.state is BreakerState.CLOSED)  # its first token is here
+        link_of(c, good).note_worked(math.inf)
+        for _ in range(2):
+            link.note_failure("nothing")
+        assert link.breaker.state is BreakerState.OPEN
+        link.breaker.retry_at = 0.0
+        later = [asyncio.create_task(ask(c)) for _ in range(8)]
+        await c.until(lambda: link.breaker.state is BreakerState.CLOSED)
+        assert num_asked(bad) > 1 and not running.done()
+        for worker in c.decode:
+            worker.release("decode")
+        for messages in await asyncio.gather(running, *later):
+            assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+        assert link.num_asked == 0
+
+
 async def test_a_new_worker_gets_one_request_first(cluster):
     """Only beside proven workers; a stack of new ones starts with all of them."""
     async with cluster(0, 2) as c:
