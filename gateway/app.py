@@ -265,8 +265,10 @@ class Gateway:
         try:
             await self._make_public(version)
         except BaseException:
+            version.fleet.keeps_away = False
             self._drop_model(version)
             raise
+        self.registry.keep(version.fleet)
         return version
 
     def _drop_model(self, version: ModelVersion) -> None:

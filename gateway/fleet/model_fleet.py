@@ -45,6 +45,7 @@ class ModelFleet:
         have; empty: `identities` decides."""
         self.folder, self.links, self.only = folder, links, only
         self.is_retired = False
+        self.keeps_away = True  # its workers from other models, once it is dropped
         self.rates = WorkerRates()  # of all its workers
         self.candidates = Candidates(links)
         self.router = Router(self.candidates, settings.split, self.rates, settings.max_start_wait_s, settings.stand_in)

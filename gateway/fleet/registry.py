@@ -88,8 +88,7 @@ class Registry:
 
     def add(self, folder: ModelFolder, only: bytes = b"") -> ModelFleet:
         """Serve a model from now on, beside one of its name if there is one. `only`: the identity that its workers must
-        have, also where it was replaced before."""
-        self._replaced.pop(only, None)
+        have. Call `keep` once it is there for good."""
         fleet: ModelFleet
 
         def links(role: str) -> list[WorkerLink]:
@@ -108,10 +107,20 @@ class Registry:
         self.fleets.append(fleet)
         return fleet
 
+    def keep(self, fleet: ModelFleet) -> None:
+        """Keep a model that was added. What was replaced or removed before may come again where its workers must have
+        that identity, or where it replaces nothing."""
+        self._replaced.pop(fleet.only, None)
+        others = [each for each in self.fleets if each.name == fleet.name and each is not fleet]
+        if all(each.is_retired for each in others):
+            for each in others:
+                each.keeps_away = False
+            self._replaced = {each: name for each, name in self._replaced.items() if name != fleet.name}
+
     def drop(self, fleet: ModelFleet) -> None:
-        """Serve a model no more: its workers are refused from now on."""
+        """Serve a model no more: its workers are refused from now on, if it keeps them away."""
         self.fleets.remove(fleet)
-        if fleet.last_identity:
+        if fleet.last_identity and fleet.keeps_away:
             self._replaced[fleet.last_identity] = fleet.name
         for link in [link for link, each in self._fleet_of.items() if each is fleet]:
             link.hang_up()

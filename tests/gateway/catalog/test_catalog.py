@@ -285,6 +285,54 @@ async def test_one_whose_call_is_cancelled_is_not_added(serving, root, monkeypat
         assert await generate(c, model="b", max_tokens=2)
 
 
+async def test_a_worker_that_came_to_one_that_was_not_added_may_come_again(serving, root, monkeypatch, tmp_path):
+    began = asyncio.Event()
+
+    async def hang(path, encode):
+        began.set()
+        await asyncio.Event().wait()
+
+    (tmp_path / "public.toml").touch()
+    async with serving("a", public_prefixes=tmp_path / "public.toml") as c:
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "read_public_prefixes", hang)
+            adding = asyncio.create_task(add(c, "b", "b"))
+            await began.wait()
+            await join(c, "b", worker_of(root, "b"))
+            adding.cancel()
+            await c.until(lambda: len(c.gateway.registry.fleets) == 1)
+        await add(c, "b", "b")
+        await c.until(lambda: ("b", "serving") in states_here(c))
+        assert await generate(c, model="b", max_tokens=2)
+
+
+def states_here(c) -> list[tuple[str, str]]:
+    registry = c.gateway.registry
+    return [(fleet.name, "waiting" if registry.not_ready_of(fleet) else "serving") for fleet in registry.fleets]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_one_that_was_removed_is_added_again_with_its_workers(serving, is_running):
+    """Also where a request still runs on what was removed."""
+    async with serving("a", "b") as c:
+        worker = c.of["b"]
+        worker.hold("decode")
+        running = asyncio.create_task(generate(c, model="b", max_tokens=4))
+        await c.until(lambda: worker.held)
+        if not is_running:
+            worker.release("decode")
+            await running
+        await operator(c).RemoveModel(fleet_pb2.RemoveModelRequest(name="b"))
+        if not is_running:
+            await c.until(lambda: "no longer b here" in reason_of(c, worker))
+        await add(c, "b", "b")
+        worker.release("decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 4, 400)
+        await c.until(lambda: states_here(c) == [("a", "serving"), ("b", "serving")])
+        assert await generate(c, model="b", max_tokens=2)
+        await c.idle()
+
+
 @pytest.mark.parametrize(
     ("asked", "code", "words"),
     [
