@@ -11,11 +11,15 @@ class SessionSet:
     """The sessions of one role whose addresses come from one source: a DNS name, or registrations."""
 
     def __init__(
-        self, links: list[WorkerLink], make_link: Callable[[str], WorkerLink], on_left: Callable[[WorkerLink], None]
+        self,
+        links: list[WorkerLink],
+        all_links: Callable[[], Collection[WorkerLink]],
+        make_link: Callable[[str], WorkerLink],
+        on_left: Callable[[WorkerLink], None],
     ):
-        """`links` is the role's list, which new links join; `on_left(link)` removes one from whichever list it is
-        in."""
-        self._links, self._make_link, self._on_left = links, make_link, on_left
+        """`links` is the role's list, which new links join; `all_links()` are those of both roles; `on_left(link)` removes one
+        from whichever list it is in."""
+        self._links, self._all_links, self._make_link, self._on_left = links, all_links, make_link, on_left
         self._own: dict[WorkerLink, asyncio.Task] = {}
 
     @property
@@ -27,7 +31,8 @@ class SessionSet:
         """Open a session with each new address, in tasks of `group`. A worker that is no longer listed is dropped only
         once its session has ended: a source may forget for a moment."""
         wanted = frozenset(addresses)
-        known = {link.address for link in self.links}
+        # An address is one process, which may come back in the other role: it ends the older of two sessions.
+        known = {link.address for link in self._all_links()}
         for address in sorted(wanted - known):
             link = self._make_link(address)
             self._links.append(link)

@@ -170,7 +170,7 @@ class Registry:
 
     def _session_set(self, role: str, is_named: bool = True) -> SessionSet:
         """`is_named`: the addresses come from this gateway's settings; others have registered."""
-        return SessionSet(self._links[role], partial(self._link, is_named=is_named), self._remove)
+        return SessionSet(self._links[role], lambda: self.links, partial(self._link, is_named=is_named), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
         for fleet in self.fleets:
@@ -257,7 +257,8 @@ class Registry:
             self._place(link)
         fleet = self._fleet_of.get(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
-            if worker := self._joined.pop(link, None):
+            worker = self._joined.pop(link, None)
+            if worker and worker not in self._joined.values():  # by another address
                 self._index.drop(worker)
         elif link not in self._joined:
             self._joined[link] = link.worker_id

@@ -21,6 +21,7 @@ from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
 from gateway.discovery.worker_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.link.worker_link import LinkState
+from gateway.prefix.memory_index import MemoryIndex
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.redis_server import RedisServer
@@ -74,6 +75,54 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
         assert serving(c) == [worker.address]
         await worker.stop()
         await c.until(lambda: not c.gateway.registry.links)
+
+
+async def test_one_that_comes_back_in_the_other_role_has_one_session(cluster, digest):
+    """A process is one worker, whatever it has registered as before: a second session would end the first."""
+    worker = await FakeWorker("decode", digest, 400).start()
+    async with cluster(0, 0) as c:
+        c.workers.append(worker)
+        registry = c.gateway.registry
+        await register(c, worker.address)
+        await c.until(lambda: serving(c) == [worker.address])
+        await worker.stop()
+        await c.until(lambda: not serving(c))
+        await register(c, worker.address, "prefill")
+        await looked(c)
+        worker.hello.roles[:] = ["prefill"]
+        worker.hello.epoch = worker.epoch = worker.epoch ^ 1
+        await worker.start(worker.port)
+        await c.until(lambda: serving(c))
+        assert [link.address for link in registry.links] == [worker.address]
+        assert [link.address for link in registry.prefill] == [worker.address]
+        await c.until(lambda: len(worker._sessions) == 1)
+
+
+async def looked(c) -> None:
+    """The gateway has looked for workers since."""
+    registered, looks = c.gateway.registry.registered, []
+    look = registered._look
+
+    async def counted(group) -> None:
+        await look(group)
+        looks.append(group)
+
+    registered._look = counted
+    await c.until(lambda: len(looks) >= 2)
+    registered._look = look
+
+
+async def test_a_worker_with_two_sessions_is_in_the_index_until_both_are_gone(cluster, digest, monkeypatch):
+    worker = await FakeWorker("decode", digest, 400).start()
+    async with cluster(0, 0, decode_workers=(worker.address, worker.address)) as c:
+        c.workers.append(worker)
+        first, second = c.gateway.registry.decode
+        monkeypatch.setattr(MemoryIndex, "join", lambda *_: None)  # what is dropped stays away
+        first.hang_up()
+        await c.until(lambda: not first.serving)
+        assert first.worker_id != second.worker_id and second.worker_id in c.gateway.index._feeds
+        await worker.stop()
+        await c.until(lambda: not c.gateway.index._feeds)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +273,7 @@ def test_a_stranger_is_dialled_ever_more_seldom():
 
 
 def make_registered(*cidrs: str) -> Registrations:
-    members = {role: SessionSet([], None, None) for role in ("prefill", "decode")}
+    members = {role: SessionSet([], None, None, None) for role in ("prefill", "decode")}
     return Registrations(members, None, Networks(cidrs))
 
 
