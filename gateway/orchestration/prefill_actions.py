@@ -24,7 +24,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
         return _await_worker(request, error)
     request.failures.note_replaced()
     # One that has waited is served, late or not.
-    if record.decision is None and queues.credit.is_open_to(record.tenant):
+    if record.decision is None and not request.place.is_in_line:
         record.queued.check(decision, queues.prefill.wait_s(record.queued))
     record.decision = decision
     record.stamps.routed = record.stamps.routed or now()
@@ -186,11 +186,12 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 
 
 def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
-    """Wait in line for a worker to replace a lost one. Raises `error`, or the loss, where there is no use in it."""
+    """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the loss,
+    where there is no use in it."""
     request.failures.check_wait(error)
     if request.router.expects_worker():  # what it takes to start is no time in which none had room
         request.place.wait_longer(request.router.max_start_wait_s)
-    request.place.join_for_worker(request.queues.credit)
+    request.place.join_for_worker(request.queues.worker)
     return RequestState.AWAITING_CREDIT
 
 

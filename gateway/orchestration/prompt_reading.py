@@ -171,7 +171,7 @@ class PromptReading:
         if not router.may_come("prefill", self._routing):
             raise error
         self._place.wait_longer(router.max_start_wait_s)
-        self._place.join_for_worker(self._parts.queues.prefill)
+        self._place.join_for_worker(self._parts.queues.reader)
         if not await self._wait():
             raise error
 

@@ -173,16 +173,16 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._num
 
-    def join(self, queued: QueuedRequest, call: Callable[[], None]) -> QueueEntry:
+    def join(self, queued: QueuedRequest, call: Callable[[], None], waits_already: bool = False) -> QueueEntry:
         """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: the queue
-        is full."""
+        is full, unless it `waits_already` in another one."""
         queue = self._queues.get(queued.tenant) or _TenantQueue()
         num_sharing = len(self._queues) + (not queue.num)
-        if not has_room(self._max, self._num, queue.num, 1, num_sharing):
+        if not (waits_already or has_room(self._max, self._num, queue.num, 1, num_sharing)):
             message = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
         has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, queued.num_tokens, num_sharing)
-        if queue.num and not has_tokens:
+        if queue.num and not (waits_already or has_tokens):
             message = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
@@ -253,21 +253,22 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """The two queues: for room to decode, and then for a worker to read the prompt."""
+    """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker serves
+    that could hold a request it waits for one to come in `worker` and `reader`, in nobody's way who can be served."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
-        self.credit, self.prefill = (
-            WaitingQueue(max_waiting, max_tokens, clock, name) for name in ("decode queue", "prefill queue")
-        )
+        names = ("decode queue", "prefill queue") * 2
+        self._all = tuple(WaitingQueue(max_waiting, max_tokens, clock, name) for name in names)
+        self.credit, self.prefill, self.worker, self.reader = self._all
 
     def __len__(self) -> int:
-        return len(self.credit) + len(self.prefill)
+        return sum(map(len, self._all))
 
     def check(self, queued: QueuedRequest, alone_s: float) -> None:
         """Raises Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
         queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), alone_s)
 
     def call_first(self) -> None:
-        """Call the first entry of both queues: there may be room."""
-        self.credit.call_first()
-        self.prefill.call_first()
+        """Call the first entry of every queue: there may be room."""
+        for queue in self._all:
+            queue.call_first()

@@ -19,7 +19,8 @@ class QueuePlace:
     def __init__(self, queued: QueuedRequest, on_room: Callable[[], None], max_wait_s: float):
         self._queued, self._on_room, self.max_wait_s = queued, on_room, max_wait_s
         self._entry: tuple[WaitingQueue, QueueEntry] | None = None
-        self._since: float | None = None
+        self._since: float | None = None  # also where it has changed the line since
+        self._joined_at = 0.0
         self._retry_at = 0.0
         self.waited_s = defaultdict[str, float](float)  # in lines that it has left, by what was waited for there
 
@@ -45,13 +46,16 @@ class QueuePlace:
         self._retry_at = now() + min(max(refused.retry_after_ms / 1000, _LEAST_HINT_S), _LONGEST_HINT_S)
 
     def join(self, queue: WaitingQueue) -> None:
-        """Join a queue, or stay in it after another refusal. Raises Overloaded: the queue is full."""
-        self._since = self._since or now()
-        if self._entry is None:
-            self._retry_at = max(self._retry_at, now() + _LEAST_HINT_S)
-            self._entry = queue, queue.join(self._queued, self._on_room)
-        else:
+        """Join a queue, or stay in it after another refusal. From another one it brings the time that it has waited. Raises
+        Overloaded: the queue is full."""
+        since, waits_already = self._since or now(), self._entry is not None
+        if self._entry is not None and self._entry[0] is queue:
             queue.refused(self._entry[1])
+            return
+        self.leave(served=False)
+        self._since, self._joined_at = since, now()
+        self._retry_at = max(self._retry_at, now() + _LEAST_HINT_S)
+        self._entry = queue, queue.join(self._queued, self._on_room, waits_already)
 
     def join_for_worker(self, queue: WaitingQueue) -> None:
         """Join a queue, or stay in it, though no worker serves: if it is first it looks again soon. Raises Overloaded: the
@@ -72,9 +76,9 @@ class QueuePlace:
 
     def leave(self, served: bool) -> None:
         """Leave the queue, if it is in one. `served`: a worker took the request."""
-        if self._entry is not None and self._since is not None:
+        if self._entry is not None:
             queue, entry = self._entry
-            self.waited_s[queue.bound] += now() - self._since
+            self.waited_s[queue.bound] += now() - self._joined_at
             self._entry = self._since = None
             queue.leave(entry, served=served)
 

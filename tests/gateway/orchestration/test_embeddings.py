@@ -300,6 +300,22 @@ async def test_the_only_worker_comes_back(cluster):
         await c.idle()
 
 
+async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
+    """Only the worker that is away can read it; the other one is idle."""
+    async with cluster((1024, 256), 1) as c:
+        long, link, ids = c.prefill[0], c.gateway.registry.prefill[0], list(range(20, 320))
+        await long.stop()
+        await c.until(lambda: not link.serving)
+        waiting = asyncio.create_task(embed(c, ids))
+        await c.until(lambda: len(c.pipeline.queues) == 1)
+        assert vectors(await embed(c, IDS[0])) == [expected(IDS[0])]
+        assert not waiting.done() and len(c.pipeline.queues) == 1
+        long.hello.epoch = long.epoch = 7
+        await long.start(long.port)
+        assert vectors(await waiting) == [expected(ids)]
+        await c.idle()
+
+
 async def test_full_for_too_long(cluster):
     async with cluster(max_queue_wait_s=0.2) as c:
         c.prefill[0].refusals = ["queue_full"] * 1000

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gateway.queue.admission
+import gateway.queue.queue_place
 from baton.protocol import KV_FULL
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
@@ -45,6 +46,27 @@ def test_a_line_calls_its_first_only():
     queue.leave(low)
     queue.call_first()
     assert not queue and len(called) == 3 and queue.num_tokens == 0
+
+
+def test_a_change_of_line_keeps_the_time(monkeypatch):
+    """Also where the other line is full; each second is counted in the line in which it was waited."""
+    at, lines = [1000.0], WaitingQueues(1)
+    monkeypatch.setattr(gateway.queue.queue_place, "now", lambda: at[0])
+    place = QueuePlace(queued(), lambda: None, 10.0)
+    lines.credit.refused_for = KV_FULL
+    lines.credit.join(queued(), lambda: None)
+    place.join_for_worker(lines.worker)
+    at[0] += 6.0
+    place.join(lines.credit)
+    assert not lines.worker and len(lines.credit) == len(lines) == 2
+    at[0] += 3.0
+    assert not place.is_over
+    at[0] += 1.0
+    assert place.is_over
+    place.leave(served=True)
+    assert place.waited_s == {"decode queue": 6.0, "kv pool": 4.0} and len(lines.credit) == 1
+    with pytest.raises(Overloaded):
+        lines.credit.join(queued(), lambda: None)
 
 
 def test_what_a_line_waits_for():

@@ -115,13 +115,13 @@ async def test_the_only_prefill_worker_goes_while_a_request_waits_for_it(cluster
         await worker.stop()
         await c.until(lambda: not link.serving)
         release(c, "admit")
-        await c.until(lambda: len(queues.credit))
+        await c.until(lambda: len(queues.worker))
         await c.until(lambda: not c.decode[0].held)
         worker.refusals = []
         worker.hello.epoch = worker.epoch = 7
         await worker.start(worker.port)
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
-        assert not queues.prefill and not queues.credit
+        assert not queues
         await c.idle()
 
 
@@ -145,7 +145,7 @@ async def test_a_request_that_loses_its_decode_worker_in_line_is_not_served(clus
 
 async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
     async with cluster() as c:
-        worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.credit
+        worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.worker
         hold(c, "decode")
         first = start(c)
         await reached(c, "decode")
@@ -226,12 +226,30 @@ async def test_a_worker_that_comes_back_has_no_room_yet(cluster):
         await worker.stop()
         await c.until(lambda: not link.serving)
         coming = start(c)
-        await c.until(lambda: len(c.pipeline.queues.credit))
+        await c.until(lambda: len(c.pipeline.queues.worker))
         worker.hello.epoch = worker.epoch = 7
         worker.refusals = ["queue_full"] * 30  # asked every 20 ms or so
         await worker.start(worker.port)
         assert ids_of(await coming) == tokens_of(PROMPT, 6, 400)
         assert not worker.refusals
+        await c.idle()
+
+
+async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
+    """Only the worker that is away could hold it; the other one is idle."""
+    async with cluster(0, (1024, 256)) as c:
+        long, link, queues = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues
+        await long.stop()
+        await c.until(lambda: not link.serving)
+        waiting = start(c)
+        await c.until(lambda: len(queues) == 1)
+        assert ids_of(await start(c, prompt=PROMPT[:20])) == tokens_of(PROMPT[:20], 6, 400)
+        assert not waiting.done() and len(queues) == 1
+        long.hello.epoch = long.epoch = 7
+        long.refusals = ["kv_full"] * 3  # then it waits for room there
+        await long.start(long.port)
+        assert ids_of(await waiting) == tokens_of(PROMPT, 6, 400)
+        assert not long.refusals and not queues
         await c.idle()
 
 
