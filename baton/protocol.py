@@ -16,6 +16,7 @@ MAX_INPUTS = 128  # texts of one Embed, at 4,096 numbers each 2 MiB; documents o
 # Features of a worker, without which some requests are not sent to it.
 CONSTRAINTS, POOLING, PROMPT_LOGPROBS, ADAPTERS = "constraints", "pooling", "prompt_logprobs", "adapters"
 KV_FULL = "kv_full"  # why a worker refuses a request that would fit once KV blocks are free
+GRANTS_POOLING = "grants_pooling"  # a feature: of a prompt that is not answered Granted comes at once
 PREFILL_ON_ADMIT = "prefill_on_admit"  # a feature that saves a way there and back; no request lacks it
 ADAPTER_BYTES = 32  # of the identity of an adapter
 

@@ -9,7 +9,16 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import Ranks
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
-from baton.protocol import ADAPTERS, CONSTRAINTS, INSTANCE_BYTES, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS, PROTOCOL
+from baton.protocol import (
+    ADAPTERS,
+    CONSTRAINTS,
+    GRANTS_POOLING,
+    INSTANCE_BYTES,
+    POOLING,
+    PREFILL_ON_ADMIT,
+    PROMPT_LOGPROBS,
+    PROTOCOL,
+)
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv_transfer import KVTransfer
 from kvtransfer.transfer.source import SourceIdentity
@@ -42,6 +51,7 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_takes=transfer.takes,
         features=[
             POOLING,
+            GRANTS_POOLING,
             PROMPT_LOGPROBS,
             ADAPTERS,
             PREFILL_ON_ADMIT,

@@ -15,6 +15,10 @@ from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
 from gateway.request.request_record import Failure, RequestRecord
 
+# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two that do
+# not answer leave a client of 3 s more than a second. One that is silent for longer than the most loses its session.
+_ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
+LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
 _WORKER_WAIT_S = 2.5  # for another worker after a lost one; sessions are retried at least every 2 s
 _KV_REASONS = frozenset(("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH"))
@@ -22,6 +26,11 @@ _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = ("ATTACHED",)  # the client continues elsewhere
 _PREFILL_EVENTS = (RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_LOST)
+
+
+def answer_s(left_s: float) -> float:
+    """Return how many seconds a worker may take to answer Admit or Prefill, with `left_s` until the deadline."""
+    return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
 
 
 class AttemptFailures:

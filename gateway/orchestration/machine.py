@@ -10,14 +10,11 @@ from gateway.answer.answer import Diverged
 from gateway.attempts.reattach import ATTACH_WAIT_S
 from gateway.link.mailbox import Tokens
 from gateway.link.worker_leg import WorkerLeg
+from gateway.orchestration.failures import LATE_S, answer_s
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState, event_of
 from gateway.orchestration.transitions import TABLE
 
-# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two that do
-# not answer leave a client of 3 s more than a second. One that is silent for longer than the most loses its session.
-_ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
-_LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # a third of a lease
 _ASKED = (RequestState.ADMITTING, RequestState.PREFILLING)  # a worker has something to answer
@@ -150,7 +147,7 @@ class RequestMachine:
         if self.state in _IN_LINE:
             until = min(until, request.place.wake_at)
         elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
-            until = min(until, self._entered_at + self._answer_s)
+            until = min(until, self._entered_at + answer_s(request.deadline - self._entered_at))
         elif self.state is RequestState.ENDING:
             until = min(until, self._entered_at + _REPORT_S)
         elif self.state is RequestState.ATTACHING:
@@ -161,16 +158,10 @@ class RequestMachine:
             until = min(until, now() + _RENEW_S)
         return until
 
-    @property
-    def _answer_s(self) -> float:
-        """Seconds that the worker that is asked in this state may take to answer."""
-        left_s = self.request.deadline - self._entered_at
-        return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
-
     def _on_silence(self, late_s: float) -> None:
         """Act on nothing having come until `_wait_until()`, which is `late_s` ago."""
         request, attempt = self.request, self.request.attempt
-        if late_s > _LATE_S and self.state in (*_ASKED, RequestState.ATTACHING):
+        if late_s > LATE_S and self.state in (*_ASKED, RequestState.ATTACHING):
             self._entered_at = now()
         elif self.state in _ASKED and not self._is_another_there():
             attempt.reader.link.note_failure(f"silence while {self.state.value}")

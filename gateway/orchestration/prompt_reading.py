@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from baton.protocol import GRANTS_POOLING
 from baton.service.clock import now
 from baton.service.codec import budget_ms
 from baton.service.errors import DeadlineExceeded, Unavailable, from_code
@@ -15,7 +16,7 @@ from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.deaths import MAX_DEATHS, Deaths
-from gateway.orchestration.failures import FINAL_CODES, MAX_BARREN
+from gateway.orchestration.failures import FINAL_CODES, LATE_S, MAX_BARREN, answer_s
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
@@ -101,13 +102,20 @@ class PromptReading:
         leg.num_prefill_tokens = self._routing.num_tokens
         self._spec.budget_ms = budget_ms(self._parts.deadline)
         leg.send(prefill=pb.Prefill(spec=self._spec))
+        until = self._silence_until() if GRANTS_POOLING in leg.link.limits.features else self._parts.deadline
         while True:
-            entry = await self._mailbox.next(self._parts.deadline)
+            entry = await self._mailbox.next(until)
             self._check_deadline("prefilling")
+            if entry is None and now() >= until:
+                if self._leaves_silent(leg, now() - until):
+                    await self._note_failure(leg, None)
+                    return None
+                until = self._silence_until()
             source, message = entry or (None, None)
             if source is not leg:
                 continue  # of one that was asked before
             if isinstance(message, pb.Granted):
+                until = self._parts.deadline
                 self._place.leave(served=True)
                 leg.link.recent.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
@@ -121,6 +129,21 @@ class PromptReading:
             if isinstance(message, (Lost, Stalled, pb.Ended, pb.Done)):
                 await self._note_failure(leg, message)
                 return None
+
+    def _silence_until(self) -> float:
+        """Return until when a worker that was asked now may say nothing (time.monotonic())."""
+        at = now()
+        return min(self._parts.deadline, at + answer_s(self._parts.deadline - at))
+
+    def _leaves_silent(self, leg: WorkerLeg, late_s: float) -> bool:
+        """Return whether another worker is there for the one that does not answer, which was due `late_s` ago. Where there
+        is none it may still answer."""
+        if late_s > LATE_S:
+            return False
+        if self._parts.router.has_other("prefill", self._routing, self._too_short | {leg.worker_id}):
+            return True
+        leg.link.note_failure("silence while prefilling")
+        return False
 
     def _is_whole(self, done: pb.Done) -> bool:
         """Return whether it brings as many numbers as were asked for."""
@@ -136,9 +159,9 @@ class PromptReading:
         self._parts.record.phase = "awaiting prefill"
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
-    async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done) -> None:
-        """Count an end without a vector; from now on its worker is avoided. Raises BatonError if none must be asked, once
-        that is certain."""
+    async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done | None) -> None:
+        """Count an end without a vector, or silence (None); from now on its worker is avoided. Raises BatonError if none
+        must be asked, once that is certain."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
             self._deaths.note_reported(message.reason)

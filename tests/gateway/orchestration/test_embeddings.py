@@ -11,12 +11,14 @@ from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
 from gateway.link import worker_link
+from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
-from gateway.orchestration import deaths
+from gateway.orchestration import deaths, failures
 from gateway.request.bounds import bound_seconds
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.orchestration.test_resuming import hang_up
 from tests.support.gateway.fake_worker import FakeWorker
+from tests.support.pace import patience
 
 IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
 
@@ -118,6 +120,48 @@ async def test_a_worker_that_does_not_say_that_it_has_taken_a_prompt(cluster, mo
         c.prefill[0].refusals = ["queue_full"] * 3
         assert vectors(await embed(c, *IDS)) == [expected(ids) for ids in IDS]
         assert not c.pipeline.queues.prefill
+        await c.idle()
+
+
+async def test_one_that_answers_nothing_is_set_aside(cluster):
+    """As with Admit: silence is told from reading by the Granted that comes at once."""
+    async with cluster(num_prefill=2) as c:
+        c.prefill[0].is_silent = True
+        silent = c.gateway.registry.prefill[0]
+        for _ in range(4):
+            calls = [c.stub.Embed(asked(ids), timeout=patience(4)) for ids in IDS]
+            assert [vectors(each) for each in await asyncio.gather(*calls)] == [[expected(ids)] for ids in IDS]
+        assert silent.breaker.state is BreakerState.OPEN
+        await c.idle()
+
+
+async def test_the_only_one_is_waited_for(cluster, monkeypatch):
+    monkeypatch.setattr(failures, "_LEAST_ANSWER_S", 0.05)
+    monkeypatch.setattr(failures, "_MOST_ANSWER_S", 0.05)
+    async with cluster() as c:
+        (worker,), (link,) = c.prefill, c.gateway.registry.prefill
+        worker.hold("accept")
+        call = asyncio.create_task(embed(c, IDS[0]))
+        await c.until(lambda: link.breaker.state is BreakerState.OPEN)
+        worker.release("accept")
+        assert vectors(await call) == [expected(IDS[0])] and worker.kinds().count("prefill") == 1
+        await c.idle()
+
+
+async def test_an_older_one_may_be_silent_until_it_is_done(cluster, monkeypatch):
+    monkeypatch.setattr(FakeWorker, "says_granted", False)
+    monkeypatch.setattr(failures, "_LEAST_ANSWER_S", 0.05)
+    monkeypatch.setattr(failures, "_MOST_ANSWER_S", 0.05)
+    async with cluster(num_prefill=2) as c:
+        for worker in c.prefill:
+            worker.hold("prefill")
+        call = asyncio.create_task(embed(c, IDS[0]))
+        await c.until(lambda: any(worker.held for worker in c.prefill))
+        await asyncio.sleep(0.3)
+        for worker in c.prefill:
+            worker.release("prefill")
+        assert vectors(await call) == [expected(IDS[0])]
+        assert sum(worker.kinds().count("prefill") for worker in c.prefill) == 1
         await c.idle()
 
 

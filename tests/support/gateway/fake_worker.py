@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.protocol import POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
+from baton.protocol import GRANTS_POOLING, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
@@ -92,7 +92,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_gives=["fake fp32"],
             kv_takes=["fake fp32"],
             host_id="here",
-            features=[POOLING, PROMPT_LOGPROBS, PREFILL_ON_ADMIT],
+            features=[POOLING, PROMPT_LOGPROBS, PREFILL_ON_ADMIT, *([GRANTS_POOLING] if self.says_granted else [])],
         )
         self.hello.limits.max_model_len = self.hello.model.context = context
         self.hello.limits.max_num_seqs = 8
