@@ -81,12 +81,14 @@ class CallReader:
         """`spelled`: each marker as it stands in the text; `tools`: schemas of parameters by name."""
         self.spelled, self.tools, self.sink = spelled, tools, sink
 
-    def emit(self, call: ParsedCall) -> None:
-        """Put a whole call out. Raises Malformed for one without a name, and for arguments that are no object."""
-        text = dump(call.arguments)
-        self.sink.begin(call.name)
-        self.sink.add(text)
-        self.sink.end()
+    def emit(self, *calls: ParsedCall) -> None:
+        """Put whole calls out. Raises Malformed for one without a name, and, before any is out, for arguments that are no
+        object of JSON."""
+        texts = [dump(call.arguments) for call in calls]
+        for call, text in zip(calls, texts, strict=True):
+            self.sink.begin(call.name)
+            self.sink.add(text)
+            self.sink.end()
 
     def arguments(self, source: AnswerSource, name: str) -> Reading:
         """Read arguments in JSON and put them out as they come, behind the beginning of the call. Raises Malformed,

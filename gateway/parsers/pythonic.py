@@ -22,8 +22,7 @@ class PythonicReader(CallReader):
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
         yield from source.peek()
-        for call in _calls((yield from _list(source))):
-            self.emit(call)
+        self.emit(*_calls((yield from _list(source))))
         source.good = source.at
         yield from source.accept(self.spelled["<|python_end|>"])
 

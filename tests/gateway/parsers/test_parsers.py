@@ -184,6 +184,13 @@ def test_arguments_that_go_wrong_are_no_call_but_content(arguments):
     assert not is_object(parsed.calls[0].arguments)
 
 
+@pytest.mark.parametrize("bad", ["{1, 2}", "1e999"])
+def test_a_list_of_python_calls_is_all_calls_or_all_content(bad):
+    text = f"[find(a=1), find(b={bad})]"
+    for pieces in ([text], text):
+        assert parse("pythonic", pieces) == Parsed(text)
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
 def test_half_of_a_surrogate_pair_stays_json(name):
     text = '{"name": "find", "arguments": {"n": "\\ud800\n"}}' if name == "hermes" else QUOTED
