@@ -14,7 +14,8 @@ _HEAD_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
 
 
 class PythonicReader(CallReader):
-    """[name(key=value, ...), ...], alone or behind <|python_start|>"""
+    """[name(key=value, ...), ...], alone or behind <|python_start|>. Alone it is an answer in Python too, so that its calls
+    must be those of tools."""
 
     openers = ("<|python_start|>",)
     first = "["
@@ -22,7 +23,10 @@ class PythonicReader(CallReader):
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
         yield from source.peek()
-        self.emit(*_calls((yield from _list(source))))
+        calls = _calls((yield from _list(source)))
+        if not opener and any(call.name not in self.tools for call in calls):
+            raise Malformed
+        self.emit(*calls)
         source.good = source.at
         yield from source.accept(self.spelled["<|python_end|>"])
 

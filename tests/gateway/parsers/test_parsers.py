@@ -191,6 +191,14 @@ def test_a_list_of_python_calls_is_all_calls_or_all_content(bad):
         assert parse("pythonic", pieces) == Parsed(text)
 
 
+@pytest.mark.parametrize("text", ["[Point(x=1, y=2), Point(x=3, y=4)]", "[find(n=1), Point(x=1)]"])
+def test_without_a_marker_python_calls_are_those_of_tools(text):
+    for pieces in ([text], text):
+        assert parse("pythonic", pieces) == Parsed(text)
+        behind_a_marker = parse("pythonic", ["<|python_start|>", *pieces])
+        assert [call.is_last for call in behind_a_marker.calls] == [True, True] and not behind_a_marker.content
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
 def test_half_of_a_surrogate_pair_stays_json(name):
     text = '{"name": "find", "arguments": {"n": "\\ud800\n"}}' if name == "hermes" else QUOTED
