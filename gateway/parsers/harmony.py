@@ -3,7 +3,6 @@ tokens alone: models write about them."""
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from gateway.parsers.answer_parser import AnswerParser, spell
 from gateway.parsers.reading import Cut, Malformed, Markers, Reading
@@ -43,13 +42,13 @@ class HarmonyParser(AnswerParser):
         name = channel[0] if channel and self._channel in head else ""
         to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "").removeprefix(_FUNCTIONS)
         if to:
-            yield from self._arguments(to)
+            yield from self._call_or_text(to) if self._has_tools else self._text(len)
         elif name == "analysis":
             yield from self._text(self._think)
         elif not recipients:  # what else is sent to a tool is for nobody here
             yield from self._text(self._say)
 
-    def _text(self, emit: Callable[[str], None]) -> Reading:
+    def _text(self, emit: Callable[[str], object]) -> Reading:
         source, markers = self._source, Markers((*self._ends, self._start))
         while not (found := markers.find(source.text, source.at)):
             end = len(source.text) if source.has_ended else len(source.text) - markers.num_held(source.text, source.at)
@@ -62,23 +61,26 @@ class HarmonyParser(AnswerParser):
         emit(source.text[source.at : found.start()])
         source.at = found.start() if found[0] == self._start else found.end()
 
-    def _arguments(self, name: str) -> Reading:
-        source, begun, is_whole = self._source, (yield from self._source.peek()) == "{", False
-        if begun and self._has_tools:
-            self._sink.begin(name)
-            with suppress(Malformed):
-                yield from source.json_text(self._sink.add)
-                is_whole = True
-        behind = source.at
+    def _call_or_text(self, name: str) -> Reading:
+        """Read a call; what turns out to be none is content, from the beginning of the body on. Raises Cut."""
+        begin = self._source.at
         try:
-            rest, _ = yield from source.until(*self._ends, self._start)
-        except Cut:
-            # A stop token that ends the answer is no part of it.
-            rest, source.at = source.text[behind:], len(source.text)
-        if not self._has_tools or rest.strip():
-            return
-        if not begun:
+            yield from self._call(name)
+        except Malformed:
+            self._source.at = begin
+            yield from self._text(self._say)
+
+    def _call(self, name: str) -> Reading:
+        """Read a call, of which no body is one without arguments. Raises Malformed, Cut."""
+        source = self._source
+        has_arguments = (yield from source.peek()) == "{"
+        if has_arguments:
+            self._sink.begin(name)
+            yield from source.json_text(self._sink.add)
+        # A stop token that ends the answer is no part of it.
+        if not (yield from source.accept(*self._ends, self._start)) and (yield from source.peek()):
+            raise Malformed
+        if not has_arguments:
             self._sink.begin(name)
             self._sink.add("{}")
-        if is_whole or not begun:
-            self._sink.end()
+        self._sink.end()

@@ -179,9 +179,36 @@ def test_depth_is_bounded(depth):
 )
 def test_arguments_that_go_wrong_are_no_call_but_content(arguments):
     text = f'<tool_call>{{"name": "find", "arguments": {arguments} ]'
-    parsed = parse("hermes", text)
-    assert [call.is_last for call in parsed.calls] == [False] and parsed.content == text
-    assert not is_object(parsed.calls[0].arguments)
+    body = f"{arguments} ]"
+    for name, whole, content in (
+        ("hermes", text, text),
+        ("harmony", f"{TO_FIND}{body}", body),  # a stop token is no part of the answer
+        ("harmony", f"{TO_FIND}{body}<|call|>", body),
+        ("harmony", f"{TO_FIND}{body}<|start|>assistant<|channel|>final<|message|> x", f"{body} x"),
+    ):
+        parsed = parse(name, whole)
+        assert [call.is_last for call in parsed.calls] == [False] and parsed.content == content
+        assert not is_object(parsed.calls[0].arguments)
+        assert parse(name, [whole]) == parsed
+
+
+TO_FIND = "<|channel|>commentary to=functions.find <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("end", ["", "<|call|>"])
+def test_a_body_that_is_no_object_is_no_call_of_gpt_oss_but_content(end):
+    for body in ("print(1)", " [1]\n"):
+        assert parse("harmony", f"{TO_FIND}{body}{end}") == Parsed(body)
+        assert parse("harmony", f"{TO_FIND}{body}{end}", tools={}) == Parsed()
+    for body in ("", " \n", "{}", ' {"n": 1} '):
+        [call] = parse("harmony", f"{TO_FIND}{body}{end}").calls
+        assert call == CallPart("find", body.strip() or "{}", True)
+
+
+@pytest.mark.parametrize("begun", ['{"n": 1', '{"n": tru', '{"text": "a'])
+def test_a_call_of_gpt_oss_that_is_cut_off_is_left_out(begun):
+    parsed = parse("harmony", f"{TO_FIND}{begun}")
+    assert [call.is_last for call in parsed.calls] == [False] and not parsed.content
 
 
 @pytest.mark.parametrize("bad", ["{1, 2}", "1e999"])
