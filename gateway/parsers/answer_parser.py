@@ -12,6 +12,7 @@ from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Readi
 
 _BLANKS = " \t\r\n"
 NO_SPELLINGS: Mapping[str, str] = {}
+MAX_READ_AGAIN = 64 * 1024  # characters of one answer that went wrong as calls
 
 
 @dataclass
@@ -29,7 +30,8 @@ class AnswerParser:
     def __init__(self, spellings: Mapping[str, str]):
         """`spellings`: of characters that stand for control tokens, their text."""
         self._spellings = str.maketrans(dict(spellings))
-        self._source, self._parsed, self._sink = AnswerSource(), Parsed(), CallSink(self._spellings)
+        self._source, self._sink = AnswerSource(), CallSink(self._spellings)
+        self._said, self._thought = list[str](), list[str]()
         self._reading = self._run()
 
     def push(self, piece: str) -> Parsed:
@@ -44,18 +46,19 @@ class AnswerParser:
 
     def _take(self) -> Parsed:
         next(self._reading, None)
-        parsed, self._parsed = self._parsed, Parsed()
-        parsed.calls = self._sink.take()
+        parsed = Parsed("".join(self._said), "".join(self._thought), self._sink.take())
+        self._said.clear()
+        self._thought.clear()
         return parsed
 
     def _run(self) -> Reading:
         raise NotImplementedError
 
     def _say(self, text: str) -> None:
-        self._parsed.content += text.translate(self._spellings)
+        self._said.append(text.translate(self._spellings))
 
     def _think(self, text: str) -> None:
-        self._parsed.reasoning += text.translate(self._spellings)
+        self._thought.append(text.translate(self._spellings))
 
 
 class TaggedParser(AnswerParser):
@@ -73,7 +76,7 @@ class TaggedParser(AnswerParser):
         which the prompt ends, "" if it ends with none."""
         self._thinks = {spell(begin, spellings): spell(end, spellings) for begin, end in thinks}
         self._thinking = spell(thinking, spellings)
-        self._reader, self._openers = None, list[str]()
+        self._reader, self._openers, self._num_again = None, list[str](), 0
         super().__init__(spellings)
         if reader:
             spelled = {text: spell(text, spellings) for text in (*reader.markers, *reader.openers)}
@@ -108,10 +111,11 @@ class TaggedParser(AnswerParser):
                 if (yield from self._has_read(reader, marker)):
                     return True
                 held += marker
+                markers = Markers((end, *self._openers))
 
     def _content(self, trims: bool, has_called: bool) -> Reading:
         """Read content and calls. `trims`: blanks at its beginning are the form's, as those before a call always are."""
-        source, reader, markers, held = self._source, self._reader, Markers(self._openers), ""
+        source, reader, held = self._source, self._reader, ""
         if trims:
             yield from source.peek()
         begin = source.at
@@ -120,6 +124,7 @@ class TaggedParser(AnswerParser):
             has_called = has_called or is_call
             if not is_call:
                 source.at = begin
+        markers = Markers(self._openers)
         while True:
             text, opener = yield from _piece(source, markers)
             if opener is None:
@@ -133,15 +138,20 @@ class TaggedParser(AnswerParser):
                     has_called, held = True, ""
                 else:
                     held += opener
+                markers = Markers(self._openers)
 
     def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:
-        """Read calls; return False where there are none, and nothing was read."""
+        """Read calls; return False where there are none, and nothing was read. No opener counts any more once much has to
+        be read again: each of those in it may begin what goes wrong again, and all the other requests would wait."""
         source = self._source
         source.good = begin = source.at
         try:
             yield from reader.read(source, opener)
         except Malformed:
+            self._num_again += source.at - source.good
             source.at = source.good
+            if self._num_again > MAX_READ_AGAIN:
+                self._openers.clear()
         except Cut:
             source.at = len(source.text) if opener else source.good
             return bool(opener) or source.good > begin

@@ -62,8 +62,9 @@ class AnswerSource:
         self.text += piece
 
     def forget(self) -> None:
-        """Drop what was read."""
-        self.text, self.at = self.text[self.at :], 0
+        """Drop what was read, once that is the larger part: the rest is copied."""
+        if self.at * 2 >= len(self.text):
+            self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Generator[None, None, str]:
         """Return the next character behind blanks; "" at the end."""

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.parsers import answer_parser
 from gateway.parsers.answer_parser import Parsed
 from gateway.parsers.calls import CallPart
 from gateway.parsers.formats import FORMATS, format_named, format_of
+from gateway.parsers.reading import AnswerSource
 
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
@@ -62,9 +64,11 @@ def test_equal_over_every_chunking(name, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     prompt_end = data.draw(st.sampled_from(("", "<think>\n")))
-    whole = parse(name, [text], prompt_end=prompt_end)
-    assert parse(name, pieces, prompt_end=prompt_end) == whole
-    assert parse(name, text, prompt_end=prompt_end) == whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer_parser, "MAX_READ_AGAIN", data.draw(st.sampled_from((1 << 16, 30, 0))))
+        whole = parse(name, [text], prompt_end=prompt_end)
+        assert parse(name, pieces, prompt_end=prompt_end) == whole
+        assert parse(name, text, prompt_end=prompt_end) == whole
     for call in whole.calls:
         assert is_object(call.arguments) == call.is_last
 
@@ -241,3 +245,49 @@ def test_long_arguments_in_many_pieces_are_whole():
     pieces = [text[begin : begin + 4] for begin in range(0, len(text), 4)]
     [call] = parse("hermes", pieces).calls
     assert len(json.loads(call.arguments)["text"]) == 200_000
+
+
+MANY_FUNCTIONS = "<function=" * 8_000 + ">"
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "parsed"),
+    [
+        ("pythonic", text := "<|python_start|>[f(" * 2_000 + ")]" * 2_000, Parsed(text)),
+        ("pythonic", text := "[f(1), " + "<|python_start|>[f(" * 2_000 + ")]" * 2_000 + "]", Parsed(text)),
+        ("mistral", text := "[TOOL_CALLS]x" * 8_000 + "{", Parsed(text)),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": 1}' + text, Parsed(text, "", [CallPart("find", '{"n": 1}', True)])),
+        ("qwen-xml", "<think>" + MANY_FUNCTIONS + "</think><function=find></function>", Parsed("<function=find></function>", MANY_FUNCTIONS)),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_as_calls_is_read_again_up_to_a_bound(name, whole, parsed, monkeypatch):
+    """Each opener in it may begin what goes wrong again: one answer would hold all the others up."""
+    reader, num_read = format_named(name).reader, []
+    read = reader.read
+
+    def counted(self, source, opener):
+        begin = source.at
+        try:
+            yield from read(self, source, opener)
+        finally:
+            num_read.append(source.at - begin)
+
+    monkeypatch.setattr(reader, "read", counted)
+    for size in (len(whole), 1_000, 7):
+        num_read.clear()
+        assert parse(name, [whole[begin : begin + size] for begin in range(0, len(whole), size)]) == parsed
+        assert sum(num_read) < 2 * len(whole) + answer_parser.MAX_READ_AGAIN
+
+
+def test_what_follows_is_not_copied_for_each_opener(monkeypatch):
+    whole, forget, num_copied = "[TOOL_CALLS]" * 8_000, AnswerSource.forget, []
+
+    def counted(source):
+        text = source.text
+        forget(source)
+        num_copied.append(0 if source.text is text else len(source.text))
+
+    monkeypatch.setattr(AnswerSource, "forget", counted)
+    parser = format_named("mistral").parser({}, TOOLS, "")
+    assert parser.push(whole + "{").content == whole + "{"
+    assert sum(num_copied) < 2 * len(whole)
