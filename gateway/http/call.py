@@ -4,10 +4,11 @@ the body's bytes and time, an answer, and a client that may hang up at any momen
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
 from baton.service.net.http_server import ABORT
@@ -22,7 +23,7 @@ from gateway.request.validation import MAX_REQUEST_BYTES
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read
-_LAST_PART_S = 30.0  # of an answer, to one that reads slowly: until then it holds its tenant's slot
+_LAST_PART_S = 30.0  # of an answer, or its first, to one that reads slowly: until then it holds its tenant's slot
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,8 +31,8 @@ _STREAM_HEADERS = (
 )
 
 
-class ClientGone(Exception):
-    """The client has hung up: nobody waits for an answer."""
+class ClientGone(asyncio.CancelledError):
+    """The client has hung up, or does not read: nobody waits for an answer. To whoever makes one it is a cancellation."""
 
 
 ToError = Callable[[BatonError, Mapping[str, str]], Json]
@@ -70,7 +71,8 @@ class HttpCall:
             if not is_served:
                 await guard.hold(error)
                 guard.note_denied(method, error, peer)
-            await self._fail(error)
+            with suppress(ClientGone):
+                await self._fail(error)
         except ClientGone:
             pass
 
@@ -115,12 +117,13 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """Send the last part of the answer."""
+        """Send the last part of the answer. Raises ClientGone."""
         await self._end(data, _LAST_PART_S)
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.has_begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        # It waits for room in a connection whose client has not read the answer before.
+        await self._within(_LAST_PART_S, {"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def _fail(self, error: BatonError) -> None:
         """Answer with the error: as a status, or as the last event of an answer that has begun."""
@@ -133,18 +136,24 @@ class HttpCall:
             body = to_bytes(value)
             own = ((b"content-type", b"application/json"), (b"connection", b"close"))
             await self._begin(status_of(error), (*own, (b"content-length", b"%d" % len(body)), *headers))
-            await self.write(body)
+            await self._within(_LAST_WORDS_S, {"type": "http.response.body", "body": body, "more_body": True})
             await self._read_on()
             await self.end()
 
     async def _end(self, data: bytes, within_s: float) -> None:
-        """Send the last part; hang up on a client that leaves no room for it, as it does not read, in so many seconds."""
         self._has_ended = True
+        await self._within(within_s, {"type": "http.response.body", "body": data})
+
+    async def _within(self, seconds: float, message: Message) -> None:
+        """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises
+        ClientGone."""
         try:
-            async with asyncio.timeout(within_s):
-                await self._send({"type": "http.response.body", "body": data})
+            async with asyncio.timeout(seconds):
+                await self._send(message)
         except TimeoutError:
+            self._is_gone = True
             self._scope["extensions"][ABORT]()
+            raise ClientGone from None
 
     async def _read_on(self) -> None:
         """Read, and drop, what the client still sends: closed at once, it would see a broken connection and no

@@ -12,9 +12,10 @@ import pytest
 
 from baton.service.net import http_server as server_module
 from baton.service.net.http_server import ABORT
+from baton.service.security.guard import Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
-from gateway.http.call import HttpCall
+from gateway.http.call import ClientGone, HttpCall
 from gateway.http.errors import to_json
 from gateway.http.writing import event
 from tests.gateway.http.conftest import decoded
@@ -221,19 +222,43 @@ async def test_a_prompt_is_not_kept_for_the_length_of_its_answer(served):
             pass
 
 
-async def test_a_client_that_does_not_read_the_end_is_hung_up_on(monkeypatch):
-    """The last part of an answer that is served waits until there is room in its connection."""
-    monkeypatch.setattr(call_module, "_LAST_PART_S", 0.05)
+def unread(monkeypatch, num_read: int) -> tuple[HttpCall, asyncio.Event]:
+    """Return a call whose client reads so many messages, and what is set where it is hung up on."""
+    for bound in ("_LAST_PART_S", "_LAST_WORDS_S", "_LINGER_S"):
+        monkeypatch.setattr(call_module, bound, 0.05)
     sent, has_hung_up = [], asyncio.Event()
 
     async def send(message) -> None:
         sent.append(message)
-        if len(sent) == 3:
+        if len(sent) > num_read:
             await asyncio.Event().wait()
 
-    scope = {"headers": [], "path_params": {}, "extensions": {ABORT: has_hung_up.set}}
-    call = HttpCall(scope, asyncio.Event().wait, send, to_json)
+    scope = {"headers": [], "method": "POST", "path_params": {}, "client": None, "extensions": {ABORT: has_hung_up.set}}
+    return HttpCall(scope, asyncio.Event().wait, send, to_json), has_hung_up
+
+
+async def test_a_client_that_does_not_read_the_end_is_hung_up_on(monkeypatch):
+    """The last part of an answer that is served waits until there is room in its connection."""
+    call, has_hung_up = unread(monkeypatch, 2)
     await call.begin_stream(event)
     await call.write(b"data: 1\n\n")
-    await asyncio.wait_for(call.end(b"data: [DONE]\n\n"), patience(20))
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(call.end(b"data: [DONE]\n\n"), patience(20))
     assert has_hung_up.is_set()
+
+
+async def test_a_client_that_has_not_read_the_answer_before_is_hung_up_on(monkeypatch):
+    """As the first part of this one finds no room in their connection: the call had held its tenant's slot for ever."""
+    call, has_hung_up = unread(monkeypatch, 0)
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(call.reply({}), patience(20))
+    assert has_hung_up.is_set()
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+async def test_a_client_that_does_not_read_why_it_was_refused_is_hung_up_on(monkeypatch, num_read):
+    """Its body is not JSON by its head, so that none of it has been read."""
+    call, has_hung_up = unread(monkeypatch, num_read)
+    guard = Guard(is_open=True)
+    await asyncio.wait_for(call.run(guard, "/baton.v1.Inference/Generate", lambda call: asyncio.sleep(0)), patience(20))
+    assert has_hung_up.is_set() and not guard.places._num_open
