@@ -16,6 +16,7 @@ from baton.service.net.http_server import HostCheck, HttpServer, open_http
 from baton.service.net.server import ListenError, split_address
 
 _MAX_CONNECTIONS = 512  # few beside the descriptors that a process starts with
+_UNREAD_S = 5.0  # for a client to read a page: those that do not could hold all connections for ever
 _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
 
 Page = Callable[[Request], Awaitable[Response]]
@@ -81,7 +82,12 @@ class Admin:
         try:
             self._hosts.add(split_address(address)[0])
             self._server = open_http(
-                address, self._app, _refuse_head, headers=_HEADERS, max_connections=_MAX_CONNECTIONS
+                address,
+                self._app,
+                _refuse_head,
+                headers=_HEADERS,
+                max_connections=_MAX_CONNECTIONS,
+                unread_s=_UNREAD_S,
             )
         except ListenError as error:
             raise ListenError(f"--admin: {error}") from None

@@ -50,6 +50,7 @@ class HttpConnection(HttpToolsProtocol):
         self._server = server
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -68,6 +69,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._end_unread()
         self._end_head()
         super().connection_lost(exc)
         # uvicorn leaves it to run where a connection was reset, and with it for _IDLE_S all that the connection had.
@@ -84,6 +86,15 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response("")
         elif self._in_head and self.timeout_keep_alive_task is None and self._timer.cancelled():
             self._abort_in(_HEAD_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._server.unread_s is not None:
+            self._unread_timer = self.loop.call_later(self._server.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_unread()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -134,6 +145,10 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = False
         self._server.waiting.pop(self, None)
 
+    def _end_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+
     def _abort_in(self, seconds: float) -> None:
         self._timer.cancel()
         self._timer = self.loop.call_later(seconds, self.transport.abort)
@@ -151,8 +166,10 @@ class HttpServer(uvicorn.Server):
         tls: Tls | None = None,
         headers: Sequence[tuple[str, str]] = (),
         max_connections: int | None = None,
+        unread_s: float | None = None,
     ):
-        """`headers`: of each answer; `max_connections`: a sixth of the descriptors, if there is no other bound."""
+        """`headers`: of each answer; `max_connections`: a sixth of the descriptors, if there is no other bound;
+        `unread_s`: how long an answer may wait for room in its connection, if the application does not bound it."""
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -172,6 +189,7 @@ class HttpServer(uvicorn.Server):
         self._listener, self._tls = listener, tls and tls.context()
         self.refuse_head = refuse_head
         self.waiting: dict[HttpConnection, None] = {}  # between requests or amid a head; the longest first
+        self.unread_s = unread_s
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
         self._running: list[asyncio.Task] = []
@@ -251,9 +269,10 @@ def open_http(
     tls: Tls | None = None,
     headers: Sequence[tuple[str, str]] = (),
     max_connections: int | None = None,
+    unread_s: float | None = None,
 ) -> HttpServer:
     """Bind the port; nothing is served before `start`. Raises ListenError."""
-    return HttpServer(app, listening_socket(address, _BACKLOG), refuse_head, tls, headers, max_connections)
+    return HttpServer(app, listening_socket(address, _BACKLOG), refuse_head, tls, headers, max_connections, unread_s)
 
 
 def _map_buffers() -> None:

@@ -9,7 +9,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.service.net import admin as admin_module
 from baton.service.net.admin import Admin, _SharedPage, json_response
+from tests.support.pace import patience
 
 
 class Asking:
@@ -160,3 +162,25 @@ async def test_a_caller_is_answered_beside_a_thousand_idle_connections():
                 writer.close()
         while ask.connections:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_pages", [1, 30])
+async def test_those_who_read_nothing_leave_their_places_to_others(monkeypatch, num_pages):
+    """Once a page waits for room in their connection; they could hold all of them for ever."""
+    monkeypatch.setattr(admin_module, "_MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(admin_module, "_UNREAD_S", 0.5)
+
+    async def page(request) -> Response:
+        return json_response("x" * ((12 << 20) // num_pages))
+
+    async with Asking(pages={"/metrics": page}) as ask:
+        with ExitStack() as sockets:
+            for _ in range(4):
+                silent = sockets.enter_context(socket.create_connection(("127.0.0.1", ask.port), timeout=10))
+                silent.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * num_pages)
+            async with asyncio.timeout(patience(5)):
+                while len(ask.connections) < 4:
+                    await asyncio.sleep(0.01)
+                while ask.connections:
+                    await asyncio.sleep(0.01)
+            assert (await ask(b"GET /healthz HTTP/1.0\r\n\r\n"))[0] == 200
