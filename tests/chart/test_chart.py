@@ -115,7 +115,7 @@ def test_health_checks_and_drains_are_commands_of_ours(values, capsys):
             continue
         process = container(template)
         port = next(each["containerPort"] for each in process["ports"] if each["name"] == "grpc")
-        for name in ("startupProbe", "readinessProbe"):
+        for name in ("readinessProbe",) if component == GATEWAY else ("startupProbe", "readinessProbe"):
             argv = process[name]["exec"]["command"]
             assert argv[:3] == ["python", "-m", probe.__name__] and argv[-1] == f"127.0.0.1:{port}"
             with pytest.raises(SystemExit):  # its flags are known: what it lacks is the file
@@ -132,6 +132,17 @@ def test_health_checks_and_drains_are_commands_of_ours(values, capsys):
         asked = drains.parse_args(argv[1:])
         assert asked.target == f"127.0.0.1:{port}"
         assert asked.grace < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@case
+def test_a_gateway_has_started_before_its_workers_have(values):
+    """They may take longer than it is waited for: what says that they serve is for its readiness alone."""
+    process = container(dict(pods(render(values)))[GATEWAY])
+    assert (
+        process["startupProbe"]["httpGet"]
+        == process["livenessProbe"]["httpGet"]
+        == {"path": "/healthz", "port": "admin"}
+    )
 
 
 @case
