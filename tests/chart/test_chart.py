@@ -185,6 +185,20 @@ def made_secrets(objects: list[dict]) -> set[str]:
     return made
 
 
+@pytest.mark.parametrize("days", [1, 30, 365, 730])
+def test_an_authority_of_its_own_outlives_what_it_signs(days):
+    """Renewed once a third of its time is left, as cert-manager does by default, it is never outlived by a certificate."""
+    made = render({"secrets": {"certificates": "cert-manager", "days": days}})
+    hours = {
+        each["metadata"]["name"]: int(each["spec"]["duration"].removesuffix("h"))
+        for each in made
+        if each["kind"] == "Certificate"
+    }
+    authority = hours.pop("rel-baton-ca")
+    assert authority == max(days, 365) * 24 and len(hours) == 5
+    assert all(each <= authority / 3 for each in hours.values())
+
+
 def test_redis_is_told_what_compose_tells_it():
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
     redis = container(dict(pods(render(CASES[0])))["redis"])
