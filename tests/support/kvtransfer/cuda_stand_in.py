@@ -58,6 +58,7 @@ class Cudart:
         self.opened: dict[int, tuple[ctypes.Array, bytes]] = {}  # address -> its bytes, its handle
         self.streams: dict[int, list] = {}  # stream -> copies not done
         self.settings: list[tuple[int, int, int]] = []  # of memory, by the default stream, not done
+        self._settling = threading.Lock()
         self.events: dict[int, list] = {}  # event -> [stream, asked]
         self.num_copies = 0
         self.num_opened, self.opened_in = 0, set()  # the threads that opened
@@ -177,9 +178,9 @@ class Cudart:
         return 0
 
     def _settle(self):
-        for setting in self.settings:
-            ctypes.memset(*setting)
-        self.settings.clear()
+        with self._settling:  # none is freed while another thread sets it
+            while self.settings:
+                ctypes.memset(*self.settings.pop())
 
     def cudaEventCreateWithFlags(self, out, flags):
         out._obj.value = next(self.host.serial)
