@@ -42,13 +42,13 @@ class HarmonyParser(AnswerParser):
         name = channel[0] if channel and self._channel in head else ""
         to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "").removeprefix(_FUNCTIONS)
         if to:
-            yield from self._call_or_text(to) if self._has_tools else self._text(len)
+            yield from self._call_or_text(to) if self._has_tools else self._text(_drop)
         elif name == "analysis":
             yield from self._text(self._think)
         elif not recipients:  # what else is sent to a tool is for nobody here
             yield from self._text(self._say)
 
-    def _text(self, emit: Callable[[str], object]) -> Reading:
+    def _text(self, emit: Callable[[str], None]) -> Reading:
         source, markers = self._source, Markers((*self._ends, self._start))
         while not (found := markers.find(source.text, source.at)):
             end = len(source.text) if source.has_ended else len(source.text) - markers.num_held(source.text, source.at)
@@ -84,3 +84,7 @@ class HarmonyParser(AnswerParser):
             self._sink.begin(name)
             self._sink.add("{}")
         self._sink.end()
+
+
+def _drop(text: str) -> None:
+    """Do nothing: a call of a request without tools is for nobody."""

@@ -264,43 +264,45 @@ async def test_a_stranger_replaces_nothing(serving, root):
         assert await generate(c, model="a", max_tokens=2) and "admit" in c.of["a"].kinds()
 
 
-async def test_one_whose_call_is_cancelled_is_not_added(serving, root, monkeypatch, tmp_path):
-    """It would take the workers of the one that is added next."""
+@contextlib.asynccontextmanager
+async def cancelled_adding(c, patch, *asked):
+    """AddModel that hangs within, and is cancelled at the end."""
     began = asyncio.Event()
 
     async def hang(path, encode):
         began.set()
         await asyncio.Event().wait()
 
-    (tmp_path / "public.toml").touch()
-    async with serving("a", public_prefixes=tmp_path / "public.toml") as c:
-        with monkeypatch.context() as patch:
-            patch.setattr(app, "read_public_prefixes", hang)
-            adding = asyncio.create_task(add(c, "b", "b", IDENTITIES["b"]))
-            await began.wait()
-            adding.cancel()
-            await c.until(lambda: len(c.gateway.registry.fleets) == 1)
+    with patch.context() as inside:
+        inside.setattr(app, "read_public_prefixes", hang)
+        adding = asyncio.create_task(add(c, *asked))
+        await began.wait()
+        yield
+        adding.cancel()
+        await c.until(lambda: len(c.gateway.registry.fleets) == 1)
+
+
+@pytest.fixture
+def public_prefixes(tmp_path):
+    path = tmp_path / "public.toml"
+    path.touch()
+    return path
+
+
+async def test_one_whose_call_is_cancelled_is_not_added(serving, root, monkeypatch, public_prefixes):
+    """It would take the workers of the one that is added next."""
+    async with serving("a", public_prefixes=public_prefixes) as c:
+        async with cancelled_adding(c, monkeypatch, "b", "b", IDENTITIES["b"]):
+            pass
         await add(c, "b", "b", IDENTITIES["b"])
         await join(c, "b", worker_of(root, "b"))
         assert await generate(c, model="b", max_tokens=2)
 
 
-async def test_a_worker_that_came_to_one_that_was_not_added_may_come_again(serving, root, monkeypatch, tmp_path):
-    began = asyncio.Event()
-
-    async def hang(path, encode):
-        began.set()
-        await asyncio.Event().wait()
-
-    (tmp_path / "public.toml").touch()
-    async with serving("a", public_prefixes=tmp_path / "public.toml") as c:
-        with monkeypatch.context() as patch:
-            patch.setattr(app, "read_public_prefixes", hang)
-            adding = asyncio.create_task(add(c, "b", "b"))
-            await began.wait()
+async def test_a_worker_that_came_to_one_that_was_not_added_may_come_again(serving, root, monkeypatch, public_prefixes):
+    async with serving("a", public_prefixes=public_prefixes) as c:
+        async with cancelled_adding(c, monkeypatch, "b", "b"):
             await join(c, "b", worker_of(root, "b"))
-            adding.cancel()
-            await c.until(lambda: len(c.gateway.registry.fleets) == 1)
         await add(c, "b", "b")
         await c.until(lambda: ("b", "serving") in states_here(c))
         assert await generate(c, model="b", max_tokens=2)
