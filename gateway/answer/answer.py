@@ -25,6 +25,23 @@ class Diverged(Exception):
 class Answer:
     """Take tokens as they come with `push`, send messages with `flush`, and hold the last one for `finish`."""
 
+    __slots__ = (
+        "_checked",
+        "_stamps",
+        "_emit",
+        "_on_gap",
+        "_num_prompt_tokens",
+        "_max_tokens",
+        "_interval_s",
+        "_num_flushes",
+        "_num_sent",
+        "num_slow_writes",
+        "slow_writes_s",
+        "prompt",
+        "_prompt_logprobs",
+        "choices",
+    )
+
     def __init__(
         self,
         checked: Checked,
@@ -49,7 +66,7 @@ class Answer:
         ends = None if checked.constraint is None else checked.stop_token_ids
         self.choices = [
             Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id, ends)
-            for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
+            for index, num_received in enumerate(checked.resume_from or [0] * checked.num_choices)
         ]
 
     @property
@@ -201,7 +218,7 @@ class Answer:
         """Send what has come of a choice, at `at` (time.monotonic())."""
         num_tokens, message = choice.num_pending, choice.take()
         if self._num_sent == 0:
-            message.seed = self._checked.sampling.seed
+            message.seed = self._checked.seed
             message.request_id = self._checked.request_id
             message.prompt_tokens = self._num_prompt_tokens
             self._add_prompt(message)

@@ -1,14 +1,13 @@
 """One choice of an answer: its tokens become text, and stop strings end it."""
 
-import hashlib
 from array import array
 from collections.abc import Sequence, Set
 
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.stop_strings import StopMatcher, StopStrings
+from gateway.answer.tool_calls import ToolCalls
 from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.calls import CallPart
 from gateway.text.detokenizer import TextDecoder
 
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
@@ -34,10 +33,6 @@ class Choice:
         "_parser",
         "_reasoning",
         "_calls",
-        "_num_calls",
-        "_num_whole",
-        "_call",
-        "_arguments",
         "_streams_arguments",
         "_request_id",
         "_ends_with_call",
@@ -68,14 +63,11 @@ class Choice:
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""
-        self._logprobs: list[pb.Logprobs] = []
+        self._logprobs: list[pb.Logprobs] | None = None
         self._matched_stop = ""
         self._parser = form.new_parser and form.new_parser()
         self._reasoning = ""
-        self._calls: list[tuple[pb.ToolCall, list[str]]] = []  # to be sent, each with its arguments in parts
-        self._num_calls = self._num_whole = 0
-        self._call = pb.ToolCall()  # the last one that began
-        self._arguments: list[str] = []  # of it, where it goes out whole
+        self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
 
@@ -93,6 +85,10 @@ class Choice:
         """Return whether what has come goes out: its first message, its last, and others if the one before went out by
         `latest` (time.monotonic())."""
         return self.sent_at is None or self.finished or self.sent_at <= latest
+
+    @property
+    def _has_whole_call(self) -> bool:
+        return self._calls is not None and self._calls.num_whole > 0
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
         """Add tokens behind the known ones; after the end of the choice they are dropped."""
@@ -114,16 +110,14 @@ class Choice:
             message.text, self._text = self._text, ""
         if self._reasoning:
             message.reasoning, self._reasoning = self._reasoning, ""
-        for call, texts in self._calls:
-            call.arguments = "".join(texts)
-            message.tool_calls.append(call)
-        self._calls.clear()
+        if self._calls is not None:
+            message.tool_calls.extend(self._calls.take())
         if self.num_pending:
             message.token_ids.extend(self.token_ids[-self.num_pending :])
             self.num_pending = 0
         if self._logprobs:
             message.logprobs.extend(self._logprobs)
-            self._logprobs = []
+            self._logprobs = None
         if self.finish_reason:
             message.finish_reason, message.matched_stop = self.finish_reason, self._matched_stop
             self._decoder = None
@@ -149,6 +143,7 @@ class Choice:
             self._text += text
             self.num_pending += len(token_ids)
             if logprobs:
+                self._logprobs = self._logprobs or []
                 self._logprobs += logprobs
 
     def _parsed(self, parser: AnswerParser, text: str, is_new: bool) -> str:
@@ -158,37 +153,16 @@ class Choice:
             found.append(parser.finish())
         for each in found:
             for part in each.calls:
-                if not (self._num_whole and self._ends_with_call):
-                    self._add_part(part, is_new)
+                if not (self._has_whole_call and self._ends_with_call):
+                    self._calls = self._calls or ToolCalls(f"{self._request_id}/{self.index}", self._streams_arguments)
+                    self._calls.add(part, is_new)
             if is_new:
                 self._reasoning += each.reasoning
-        if self._num_whole and self._ends_with_call and not self.finish_reason:
+        if self._has_whole_call and self._ends_with_call and not self.finish_reason:
             self.ended_here, self.finish_reason = True, TOOL_CALLS
-        elif self.finish_reason == STOP and self._num_whole and not self._matched_stop:
+        elif self.finish_reason == STOP and self._has_whole_call and not self._matched_stop:
             self.finish_reason = TOOL_CALLS
         return "".join(each.content for each in found)
-
-    def _add_part(self, part: CallPart, is_new: bool) -> None:
-        """Keep a part of a call, or, once it is whole, the call."""
-        if part.name:
-            self._num_calls += 1
-            self._call, self._arguments = pb.ToolCall(id=self._call_id(), name=part.name), []
-        self._num_whole += part.is_last
-        self._arguments.append(part.arguments)
-        if not (self._streams_arguments or part.is_last):
-            return
-        text, self._arguments = "".join(self._arguments), []
-        if is_new and (self._call.name or text):
-            if self._call.name or not self._calls:
-                self._calls.append((self._call, []))
-            self._calls[-1][1].append(text)
-        self._call = pb.ToolCall()
-
-    def _call_id(self) -> str:
-        """Return the id of the last call: the same when the request is resumed. Nine letters and digits are an id to
-        every chat template."""
-        name = f"{self._request_id}/{self.index}/{self._num_calls}"
-        return hashlib.sha256(name.encode()).hexdigest()[:9]
 
     def _said(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""

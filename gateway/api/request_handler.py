@@ -50,7 +50,9 @@ class _Settling:
     write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an open
     stream, and run through at every message."""
 
-    def __init__(self, hold: Callable[[BatonError], Awaitable[None]], trace_id: str = ""):
+    __slots__ = ("_hold", "_trace_id")
+
+    def __init__(self, hold: Callable[[BatonError], Awaitable[None]], trace_id: int = 0):
         self._hold, self._trace_id = hold, trace_id
 
     async def __aenter__(self) -> None:
@@ -62,7 +64,7 @@ class _Settling:
         elif isinstance(error, grpc.aio.InternalError):  # the client has just gone: gRPC's cancellation is on its way
             raise asyncio.CancelledError from None
         elif isinstance(error, Exception):
-            told = fields(trace_id=self._trace_id, error=type(error).__name__)
+            told = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
             log.error("request failed %s", told, exc_info=error)
             raise Internal(f"the gateway failed: {type(error).__name__}") from error
 
@@ -288,8 +290,10 @@ class RequestHandler:
 class _Recording(_Settling):
     """A request from its beginning to its end, which is recorded however it comes."""
 
+    __slots__ = ("_handler", "_record")
+
     def __init__(self, handler: RequestHandler, record: RequestRecord):
-        super().__init__(handler.hold, f"{record.context.trace_id:032x}")
+        super().__init__(handler.hold, record.context.trace_id)
         self._handler, self._record = handler, record
 
     async def __aenter__(self) -> None:

@@ -31,6 +31,29 @@ class Attempt:
 
     `decode` is None until credit is asked for, `prefill` until a prefill worker is asked to read the prompt."""
 
+    __slots__ = (
+        "decode",
+        "prefill",
+        "prefill_link",
+        "counted_reader",
+        "prefix_holder",
+        "spec",
+        "fingerprint",
+        "output_ids",
+        "num_granted_tokens",
+        "is_fetched",
+        "is_decoding",
+        "has_stepped",
+        "doubt_until",
+        "_lease_id",
+        "reads_prompt",
+        "_prefix_source",
+        "_key_id",
+        "_mailbox",
+        "_record",
+        "_deadline",
+    )
+
     def __init__(self, key_id: str, mailbox: Mailbox, record: RequestRecord, deadline: float):
         """`deadline`: time.monotonic() at which the request ends."""
         self.decode: WorkerLeg | None = None
@@ -38,7 +61,8 @@ class Attempt:
         self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
         self.counted_reader: WorkerLink | None = None  # of whose recent work reading the prompt is a part
         self.prefix_holder: WorkerLink | None = None  # gives the decode worker a prefix
-        self.spec: pb.RequestSpec | None = None
+        self.spec: pb.RequestSpec | None = None  # until the answer begins
+        self.fingerprint = b""  # of the spec
         self.output_ids: Sequence[int] = ()  # that the spec carries
         self.num_granted_tokens = 0  # that the decode worker has cached
         self.is_fetched = False
@@ -137,7 +161,7 @@ class Attempt:
         It would be most of what an open stream takes in memory."""
         if first_tokens and self.prefill_link is not None:
             self.decode.send(start=pb.Start(first_tokens=first_tokens))
-        self.spec = pb.RequestSpec(fingerprint=self.spec.fingerprint, traceparent=self.spec.traceparent)
+        self.spec = None
         self.is_decoding = bool(first_tokens)
 
     def resume(self, leg: WorkerLeg) -> None:
@@ -163,7 +187,7 @@ class Attempt:
             self.prefill_rest()
 
     def _send_prefill(self, sources: list[pb.KVSource], holder: str | None) -> None:
-        if self.has_lost_decode_worker:
+        if self.spec is None or self.has_lost_decode_worker:
             return
         self._record.source = holder
         self.spec.budget_ms = budget_ms(self._deadline)

@@ -19,6 +19,8 @@ OFFER_WAIT_S = 0.02  # the holder answers from its ledger, and the prompt waits 
 class PrefixSource:
     """Send at most one Offer, and call back once with what it brings. It is the EventSink of its leg."""
 
+    __slots__ = ("_on_settled", "_leg", "_timer", "_is_pending")
+
     def __init__(self, on_settled: Callable[[list[pb.KVSource], str | None], None]):
         """`on_settled(sources, holder's address)` is called once, with ([], None) where no prefix comes in time; never
         after `close()`."""

@@ -4,7 +4,7 @@ session lost ─► the worker answers Hello again ─ Attach ─► Granted: to
 client resumes ─ Attach to decode workers ───────────────► Granted, the first one      in ATTACH_WAIT_S: start over
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
@@ -20,20 +20,9 @@ MAX_ASKED = 32  # decode workers, those with the longest prefixes first
 class Reattach:
     """Look for one sequence on workers, with one leg for each that is asked."""
 
-    def __init__(
-        self,
-        key_id: str,
-        mailbox: Mailbox,
-        spec: pb.RequestSpec,
-        next_index: Sequence[int],
-        deadline: float,
-        previous_attempt: int = 0,
-    ):
-        """`next_index`: the first wanted output token of each choice; `deadline`: time.monotonic(); `previous_attempt`:
-        the attempt whose sequence is wanted, 0: any of the request."""
-        self._key_id, self._mailbox = key_id, mailbox
-        self._spec, self._next_index, self._deadline = spec, list(next_index), deadline
-        self._previous_attempt = previous_attempt
+    def __init__(self, key_id: str, mailbox: Mailbox, attach: pb.Attach, deadline: float):
+        """`attach`: what the workers are asked, but for the key and the time; `deadline`: time.monotonic()."""
+        self._key_id, self._mailbox, self._attach, self._deadline = key_id, mailbox, attach, deadline
         self._legs: dict[WorkerLeg, bytes] = {}  # to the id of the worker that is meant
 
     def __contains__(self, leg: WorkerLeg | None) -> bool:
@@ -85,11 +74,5 @@ class Reattach:
             self.drop(leg)
 
     def _send(self, leg: WorkerLeg) -> None:
-        attach = pb.Attach(
-            previous_attempt=self._previous_attempt,
-            next_index=self._next_index,
-            budget_ms=budget_ms(self._deadline),
-            fingerprint=self._spec.fingerprint,
-            traceparent=self._spec.traceparent,
-        )
-        leg.send(attach=attach)
+        self._attach.budget_ms = budget_ms(self._deadline)
+        leg.send(attach=self._attach)

@@ -18,6 +18,8 @@ class RequestRouter:
     """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
     only drain and may still give KV; those that have called it too long are never asked again."""
 
+    __slots__ = ("_router", "_matches", "_record", "_answer", "_refused", "_failed", "_leaving", "_too_short")
+
     def __init__(self, router: Router, matches: Matches, record: RequestRecord, answer: Answer):
         self._router, self._matches, self._record, self._answer = router, matches, record, answer
         self._refused = self._failed = self._leaving = self._too_short = _NONE

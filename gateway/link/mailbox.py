@@ -1,6 +1,7 @@
 """The events of one request's legs, in one place and in order of arrival."""
 
 import asyncio
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,18 +53,41 @@ class EventSink(Protocol):
         ...
 
 
+class _Done:
+    """It takes no turn of the event loop."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+_DONE = _Done()
+
+
 class Mailbox:
     """Events of one request, in order of arrival. It has one reader, which is woken by some and not by others."""
 
-    __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at", "_loop")
+    __slots__ = (
+        "_entries",
+        "_called",
+        "_waiting",
+        "_until",
+        "_timer",
+        "_timer_at",
+        "_loop",
+        "_timeout",
+        "_timeout_at",
+    )
 
     def __init__(self) -> None:
         self._entries: list = []  # few: a deque sets 64 places aside
         self._called = False
         self._waiting: asyncio.Future | None = None
+        self._until = 0.0  # when that wait is over
         self._timer: asyncio.TimerHandle | None = None  # stays from one wait to the next: most end at the same time
         self._timer_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None  # kept: asking for it is a system call, once a message
+        self._timeout: asyncio.Timeout | None = None
+        self._timeout_at = 0.0
 
     def post(self, leg, event) -> None:
         """Add an event and wake the reader. `leg`: None for events of the gateway itself."""
@@ -94,23 +118,31 @@ class Mailbox:
         self._called = False
         return None
 
-    async def next(self, until: float) -> tuple | None:
-        """Wait until the reader is woken and return (leg, event), or None at `until` (time.monotonic())."""
-        while not self._called:
-            loop = self._loop = self._loop or asyncio.get_running_loop()
-            self._set_timer(loop, until)
-            self._waiting = loop.create_future()
-            try:
-                await self._waiting
-            finally:
-                self._waiting = None
-            if now() >= until:
-                break
-        return self.take()
+    def woken(self, until: float) -> Awaitable[None]:
+        """Return what is done once the reader is woken since it found nothing, or at `until` (time.monotonic()). No
+        coroutine: that would be a quarter KB of an open stream."""
+        if self._called:
+            return _DONE
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        self._until = until
+        self._set_timer(loop, until)
+        self._waiting = loop.create_future()
+        return self._waiting
+
+    def bound(self, timeout: asyncio.Timeout, at: float) -> None:
+        """End what the reader does elsewhere by `timeout`, at `at` (time.monotonic()). It has no timer of its own, which
+        would be 0.7 KB of an open stream: see `hold`."""
+        self._timeout, self._timeout_at = timeout, at
+
+    def hold(self) -> None:
+        """The reader may be away for long: make sure that a timer rings by then."""
+        if self._timer is None and self._timeout is not None:
+            self._set_timer(asyncio.get_running_loop(), self._timeout_at)
 
     def close(self) -> None:
         """Cancel the timer, and drop what is unread: it names legs, and they lead back here."""
         self._stop_timer()
+        self._timeout = None
         self._entries.clear()
 
     def _stop_timer(self) -> None:
@@ -122,8 +154,12 @@ class Mailbox:
         self._called = True
         self._wake()
 
+    @property
+    def _is_awaited(self) -> bool:
+        return self._waiting is not None and not self._waiting.done()
+
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
+        if self._is_awaited:
             self._waiting.set_result(None)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
@@ -137,4 +173,11 @@ class Mailbox:
 
     def _ring(self) -> None:
         self._timer = None
-        self._wake()
+        if self._is_awaited and now() >= self._until:
+            self._wake()
+        elif self._is_awaited:
+            self._set_timer(self._loop, self._until)
+        elif self._timeout is not None and now() >= self._timeout_at:
+            self._timeout.reschedule(0.0)
+        else:
+            self.hold()

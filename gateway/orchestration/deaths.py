@@ -18,6 +18,8 @@ class _Suspect(NamedTuple):
 class Deaths:
     """Of the workers that one request was given to."""
 
+    __slots__ = ("_reported", "_suspects")
+
     def __init__(self) -> None:
         self._reported = 0.0
         self._suspects: dict[bytes, _Suspect] = {}

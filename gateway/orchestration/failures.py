@@ -36,6 +36,19 @@ def answer_s(left_s: float) -> float:
 class AttemptFailures:
     """Count and judge the failures of one request."""
 
+    __slots__ = (
+        "_budget",
+        "_prompt_digest",
+        "_router",
+        "_answer",
+        "_record",
+        "_deaths",
+        "_num_barren",
+        "_unreplaced",
+        "_waits_since",
+        "_awaited",
+    )
+
     def __init__(
         self, budget: RetryBudget, prompt_digest: bytes, router: RequestRouter, answer: Answer, record: RequestRecord
     ):
@@ -134,9 +147,10 @@ class AttemptFailures:
         is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
         phase, sent = occurred.before.value, self._answer.num_output_tokens
         self._record.phase = phase
-        self._record.failures.append(
-            Failure(phase, occurred.event.value, occurred.since, now(), blamed.name, error.reason, is_reported, sent)
+        failure = Failure(
+            phase, occurred.event.value, occurred.since, now(), blamed.name, error.reason, is_reported, sent
         )
+        self._record.failures = (*self._record.failures, failure)
 
 
 def is_draining(message: object) -> bool:

@@ -28,6 +28,8 @@ class ForbiddenTransition(Exception):
 class RequestMachine:
     """Drive one request. `state` is set here alone, and only to states that the table lists."""
 
+    __slots__ = ("request", "state", "error", "_entered_at")
+
     def __init__(self, request: RequestContext):
         self.request = request
         self.state = RequestState.AWAITING_CREDIT
@@ -40,7 +42,8 @@ class RequestMachine:
         request = self.request
         while self.state is not RequestState.ENDED:
             until = self._wait_until()
-            entry = await request.mailbox.next(min(until, request.answer.due_at))
+            await request.mailbox.woken(min(until, request.answer.due_at))
+            entry = request.mailbox.take()
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)
                 break
@@ -93,6 +96,7 @@ class RequestMachine:
         steps_out = place.is_in_line and answer.has_due
         if steps_out:
             place.leave(served=False)
+        self.request.mailbox.hold()
         await answer.flush()
         if steps_out and self.state in _IN_LINE:
             self.happen(RequestEvent.ROOM)

@@ -47,6 +47,7 @@ _UNREAD_S = 0.1  # beyond a deadline, for waits that notice it themselves
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
 _LOOP_TURNS = 3  # of the event loop, that a write to a client takes which reads at once
 _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
+_NO_FEATURES: frozenset[str] = frozenset()
 _text_numbers = itertools.count()  # of all models, which share one admission
 
 
@@ -79,9 +80,26 @@ class Pipeline:
             await self._supersede(checked.key_id)
         if checked.key_id in self.admission.request_ids:
             raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
-        reservation = self.admission.enter(checked.key_id, record.tenant, checked.sampling.n, model.name)
+        reservation = self.admission.enter(checked.key_id, record.tenant, checked.num_choices, model.name)
         try:
-            await self._serve(checked, model, deadline, record, emit, reservation)
+            # What is known on the way there stays there: whatever this frame names lives as long as the stream.
+            request = await self._prepare(checked, model, deadline, record, emit, reservation)
+            machine = self.running[checked.key_id] = RequestMachine(request)
+            try:
+                # Every other wait in there ends at the deadline by itself, a client that does not read holds its writes.
+                async with asyncio.timeout(None) as timeout:
+                    request.mailbox.bound(timeout, deadline + _UNREAD_S)
+                    await machine.run()
+                    _note_waits(request, self.loop_watch.delay)
+                    request.mailbox.hold()
+                    await request.answer.finish(record.num_cached_tokens, record.measured)
+            except TimeoutError:
+                raise DeadlineExceeded("the deadline passed while the client did not read") from None
+            finally:
+                machine.close()
+                self.running.pop(checked.key_id, None)
+                request.note_output()
+                self._note_end(request.answer, record)
         finally:
             # A prompt that brought nothing is paid back.
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
@@ -96,7 +114,7 @@ class Pipeline:
             while key_id in self.admission.request_ids and now() < until:
                 await asyncio.sleep(_POLL_S)
 
-    async def _serve(
+    async def _prepare(
         self,
         checked: Checked,
         model: ServedModel,
@@ -104,51 +122,16 @@ class Pipeline:
         record: RequestRecord,
         emit: Emit,
         reservation: Reservation,
-    ) -> None:
-        prompt = (checked.text, checked.token_ids, checked.messages)
-        prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
-        record.num_prompt_tokens = len(prompt_ids)
-        if checked.constraint is not None:
-            await self.text.check_constraint(checked.constraint, record.tenant, deadline)
-        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint)
-        if form.constraint is not None and form.constraint != checked.constraint:
-            await self.text.check_constraint(form.constraint, record.tenant, deadline, "messages.tools")
-            checked = replace(checked, constraint=form.constraint)
+    ) -> RequestContext:
+        """Tokenize the prompt, pay for it, and return the request with all that its way through workers needs. Raises
+        BatonError, for a poisonous prompt too."""
+        checked, prompt_ids, form = await self._tokenize(checked, model, deadline, record)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
         self._check_wait(checked, record, max_tokens, deadline)
-        reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
-        request = await self._prepare(checked, form, prompt_ids, max_tokens, deadline, record, emit)
-        machine = self.running[checked.key_id] = RequestMachine(request)
-        try:
-            # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
-            # holds its writes.
-            async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
-                await machine.run()
-                _note_waits(request, self.loop_watch.delay)
-                await request.answer.finish(record.num_cached_tokens, record.measured)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the client did not read") from None
-        finally:
-            machine.close()
-            self.running.pop(checked.key_id, None)
-            request.note_output()
-            self._note_end(request.answer, record)
-
-    async def _prepare(
-        self,
-        checked: Checked,
-        form: ReaderForm,
-        prompt_ids: Sequence[int],
-        max_tokens: int,
-        deadline: float,
-        record: RequestRecord,
-        emit: Emit,
-    ) -> RequestContext:
-        """Return the request with all that its way through workers needs. Raises BatonError for a poisonous prompt."""
+        reservation.reserve(len(prompt_ids) + checked.num_choices * max_tokens, now())
         await self.fleet.await_identity(deadline)
-        traceparent = format_traceparent(record.context)
-        specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
+        specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
         if checked.echo and not any(checked.resume_from):
@@ -162,6 +145,22 @@ class Pipeline:
             self.fleet.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
 
+    async def _tokenize(
+        self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord
+    ) -> tuple[Checked, Sequence[int], ReaderForm]:
+        """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
+        BatonError."""
+        prompt = (checked.text, checked.token_ids, checked.messages)
+        prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+        record.num_prompt_tokens = len(prompt_ids)
+        if checked.constraint is not None:
+            await self.text.check_constraint(checked.constraint, record.tenant, deadline)
+        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint)
+        if form.constraint is not None and form.constraint != checked.constraint:
+            await self.text.check_constraint(form.constraint, record.tenant, deadline, "messages.tools")
+            checked = replace(checked, constraint=form.constraint)
+        return checked, prompt_ids, form
+
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""
         record.finish_reasons = answer.finish_reasons
@@ -171,7 +170,7 @@ class Pipeline:
     def _check_wait(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
         num_tokens, promised = record.num_prompt_tokens, self._promised(checked)
-        num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
+        num_output, num_choices = min(self.mean_output, max_tokens), checked.num_choices
         record.routing_request = RoutingRequest(
             num_tokens,
             num_tokens + max_tokens,
@@ -297,9 +296,14 @@ class Pipeline:
 
 def _features(checked: Checked) -> frozenset[str]:
     """Return the features that workers must have for this request."""
-    asked = {CONSTRAINTS: checked.constraint is not None, PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs}
-    features = frozenset(feature for feature, is_asked in asked.items() if is_asked)
-    return features | {adapter_feature(checked.adapter)} if checked.adapter else features
+    if checked.constraint is None and not checked.asks_for_prompt_logprobs and not checked.adapter:
+        return _NO_FEATURES  # one set for most requests
+    asked = {
+        CONSTRAINTS: checked.constraint is not None,
+        PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs,
+        adapter_feature(checked.adapter): bool(checked.adapter),
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
 
 def _note_waits(request: RequestContext, loop: LoopDelay) -> None:

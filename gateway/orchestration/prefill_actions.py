@@ -168,6 +168,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
     for first in unfinished:
         first.finished, first.finish_reason = False, 0  # whatever that worker thought
     attempt.start(unfinished)
+    request.specs.forget_spans()
 
 
 def _record_prefill(request: RequestContext, done: pb.Done) -> None:
@@ -175,7 +176,8 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
     if not request.answer.begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
-        record.measured.read_waits, record.measured.is_read_apart = done.waits, attempt.prefill is not None
+        record.measured.read_place_s, record.measured.read_block_s = done.waits.place_s, done.waits.block_s
+        record.measured.is_read_apart = attempt.prefill is not None
         record.measured.prefill_core_wait = attempt.reader.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens
         attempt.reader.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)

@@ -104,7 +104,8 @@ class PromptReading:
         leg.send(prefill=pb.Prefill(spec=self._spec))
         until = self._silence_until() if GRANTS_POOLING in leg.link.limits.features else self._parts.deadline
         while True:
-            entry = await self._mailbox.next(until)
+            await self._mailbox.woken(until)
+            entry = self._mailbox.take()
             self._check_deadline("prefilling")
             if entry is None and now() >= until:
                 if self._leaves_silent(leg, now() - until):

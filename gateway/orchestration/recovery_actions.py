@@ -99,8 +99,15 @@ def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestSta
 
 
 def _reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
-    key_id, spec = request.answer.key_id, request.attempt.spec
-    return Reattach(key_id, request.mailbox, spec, next_index, request.deadline, previous_attempt)
+    """`next_index`: the first wanted output token of each choice; `previous_attempt`: the attempt whose sequence is wanted,
+    0: any of the request."""
+    attach = pb.Attach(
+        previous_attempt=previous_attempt,
+        next_index=next_index,
+        fingerprint=request.attempt.fingerprint,
+        traceparent=request.specs.traceparent,
+    )
+    return Reattach(request.answer.key_id, request.mailbox, attach, request.deadline)
 
 
 def _start_over_if_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestState | None:

@@ -34,6 +34,23 @@ class RequestContext:
     """Its parts: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost sequence,
     `failures` judges, `place` waits in a line, `answer` goes to the client. It knows nothing of its state."""
 
+    __slots__ = (
+        "queues",
+        "answer",
+        "record",
+        "deadline",
+        "is_resumed",
+        "mailbox",
+        "place",
+        "router",
+        "failures",
+        "attempt",
+        "reattach",
+        "lost",
+        "specs",
+        "_is_room_called",
+    )
+
     def __init__(
         self,
         router: Router,
@@ -53,7 +70,7 @@ class RequestContext:
         self.attempt = self._new_attempt()
         self.reattach: Reattach | None = None
         self.lost: Occurrence[Lost] | None = None  # what `reattach` answers; None: the client resumes
-        self._specs = prepared.specs
+        self.specs = prepared.specs
         self._is_room_called = False
 
     def begin_attempt(self) -> None:
@@ -68,7 +85,8 @@ class RequestContext:
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
             attempt.output_ids = list(choices[0].token_ids) if len(choices) == 1 else []
-            attempt.spec = self._specs.build(attempt.output_ids, self.answer.begun)
+            attempt.spec = self.specs.build(attempt.output_ids, self.answer.begun)
+            attempt.fingerprint = attempt.spec.fingerprint
         attempt.spec.budget_ms = budget_ms(self.deadline)
 
     def leave_line(self) -> None:

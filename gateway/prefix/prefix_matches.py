@@ -28,6 +28,8 @@ _FEW = 64  # more workers than a request looks at
 class Matches(Mapping[bytes, int]):
     """Map a worker to the number of leading spans that it holds, the longest first. Belongs to one request."""
 
+    __slots__ = ("_places", "_rng", "_first", "_levels")
+
     def __init__(self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG):
         """`holders_of`: for each span from the first on, the bits of its holders; read as far as needed. Holders of
         equally many are listed from a random one on: otherwise all requests would ask the same worker."""

@@ -16,6 +16,8 @@ _WORKER_POLL_S = 0.05  # while no worker serves that could take over
 class QueuePlace:
     """A place in one queue at most. `on_room()` is called when it is first and there may be room."""
 
+    __slots__ = ("_queued", "_on_room", "max_wait_s", "_entry", "_since", "_joined_at", "_retry_at", "waited_s")
+
     def __init__(self, queued: QueuedRequest, on_room: Callable[[], None], max_wait_s: float):
         self._queued, self._on_room, self.max_wait_s = queued, on_room, max_wait_s
         self._entry: tuple[WaitingQueue, QueueEntry] | None = None

@@ -1,6 +1,7 @@
 """All that is known of one request, for its spans, metrics and log line: filled in as it proceeds, and complete or not
 when it ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_longest_output: int = 0  # of the longest choice
-    finish_reasons: list[str] = field(default_factory=list)
+    finish_reasons: Sequence[str] = ()
     decision: Decision | None = None
     source: str | None = None  # the worker that gave a prefix to the prefill worker
     num_attempts: int = 0
@@ -62,8 +63,8 @@ class RequestRecord:
     num_reused_tokens: int = 0  # by later attempts, of what other workers still held
     num_recomputed_tokens: int = 0
     batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said
-    retries: list[Retry] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    retries: tuple[Retry, ...] = ()
+    failures: tuple[Failure, ...] = ()
     phase: str = "tokenizing"  # the last that it reached
 
     def note_attached(self) -> None:
@@ -81,4 +82,4 @@ class RequestRecord:
         if self.phase == "awaiting prefill" and self.stamps.first_sent is None:
             self.stamps.prefill_sent = None  # that worker did not accept it
         if len(self.retries) < _MAX_RETRIES:
-            self.retries.append(Retry(now(), worker, self.phase, reason))
+            self.retries = (*self.retries, Retry(now(), worker, self.phase, reason))

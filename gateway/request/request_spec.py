@@ -5,16 +5,28 @@ from collections.abc import Sequence
 
 from baton.constraints.constraint import write_constraint
 from baton.service.codec import budget_ms
+from baton.service.observe.telemetry import TraceContext, format_traceparent
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
-from gateway.prefix.prefix_hashes import PrefixHashes
+from gateway.prefix.prefix_hashes import Named, PrefixHashes
 from gateway.request.validation import Checked
 from kvtransfer.naming import SPAN_TOKENS, SpanHash
 
 
 class SpecBuilder:
     """Build the RequestSpec of each attempt of one request."""
+
+    __slots__ = (
+        "_checked",
+        "_prompt_ids",
+        "_max_tokens",
+        "_names",
+        "_tenant",
+        "_context",
+        "_deadline",
+        "_prompt_spans",
+    )
 
     def __init__(
         self,
@@ -23,20 +35,26 @@ class SpecBuilder:
         max_tokens: int,
         names: PrefixHashes,
         tenant: str,
-        traceparent: str,
+        context: TraceContext,
         deadline: float,
     ):
-        """`deadline`: time.monotonic(). Raises Unavailable before a worker has said which model is served."""
+        """`context`: the request's span; `deadline`: time.monotonic()."""
         self._checked, self._prompt_ids, self._max_tokens = checked, prompt_ids, max_tokens
-        self._names, self._tenant, self._traceparent, self._deadline = names, tenant, traceparent, deadline
-        self._prompt_spans = names.spans(tenant, prompt_ids, adapter=checked.adapter)
+        self._names, self._tenant, self._context, self._deadline = names, tenant, context, deadline
+        self._prompt_spans: Named | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """The request's span, as workers are told of it."""
+        return format_traceparent(self._context)
 
     @property
     def reusable_spans(self) -> list[SpanHash]:
-        """The names of the prompt's full spans that a worker may have cached; the last token is always computed."""
+        """The names of the prompt's full spans that a worker may have cached; the last token is always computed. Raises
+        Unavailable before a worker has said which model is served."""
         if self._checked.asks_for_prompt_logprobs:
             return []
-        return self._prompt_spans.hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
+        return self._named_prompt().hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
 
     def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
         """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
@@ -58,17 +76,29 @@ class SpecBuilder:
         if has_begun or not checked.asks_for_prompt_logprobs:
             spec.sampling.ClearField("prompt_logprobs")
         spec.token_ids.extend(output_ids)
-        named = self._prompt_spans
-        if output_ids:
+        if not output_ids:
+            named = self._named_prompt()
+        else:
             named = self._names.spans(self._tenant, self._prompt_ids, output_ids, checked.adapter)
         spec.span_hashes.extend(named.hashes)
         spec.chain_parent = named.parent
         spec.priority = checked.priority
         spec.tenant_mark = self._names.mark(self._tenant)
-        spec.traceparent = self._traceparent
+        spec.traceparent = self.traceparent
         spec.budget_ms = budget_ms(self._deadline)
         spec.speculation.CopyFrom(checked.speculation)
         return spec
+
+    def forget_spans(self) -> None:
+        """Name the prompt's spans anew if there is another attempt: they would be a third of what an open stream takes for
+        a long prompt."""
+        self._prompt_spans = None
+
+    def _named_prompt(self) -> Named:
+        if self._prompt_spans is None:
+            adapter = self._checked.adapter
+            self._prompt_spans = self._names.spans(self._tenant, self._prompt_ids, adapter=adapter)
+        return self._prompt_spans
 
 
 def pooled_spec(

@@ -33,6 +33,9 @@ class Stamps:
     ended: float | None = None  # an answer: last_sent; anything else: when it was given up
 
 
+_NO_REPORT = worker_pb2.DecodeReport()  # never changed: each message is 0.5 KB of an open stream
+
+
 @dataclass(slots=True)
 class Measured:
     """Durations that workers reported, each on its own clock."""
@@ -41,16 +44,17 @@ class Measured:
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     after_last_ready_s: float = 0.0
-    decode: worker_pb2.DecodeReport = field(default_factory=worker_pb2.DecodeReport)
+    decode: worker_pb2.DecodeReport = field(default_factory=lambda: _NO_REPORT)
     # What the phases were spent waiting for (gateway/request/bounds.py): shares of the workers' time in which they waited for
     # a core, seconds in which messages waited for the client, seconds in this gateway's lines by what was waited for there,
-    # and those on the worker that read the prompt, which a prefill worker or the decode worker has done.
+    # and those on the worker that read the prompt, for a place in its batch and for blocks: a prefill worker, or the decode worker.
     prefill_core_wait: float = 0.0
     decode_core_wait: float = 0.0
     unread_s: float = 0.0
     path: PathDelay = PathDelay()
     in_line_s: dict[str, float] = field(default_factory=dict)
-    read_waits: worker_pb2.Waits = field(default_factory=worker_pb2.Waits)
+    read_place_s: float = 0.0
+    read_block_s: float = 0.0
     is_read_apart: bool = False
 
 

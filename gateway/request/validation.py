@@ -23,6 +23,8 @@ from gateway.text.templates import Conversation
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NO_IDS: frozenset[int] = frozenset()
+_NO_SPECULATION = pb.Speculation()  # never changed: each message is 0.5 KB of an open stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,9 @@ class Checked:
     text: str | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
     messages: Conversation | None = field(repr=False)
-    sampling: worker_pb2.WorkerSampling  # nothing is unset any more
+    sampling_bytes: bytes  # a WorkerSampling, a seventh of what it is as a message
+    num_choices: int
+    seed: int
     max_tokens: int | None  # None: not asked for
     min_tokens: int
     stops: tuple[str, ...] = field(repr=False)
@@ -47,13 +51,17 @@ class Checked:
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
+    num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
+    asks_for_prompt_logprobs: bool = (
+        False  # they are still to be had: a client that has a token of the answer has them too
+    )
     stream_interval_s: float = 0.0  # between two messages of a choice
     adapter: bytes = b""  # identity of the one to answer with; empty: none
 
     @property
-    def asks_for_prompt_logprobs(self) -> bool:
-        """Return whether they are still to be had: a client that has a token of the answer has them too."""
-        return self.sampling.HasField("prompt_logprobs") and not any(self.resume_from)
+    def sampling(self) -> worker_pb2.WorkerSampling:
+        """Return a message in which nothing is unset any more: a new one each time."""
+        return worker_pb2.WorkerSampling.FromString(self.sampling_bytes)
 
     @property
     def input_field(self) -> str:
@@ -62,11 +70,10 @@ class Checked:
 
     def without_content(self) -> "Checked":
         """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
-        sampling = worker_pb2.WorkerSampling()
-        sampling.CopyFrom(self.sampling)
+        sampling = self.sampling
         sampling.ClearField("logit_bias")
-        kept = replace(self, text=None, token_ids=None, messages=None, sampling=sampling)
-        return replace(kept, stops=(), stop_token_ids=frozenset(), constraint=None)
+        kept = replace(self, text=None, token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString())
+        return replace(kept, stops=(), stop_token_ids=_NO_IDS, constraint=None)
 
 
 def check_model(asked: str, served: ServedModel) -> bytes:
@@ -105,14 +112,17 @@ def check(
     adapter = check_model(request.model, served)
     text, token_ids, messages = check_input(request, served)
     stopping = request.stopping
-    request_id = _request_id(request.request_id)
+    request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
+    resume_from = _resume_from(request, served)
     return Checked(
         request_id=request_id,
         key_id=_key_id(request_id, tenant),
         text=text,
         token_ids=token_ids,
         messages=messages,
-        sampling=_sampling(request.sampling, served),
+        sampling_bytes=sampling.SerializeToString(),
+        num_choices=sampling.n,
+        seed=sampling.seed,
         max_tokens=_max_tokens(stopping, served),
         min_tokens=stopping.min_tokens,
         stops=_stops(stopping.stop, served.limits),
@@ -122,9 +132,11 @@ def check(
         speculation=_speculation(request.speculation, served),
         slo_class=_slo_class(request.slo_class, served),
         names_class=bool(request.slo_class),
-        resume_from=_resume_from(request, served),
+        resume_from=resume_from,
         constraint=_constraint(request),
         echo=_echo(request),
+        num_prompt_logprobs=sampling.prompt_logprobs,
+        asks_for_prompt_logprobs=sampling.HasField("prompt_logprobs") and not any(resume_from),
         stream_interval_s=_stream_interval_s(request.stream_interval_ms),
         adapter=adapter,
     )
@@ -167,14 +179,14 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     if max_tokens is None:
         limits = served.limits
         max_tokens = min(
-            served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.sampling.n
+            served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.num_choices
         )
     elif max_tokens > room:
         message = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
         _refuse("stopping.max_tokens", message)
-    elif checked.sampling.n * max_tokens > served.limits.output_tokens:
+    elif checked.num_choices * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
-    num_asked = (checked.sampling.prompt_logprobs + 1) * num_prompt_tokens
+    num_asked = (checked.num_prompt_logprobs + 1) * num_prompt_tokens
     if checked.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
         _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
     for index, num_received in enumerate(checked.resume_from):
@@ -289,6 +301,8 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
         )
     if speculation.num_tokens > MAX_DRAFT_TOKENS:
         _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
+    if not speculation.ByteSize():
+        return _NO_SPECULATION
     copy = pb.Speculation()  # what is a part of a message keeps all of it
     copy.CopyFrom(speculation)
     return copy
@@ -327,10 +341,11 @@ def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
 def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
     """Return the ids that end a choice; the model's end-of-sequence ids are among them unless they must be
     ignored."""
-    asked = frozenset(stopping.stop_token_ids)
-    if asked:
-        check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
-    return asked if stopping.ignore_eos else asked | served.eos_ids
+    ends = _NO_IDS if stopping.ignore_eos else served.eos_ids
+    if not stopping.stop_token_ids:
+        return ends  # one set for all requests
+    check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
+    return ends.union(stopping.stop_token_ids)
 
 
 def _refuse(field: str, message: str):

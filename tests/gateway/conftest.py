@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from baton.service.clock import now
+from baton.service.observe.telemetry import TraceContext
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2_grpc
 from gateway.api.ports import open_ports
@@ -106,7 +107,7 @@ class Cluster:
         """Every decode worker has such a sequence, as if its session had been lost."""
         request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed)
         checked, names = check(request, self.fleet.model), self.pipeline.names
-        spec = SpecBuilder(checked, prompt, max_tokens, names, DEFAULT_TENANT, "", now() + 60).build()
+        spec = SpecBuilder(checked, prompt, max_tokens, names, DEFAULT_TENANT, TraceContext(0, 0), now() + 60).build()
         for worker in self.decode:
             worker.parked[request_id] = spec
 

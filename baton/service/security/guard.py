@@ -207,6 +207,8 @@ class _Messages:
     """Iterate over what a caller sends. gRPC's own iterator and its call hold each other: a circle, in which all of a call
     that was not read to its end would wait for the collector, about 400 calls of a busy gateway."""
 
+    __slots__ = ("_context",)
+
     def __init__(self, context: grpc.aio.ServicerContext):
         self._context = context
 

@@ -73,9 +73,14 @@ def test_after_a_rest_nothing_waits(clock):
     assert len(due(turns)) == 12
 
 
+async def _next(mailbox: Mailbox, until: float) -> tuple | None:
+    await mailbox.woken(until)
+    return mailbox.take()
+
+
 async def test_what_waits_goes_on_without_another_step():
     it, mailbox, leg = TokenBatching(), Mailbox(), object()
-    reading = asyncio.create_task(mailbox.next(token_batching.now() + 60))
+    reading = asyncio.create_task(_next(mailbox, token_batching.now() + 60))
     await asyncio.sleep(0)
     mailbox.add(leg, 0, 5, [7], [], 0)
     it.hold([mailbox])
@@ -110,10 +115,10 @@ async def test_a_wait_ends_when_it_should_whatever_the_one_before():
     """The timer of a wait stays for the next one; one that ends sooner, or later, is not cut short or drawn out."""
     mailbox = Mailbox()
     for first_s, second_s in ((60.0, 0.02), (0.01, 0.05)):
-        waiting = asyncio.create_task(mailbox.next(token_batching.now() + first_s))
+        waiting = asyncio.create_task(_next(mailbox, token_batching.now() + first_s))
         await asyncio.sleep(0)
         mailbox.post(None, "read")
         assert await waiting == (None, "read") and mailbox.take() is None
         until = token_batching.now() + second_s
-        assert await mailbox.next(until) is None and token_batching.now() >= until
+        assert await _next(mailbox, until) is None and token_batching.now() >= until
     mailbox.close()

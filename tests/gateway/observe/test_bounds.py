@@ -30,8 +30,7 @@ def drawn(rng: random.Random) -> Measured:
     few = lambda most: rng.choice((0.0, rng.uniform(0, most)))  # noqa: E731
     report = worker_pb2.DecodeReport(kv_wait_s=few(2), decode_queue_s=few(2), first_step_s=few(1), decode_s=few(5))
     path = PathDelay(LoopDelay(few(1), few(1)), few(1))
-    waits = lambda: worker_pb2.Waits(place_s=few(2), block_s=few(2))  # noqa: E731
-    report.waits.CopyFrom(waits())
+    report.waits.place_s, report.waits.block_s = few(2), few(2)
     in_line_s = {bound: few(2) for bound in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5}
     return Measured(
         few(2),
@@ -44,7 +43,8 @@ def drawn(rng: random.Random) -> Measured:
         few(4),
         path,
         in_line_s,
-        waits(),
+        few(2),
+        few(2),
         rng.random() < 0.5,
     )
 
@@ -69,9 +69,9 @@ def test_they_add_up_to_the_phases():
         ("cores", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.6)),
         ("prefill compute", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.4)),
         ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(prefill_s=1)),
-        ("prefill queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_A_PLACE, is_read_apart=True)),
-        ("decode queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_A_PLACE)),
-        ("kv pool", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_waits=FOR_BLOCKS)),
+        ("prefill queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_place_s=7, is_read_apart=True)),
+        ("decode queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_place_s=7)),
+        ("kv pool", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, read_block_s=7)),
         ("kv pool", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"kv pool": 8})),
         ("decode queue", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"decode queue": 8})),
         ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(in_line_s={"prefill queue": 8})),

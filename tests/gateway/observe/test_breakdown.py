@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from baton.service.observe import genai_metrics, telemetry
+from baton.v1 import worker_pb2
 from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
 from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
@@ -26,8 +27,8 @@ def test_the_phases_add_up_in_every_ending(num_reached, reported_s):
     stamps = Stamps(received=100.0, ended=101.0 + num_reached)
     for index, name in enumerate(DURATIONS[:num_reached]):
         setattr(stamps, name, 101.0 + index)
-    measured = Measured(queue_s=reported_s, prefill_s=reported_s, transfer_s=reported_s)
-    measured.decode.kv_wait_s = measured.decode.first_step_s = reported_s
+    report = worker_pb2.DecodeReport(kv_wait_s=reported_s, first_step_s=reported_s)
+    measured = Measured(queue_s=reported_s, prefill_s=reported_s, transfer_s=reported_s, decode=report)
     spent = breakdown(stamps, measured)
     assert sum(spent.values()) == pytest.approx(1.0 + num_reached) and min(spent.values()) >= 0
     assert set(spent) <= set(PHASES)

@@ -6,11 +6,15 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
+from baton.service.clock import now
+from baton.service.errors import DeadlineExceeded
 from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
+from gateway.request.validation import check
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.gateway.records import record
 
 GATES = {"admit": "decode", "accept": "prefill", "prefill": "prefill", "fetch": "decode", "decode": "decode"}
 
@@ -256,12 +260,31 @@ async def test_a_client_that_does_not_read(cluster, monkeypatch):
         await reached(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
         # The request's reader waits, as it would in a write.
-        monkeypatch.setattr(Mailbox, "next", lambda mailbox, until: asyncio.Event().wait())
+        monkeypatch.setattr(Mailbox, "woken", lambda mailbox, until: asyncio.Event().wait())
         c.decode[0].release("decode")
         await c.until(lambda: "cancel" in c.decode[0].kinds())
         assert 50 < leg.num_unread <= 54
         await c.until(lambda: not c.decode[0].held)
         call.cancel()
+        await c.idle()
+
+
+@pytest.mark.parametrize("written", [0, 1, 5])
+async def test_a_client_that_does_not_read_until_its_deadline(cluster, written):
+    """Whichever message it leaves unread: the first, one amid them, or the last, which is written when all has come."""
+    async with cluster() as c:
+        model, messages = c.fleet.model, []
+
+        async def emit(message) -> None:
+            messages.append(message)
+            if len(messages) > written:
+                await asyncio.Event().wait()
+
+        checked = check(make_request(PROMPT, max_tokens=6), model)
+        deadline = now() + 0.5
+        with pytest.raises(DeadlineExceeded, match="did not read"):
+            await c.pipeline.serve(checked, model, deadline, record(), emit)
+        assert now() >= deadline and len(messages) == written + 1
         await c.idle()
 
 
