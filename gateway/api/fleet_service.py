@@ -5,7 +5,6 @@ import os
 import grpc
 
 from baton.service.clock import now
-from baton.service.errors import BatonError, abort
 from baton.v1 import fleet_pb2 as pb
 from gateway.catalog.catalog import Catalog
 from gateway.catalog.model_version import ModelVersion
@@ -40,21 +39,15 @@ class FleetService:
         return self.requests(request)
 
     async def AddModel(self, request: pb.AddModelRequest, context: grpc.aio.ServicerContext) -> pb.AddModelResponse:
-        """Serve another model, or another under a name that is served."""
-        try:
-            await self._catalog.add(request.name, request.path, request.identity)
-        except BatonError as error:
-            await abort(context, error)
+        """Serve another model, or another under a name that is served. Raises BatonError."""
+        await self._catalog.add(request.name, request.path, request.identity)
         return pb.AddModelResponse()
 
     async def RemoveModel(
         self, request: pb.RemoveModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.RemoveModelResponse:
-        """Serve a model no more."""
-        try:
-            return pb.RemoveModelResponse(num_running=self._catalog.remove(request.name))
-        except BatonError as error:
-            await abort(context, error)
+        """Serve a model no more. Raises BatonError."""
+        return pb.RemoveModelResponse(num_running=self._catalog.remove(request.name))
 
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         """Return requests that run, and the last that have ended."""

@@ -2,7 +2,6 @@
 
 import grpc
 
-from baton.service.errors import BatonError, abort
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from gateway.discovery.registration import TTL_S, Registrations
@@ -15,9 +14,6 @@ class RegistrationService(worker_pb2_grpc.RegistrationServicer):
         self._registrations = registrations
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
-        """Keep the worker's address for TTL_S. Aborts the call with INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
-        try:
-            await self._registrations.note(request.role, request.address)
-        except BatonError as error:
-            await abort(context, error)
+        """Keep the worker's address for TTL_S. Raises InvalidRequest, Overloaded."""
+        await self._registrations.note(request.role, request.address)
         return pb.RegisterResponse(ttl_s=TTL_S)

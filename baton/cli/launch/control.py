@@ -9,7 +9,7 @@ import grpc
 from baton.cli.launch.placing.launcher import MAX_WORKERS, LaunchError, PlacedWorker, WorkerLauncher
 from baton.cli.launch.placing.ports import PortError
 from baton.protocol import ROLES
-from baton.service.errors import BatonError, FailedPrecondition, InvalidRequest, Overloaded, abort
+from baton.service.errors import FailedPrecondition, InvalidRequest, Overloaded
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.net.server import bind, make_server
 from baton.service.security.access import Access
@@ -55,16 +55,14 @@ class _LauncherService(fleet_pb2_grpc.LauncherServicer):
                 raise Overloaded(f"at most {MAX_WORKERS} workers", 60.0, reason="TOO_MANY_WORKERS")
             await self._launcher.start(request.role, request.number)
         except (LaunchError, PortError) as error:
-            await abort(context, FailedPrecondition(str(error)))
-        except BatonError as error:
-            await abort(context, error)
+            raise FailedPrecondition(str(error)) from None
         return pb.StartWorkersResponse()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context) -> pb.DrainWorkerResponse:
         try:
             await self._launcher.drain(request.name)
         except LaunchError as error:
-            await abort(context, FailedPrecondition(str(error)))
+            raise FailedPrecondition(str(error)) from None
         return pb.DrainWorkerResponse()
 
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context) -> AsyncIterator[pb.WatchWorkersResponse]:

@@ -130,12 +130,15 @@ class Guard(grpc.aio.ServerInterceptor):
                 message = await self._read(place.first(messages), context, method)
                 if handler.request_streaming:
                     message = self._from(message, messages, context, method)
-                responses = serve(message, context)
-                if not is_generator:
-                    return await responses
-                async with contextlib.aclosing(responses):
-                    async for response in responses:
-                        await context.write(response)
+                try:
+                    responses = serve(message, context)
+                    if not is_generator:
+                        return await responses
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            await context.write(response)
+                except BatonError as error:
+                    await abort(context, error)
 
         make = getattr(grpc, f"stream_{stream}_rpc_method_handler")
         return make(guarded, _readable(handler.request_deserializer), handler.response_serializer)

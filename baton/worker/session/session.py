@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 from baton.protocol import KEEPER_VARIABLE, PROTOCOL, ROLES
-from baton.service.errors import BatonError, FailedPrecondition, InvalidRequest, abort
+from baton.service.errors import FailedPrecondition, InvalidRequest
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -42,38 +42,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return described
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
-        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now."""
+        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now. Raises
+        InvalidRequest, FailedPrecondition."""
         if request.next_role not in ("", *ROLES):
-            await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
+            raise InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end")
         if request.stay_away and request.next_role:
-            await abort(context, InvalidRequest("stay_away", "and next_role exclude each other"))
+            raise InvalidRequest("stay_away", "and next_role exclude each other")
         if not 0 <= request.grace_s < MAX_GRACE_S:
-            await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))
-        try:
-            num_sequences = self._drain.ask(request.next_role, request.grace_s, request.stay_away)
-        except FailedPrecondition as error:
-            await abort(context, error)
+            raise InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}")
+        num_sequences = self._drain.ask(request.next_role, request.grace_s, request.stay_away)
         keeper = os.environ.get(KEEPER_VARIABLE, "")
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0], keeper=keeper)
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context) -> pb.LoadAdapterResponse:
-        """Read an adapter for requests to come."""
-        try:
-            return pb.LoadAdapterResponse(identity=await self._adapters.load(request.name, request.path))
-        except BatonError as error:
-            await abort(context, error)
+        """Read an adapter for requests to come. Raises BatonError."""
+        return pb.LoadAdapterResponse(identity=await self._adapters.load(request.name, request.path))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context) -> pb.UnloadAdapterResponse:
-        """Take an adapter from requests to come."""
-        try:
-            self._adapters.unload(request.name)
-        except BatonError as error:
-            await abort(context, error)
+        """Take an adapter from requests to come. Raises BatonError."""
+        self._adapters.unload(request.name)
         return pb.UnloadAdapterResponse()
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
-        """Serve one session until the gateway hangs up or the worker closes it."""
-        hello = await self._greet(commands, context)
+        """Serve one session until the gateway hangs up or the worker closes it. Raises FailedPrecondition."""
+        hello = await self._greet(commands)
         outbox = Outbox(context.write, self._commands.on_read, before_endings=self._sessions.send_block_events)
         if (last := self._sessions.open(hello.instance, outbox)) is not None:
             self._commands.on_stream_lost(last)
@@ -94,24 +86,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             why = next((_words(end) for end in ends if isinstance(end, Exception)), "hung up")
             log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
 
-    async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
-        """Return the gateway's Hello. Abort with FAILED_PRECONDITION where the two cannot talk."""
+    async def _greet(self, commands: AsyncIterator[pb.Command]) -> pb.Hello:
+        """Return the gateway's Hello. Raises FailedPrecondition where the two cannot talk."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 command = await anext(commands, None)
         except TimeoutError:
             command = None
         if command is None or not command.HasField("hello"):
-            await abort(context, FailedPrecondition("the first command of a session must be Hello"))
+            raise FailedPrecondition("the first command of a session must be Hello")
         hello = command.hello
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             spoken = f"{hello.protocol_min} to {hello.protocol_max}"
-            await abort(
-                context,
-                FailedPrecondition(
-                    f"this worker speaks protocol {PROTOCOL}, the gateway {spoken}: upgrade the older of the two",
-                    reason="PROTOCOL_MISMATCH",
-                ),
+            raise FailedPrecondition(
+                f"this worker speaks protocol {PROTOCOL}, the gateway {spoken}: upgrade the older of the two",
+                reason="PROTOCOL_MISMATCH",
             )
         return hello
 
