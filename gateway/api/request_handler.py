@@ -117,11 +117,12 @@ class RequestHandler:
         record = self._record(operation, call)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
+            del call  # what is needed no more is not kept for the length of an answer
             request = box.pop()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
                 record.checked = checked = check(request, model, record.tenant, self._max_priority(record.tenant))
-                del request  # a prompt is not kept for the length of its answer
+                del request  # and its prompt
                 await version.pipeline.serve(checked, model, deadline, record, emit)
 
     async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:

@@ -1,6 +1,7 @@
 """The events of one request's legs, in one place and in order of arrival."""
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,6 +62,7 @@ class _Done:
 
 
 _DONE = _Done()
+_CONTEXT = contextvars.Context()  # of all timers: each would have a copy of its own
 
 
 class Mailbox:
@@ -169,7 +171,7 @@ class Mailbox:
             self._stop_timer()
         if self._timer is None:
             self._timer_at = until
-            self._timer = loop.call_later(max(0.0, until - now()), self._ring)
+            self._timer = loop.call_later(max(0.0, until - now()), self._ring, context=_CONTEXT)
 
     def _ring(self) -> None:
         self._timer = None

@@ -84,7 +84,7 @@ class RequestContext:
         A single choice continues from the tokens that it has; several start over, and repeat what the client has."""
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
-            attempt.output_ids = list(choices[0].token_ids) if len(choices) == 1 else []
+            attempt.output_ids = tuple(choices[0].token_ids) if len(choices) == 1 else ()
             attempt.spec = self.specs.build(attempt.output_ids, self.answer.begun)
             attempt.fingerprint = attempt.spec.fingerprint
         attempt.spec.budget_ms = budget_ms(self.deadline)
