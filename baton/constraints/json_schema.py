@@ -1,6 +1,7 @@
 """The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
 library would not keep to as it stands is refused too, or written otherwise."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,12 @@ KEYWORDS = {
     "items": _SCHEMA,  # or a list of them
 }  # fmt: skip
 _BRACKETS = re.compile(r"\\.|\[\^?\]?|\]", re.DOTALL)  # a bracket that closes at once is a character
+_ANY_NAME = "^(?s:.*)$"
+# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only where
+# there are none, and would not find what a reference leads to.
+_NAMES_AS_THEY_ARE = re.compile(
+    r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties'
+)
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
@@ -62,27 +69,45 @@ def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]
 
 
 def rewrite_schema(schema: Any) -> Any:
-    """Return a checked schema in words that the library keeps to: `uniqueItems` only where it says something, and
-    patterns whose classes are without NUL."""
+    """Return a checked schema in words that the library keeps to: `uniqueItems` only where it says something, patterns
+    whose classes are without NUL, and names that are not written with escapes."""
+    return _rewritten(schema, not _NAMES_AS_THEY_ARE.search(json.dumps(schema)))
+
+
+def _rewritten(schema: Any, may_rewrite_names: bool) -> Any:
     if isinstance(schema, list):
-        return [rewrite_schema(each) for each in schema]
+        return [_rewritten(each, may_rewrite_names) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        keyword: _rewrite_value(keyword, value)
-        for keyword, value in schema.items()
-        if (keyword, value) != ("uniqueItems", False)
-    }
+    names = _plain_names(schema) if may_rewrite_names else {}
+    rewritten = {}
+    for keyword, value in schema.items():
+        if (keyword, value) != ("uniqueItems", False) and keyword not in names:
+            rewritten[keyword] = _rewritten_value(keyword, value, may_rewrite_names)
+        if keyword == "properties":  # keywords with one that stands for others between them are read one by one
+            rewritten.update(names)
+    return rewritten
 
 
-def _rewrite_value(keyword: str, value: Any) -> Any:
+def _plain_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none is
+    needed: the library, which compares texts, would take a property's name with one for another name."""
+    if not schema.get("properties") or schema.get("additionalProperties", True) not in (True, {}):
+        return {}
+    return {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
+
+
+def _rewritten_value(keyword: str, value: Any, may_rewrite_names: bool) -> Any:
     if keyword == "pattern" and isinstance(value, str):
         return _without_nul(value)
     kind = KEYWORDS.get(keyword)  # what a reference leads to may stand where no schema was looked for
     if kind == _NAMED and isinstance(value, dict):
         is_pattern = keyword == "patternProperties"
-        return {_without_nul(name) if is_pattern else name: rewrite_schema(each) for name, each in value.items()}
-    return rewrite_schema(value) if kind in (_SCHEMA, _LIST) else value
+        return {
+            _without_nul(name) if is_pattern else name: _rewritten(each, may_rewrite_names)
+            for name, each in value.items()
+        }
+    return _rewritten(value, may_rewrite_names) if kind in (_SCHEMA, _LIST) else value
 
 
 def _without_nul(pattern: str) -> str:

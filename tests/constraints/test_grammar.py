@@ -66,6 +66,54 @@ def test_a_class_of_a_pattern_has_no_characters_of_its_own(pattern, good, bad):
             assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
 
 
+def test_no_name_of_a_property_is_written_with_escapes():
+    """Beside names of others, which may be anything else."""
+    inner = {"properties": {"a": {"type": "integer"}, "größe": {"type": "integer"}}, "type": "object"}
+    others = ({}, {"additionalProperties": True}, {"additionalProperties": {}})
+    schemas = [
+        *({**inner, **each} for each in others),
+        *({**each, **inner} for each in others),
+        {"anyOf": [{**inner, "additionalProperties": False}, inner]},
+        {"allOf": [inner, {"type": "object", "properties": {"z": {}}, "required": ["b"]}, {"required": ["d"]}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"additionalProperties": True, "$ref": "#/$defs/y", **inner}, "y": inner}},
+    ]
+    names = ["b", "aa", "", "ü", "größe2", 'q"', "q\\", "\n\t\x01"]
+    good = [json.dumps({"b": 0, "d": 0, name: "x"}, ensure_ascii=False) for name in names]
+    good.append('{"a":1,"größe":2,"b":{},"d":[null],"e":3,"e":4}')
+    escaped = [r'"\u0061"', r'"gr\u00f6\u00dfe"', r'"gr\u00F6ße"', r'"\u0061b"']
+    bad = [f'{{"b":1,"d":2,{name}:"x"}}' for name in (*escaped, '"a"', '"größe"')]
+    for schema in schemas:
+        grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
+        for text in (*good, *bad):
+            token_ids = ids_of(text)
+            assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+        {"properties": {"a": {"const": 1}}, "patternProperties": {"^x": {"const": 2}}},
+        {"allOf": [{"properties": {"a": {"const": 1}}}, {"patternProperties": {"^x": {"const": 2}}}]},
+        {
+            "allOf": [
+                {"properties": {"a": {"const": 1}}},
+                {"properties": {"a": {}, "b": {}, "x": {"const": 2}}, "additionalProperties": False},
+            ],
+            "minProperties": 1,
+        },
+        {"properties": {"a": {"const": 1}, "y": {"$ref": "#/additionalProperties"}}, "additionalProperties": {}},
+    ],
+    ids=str,
+)
+def test_names_that_cannot_be_kept_from_escapes_are_as_free_as_they_were(schema):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "object", **schema})))
+    for text in ('{"a":1,"x":2}', '{"a":1,"x":3}'):
+        token_ids = ids_of(text)
+        is_good = "2" in text or '"const": 2' not in json.dumps(schema)
+        assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == is_good
+
+
 def test_a_cursor_is_a_function_of_the_tokens():
     """Read at once or one by one."""
     grammar, token_ids = VOCABULARY.compile(SCHEMA), ids_of(ANSWER)
