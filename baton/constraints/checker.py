@@ -55,8 +55,9 @@ def main() -> int:
 
 
 def walk(grammar: Grammar) -> None:
-    """Follow the grammar along tokens that are drawn by chance, always the same. Raises BadConstraint for one whose masks
-    take too long."""
+    """Follow the grammar along tokens that are drawn by chance, always the same, and again from its beginning where they
+    end: `{}` says nothing of other objects. Raises BadConstraint for one that cannot be followed, or whose masks take too
+    long."""
     vocabulary, cursor, token_ids = grammar.vocabulary, grammar.cursor(), list[int]()
     mask, draws = vocabulary.new_masks(1)[0], np.random.default_rng(0)
     for _ in range(_STEPS):
@@ -67,7 +68,8 @@ def walk(grammar: Grammar) -> None:
             raise BadConstraint("", f"takes more than {MAX_MASK_S} s of processor time for one token")
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not len(allowed):
-            return
+            cursor, token_ids = grammar.cursor(), []
+            continue
         token_ids.append(int(draws.choice(allowed)))
         cursor.read(token_ids)
 

@@ -1,6 +1,7 @@
 """Constraints that explode: one clear answer within bounds, and nobody else waits."""
 
 import json
+import signal
 import threading
 
 import pytest
@@ -67,6 +68,15 @@ def test_a_walk_ends_at_a_mask_that_takes_too_long(monkeypatch):
         checker.walk(vocabulary.compile(GOOD))
 
 
+def test_a_walk_that_is_soon_over_begins_again():
+    """As the first one, `{}`, where the first name may be any of too many."""
+    vocabulary = checker.Vocabulary(byte_vocabulary(), 400)
+    names = {f"name{number}": {"type": "integer"} for number in range(600)}
+    grammar = vocabulary.compile(Constraint("json_schema", json.dumps({"type": "object", "properties": names})))
+    with pytest.raises(BadConstraint, match="Current row has"):
+        checker.walk(grammar)
+
+
 def test_what_a_look_refuses_starts_no_process(checks, monkeypatch):
     monkeypatch.setattr(constraint_checks, "_Checker", lambda: pytest.fail("a process was started"))
     assert checks.check(Constraint("json_schema", '{"minimun": 1}'))[0] == "/minimun"
@@ -108,6 +118,7 @@ def test_one_that_has_too_little_time_says_nothing_of_a_constraint(checks, monke
     """It may have had no processor: its own bound is of processor time."""
     slow = Constraint("regex", "[0-9]+")
     assert checks.check(GOOD) == ("", "")
+    checks._own.process._process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(constraint_checks, "_MAX_WAIT_S", 0.0)
         with pytest.raises(Unavailable):
