@@ -242,7 +242,7 @@ def constrained(writer: GrammarWriter, kind: str, text: str) -> str:
     if kind == "regex":
         return regex(text)
     if kind == "choice":
-        return either(map(quoted, json.loads(text)))
+        return writer.terminal("CHOICE", " | ".join(map(quoted, json.loads(text))))  # one lexeme, as without calls
     schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
     return writer.json(schema if isinstance(schema, dict) else {})
 

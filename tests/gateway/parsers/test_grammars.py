@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.constraints.constraint import Constraint
+from baton.constraints.constraint import MAX_CHOICES, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
@@ -228,6 +228,16 @@ def test_every_constraint_may_follow_reasoning(constraint, texts, others):
     grammar = model.grammar(GrammarAsked({}, False, True, constraint), "<think>\n")
     for text in (*texts, *others):
         assert is_accepted(model, grammar, f"hm</think>\n\n{text}") == (text in texts), text
+
+
+def test_a_choice_of_many_texts_may_stand_beside_calls():
+    """Each a rule of its own, they would be more than the parser takes."""
+    model, texts = Model("hermes"), [f"text {number}" for number in range(MAX_CHOICES)]
+    grammar = model.grammar(GrammarAsked(TOOLS, False, True, ("choice", json.dumps(texts))))
+    cursor, ids = grammar.cursor(), model.tokens.encode(texts[-1]).ids
+    assert cursor.num_valid(ids) == len(ids)
+    cursor.read(ids)
+    assert cursor.fill(model.vocabulary.new_masks(1)[0]) and cursor.may_end
 
 
 def test_nothing_is_bound_where_nothing_has_to_be():
