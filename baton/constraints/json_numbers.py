@@ -1,5 +1,5 @@
-"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, and whole ones
-then as 64 bits of an integer."""
+"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, those of 16 digits
+and more not always as the nearest one, and whole ones then as 64 bits of an integer."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -7,9 +7,11 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 _STEPS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}  # from a bound to the first inside
+_MAX_POWER = 308  # of ten, in floating point
 _NOT_EXACT = (
     "whole numbers beyond 2**53 are not exact, this one would be {}: give one that is exact, or ask for a string"
 )
+_NOT_READ = "this number would be {}: give one of 15 digits, which are exact, or ask for a string"
 _NOT_OUTSIDE = "would not keep out the bound itself, as the other has the same whole part: give minimum and maximum"
 
 
@@ -17,14 +19,17 @@ def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what is wrong with the numbers of a schema, those of schemas in it aside, as (place, reason), or None."""
     for keyword, value in schema.items():
         if keyword in _STEPS or keyword in ("const", "enum"):
-            for place, number in _large_numbers(f"/{keyword}", value):
-                if (found := _as_kept(keyword, number)) != number:
-                    return place, _NOT_EXACT.format(found)
+            for place, number in _numbers(f"/{keyword}", value):
+                if abs(number) >= 2**53:
+                    if (found := _as_kept(keyword, int(number))) != number:
+                        return place, _NOT_EXACT.format(found)
+                elif keyword not in _STEPS and (found := _as_read(number)) != number:
+                    return place, _NOT_READ.format(found)
     return _check_open_bounds(schema)
 
 
-def _large_numbers(place: str, value: object) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers in a value of JSON that may not be exact, with their places."""
+def _numbers(place: str, value: object) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a value of JSON, with their places."""
     waiting = [(place, value)]
     while waiting:
         place, found = waiting.pop()
@@ -32,8 +37,8 @@ def _large_numbers(place: str, value: object) -> Iterator[tuple[str, int]]:
             waiting += [(f"{place}/{name[:40]}", each) for name, each in found.items()]
         elif isinstance(found, list):
             waiting += [(f"{place}/{index}", each) for index, each in enumerate(found)]
-        elif _is_number(found) and 2**53 <= abs(found) < math.inf:
-            yield place, int(found)
+        elif _is_number(found) and abs(found) < math.inf:
+            yield place, found
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -61,6 +66,17 @@ def _as_digits(number: int) -> int:
 
 def _as_float(number: int) -> float:
     return float(max(-(2**64), min(number, 2**64)))
+
+
+def _as_read(number: float) -> float:
+    """Return what it reads of a number: its digits, and their power of ten, are rounded one after the other."""
+    if len(text := repr(number)) <= 16 and "e" not in text:  # as most, of which there may be very many
+        return number
+    sign, digits, exponent = Decimal(text).as_tuple()
+    read = float("".join(map(str, digits)))
+    if (power := -int(exponent)) > _MAX_POWER:
+        read, power = read / 10.0**_MAX_POWER, power - _MAX_POWER
+    return (-read if sign else read) / float(f"1e{power}")
 
 
 def _clamped(number: int) -> int:

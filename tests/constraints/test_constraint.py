@@ -25,6 +25,8 @@ GOOD = [
     Constraint("json_schema", '{"type": "array", "uniqueItems": false, "items": {"uniqueItems": false}}'),
     Constraint("json_schema", '{"type": "integer", "minimum": 9007199254740992, "maximum": 9223372036854775807}'),
     Constraint("json_schema", '{"enum": [9007199254740992, 1000000000000000000, 1e16, 0.1, true]}'),
+    Constraint("json_schema", '{"enum": [3.141592653589793, -1e-9, 13.40495399999, 5e-324, 0.0, 4503599627370497.5]}'),
+    Constraint("json_schema", '{"type": "number", "minimum": -14.846324501625219}'),
     Constraint("json_schema", '{"type": "number", "minimum": 0.2, "exclusiveMinimum": 0, "maximum": 0.5}'),
     Constraint("json_object", ""),
     Constraint("regex", "^[0-9]+$"),
@@ -60,6 +62,12 @@ BAD = [
     ("json_schema", '{"type": "integer", "maximum": 9007199254740995}', "/maximum: whole numbers"),
     ("json_schema", '{"type": "integer", "exclusiveMinimum": 9007199254740992}', "/exclusiveMinimum: whole numbers"),
     ("json_schema", '{"minimum": 1e400}', "is not JSON"),
+    ("json_schema", '{"enum": [1, 13.5, -14.846324501625219]}', "/enum/2: this number would be -14.84632450162522"),
+    (
+        "json_schema",
+        '{"items": {"const": {"a": 9.643303714084073e-09}}}',
+        "/items/const/a: this number would be 9.6433037",
+    ),
     (
         "json_schema",
         '{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}',
