@@ -84,7 +84,7 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
             raise ValueError("has a pattern that is no text")
         # It may match anywhere. Anchors elsewhere are refused by the library.
         begin = "" if pattern.startswith("^") else "(?s:.*)"
-        end = "" if re.search(r"(?<!\\)\$\Z", pattern) else "(?s:.*)"
+        end = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"
         yield regex(f"{begin}(?:{pattern}){end}")
 
 

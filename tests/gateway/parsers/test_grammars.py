@@ -254,6 +254,8 @@ CHOSEN = {"C": {"enum": ["a", "b"], "type": "string"}, "N": {"type": "integer"}}
 TEXTS = [  # a schema, and texts that keep to it, and others
     (STRING | {"pattern": "^[0-9]{2}$"}, ["12"], ["1", "123", "x"]),
     (STRING | {"pattern": "b|c\\$"}, ["abc", "c$"], ["a", ""]),
+    (STRING | {"pattern": r"^a\\$"}, ["a\\"], ["a", "a\\b", "a$"]),
+    (STRING | {"pattern": r"^a\\\$"}, ["a\\$", "a\\$b"], ["a\\"]),
     (STRING | {"minLength": 2, "maxLength": 3}, ["ab", "a\n", "abc"], ["a", "abcd"]),
     (STRING | {"minLength": 9, "maxLength": 2000}, ["a\n</param>"], ["a", "a\n</parameter>\n<parameter=b>"]),
     (STRING | {"enum": ["a", "bc", None], "maxLength": 1}, ["a"], ["bc", "null"]),
