@@ -167,16 +167,17 @@ class _SpanSender:
 
     def __init__(self, service_name: str, endpoint: str):
         from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk import trace as sdk
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+        from baton.service.observe.span_exporter import SpanExporter
+
         self._api, self._span, self._event = trace, sdk.ReadableSpan, sdk.Event
         self._resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
         self._scope = InstrumentationScope("baton")
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
+        exporter = SpanExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
         self.processor = BatchSpanProcessor(
             exporter, max_queue_size=_QUEUE, schedule_delay_millis=_DELAY_MS, max_export_batch_size=_BATCH
         )

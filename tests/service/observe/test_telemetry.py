@@ -41,6 +41,29 @@ def test_one_trace_with_parents_and_links():
     assert spans["root"].duration_s == pytest.approx(0.25) and spans["root"].service == "tested"
 
 
+def test_spans_are_encoded_as_by_the_sdk(monkeypatch):
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+    from baton.service.observe.span_exporter import OTLPSpanExporter, SpanExporter
+
+    drawn, root, other = [], telemetry.new_context(), telemetry.new_context()
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        monkeypatch.setattr(telemetry._sender.processor, "on_end", drawn.append)
+        for value in ("text", "", "é\u2028", 0, 1, -5, 2**62, True, False, 0.0, 1.0, float("inf"), [], ["a", 2, 0.5]):
+            telemetry.emit_span("span", root, 1, 2, {"value": value, "more": value, "n": 1})
+        events = [telemetry.SpanEvent("retry", 3, {"baton.worker": "w"}), telemetry.SpanEvent("bare", 4)]
+        telemetry.emit_span("all", root, 5, 4, None, "error", kind="server", links=[other], events=events)
+        telemetry.emit_span("root", TraceContext(root.trace_id, 0), 0, 2**62, kind="client", status="cancelled")
+        exporter = SpanExporter(endpoint=receiver.endpoint, insecure=True)
+        assert exporter._translate_data(drawn[:3]) == encode_spans(drawn[:3])
+        assert exporter._translate_data(drawn) == encode_spans(drawn)
+        exporter.shutdown()
+    assert "_translate_data" in vars(OTLPSpanExporter), (
+        "the SDK no longer asks for it: all spans are encoded by the SDK"
+    )
+
+
 def test_spans_arrive_without_a_flush():
     with Receiver() as receiver:
         telemetry.setup("tested", receiver.endpoint)
