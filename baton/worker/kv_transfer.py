@@ -7,13 +7,14 @@ from baton.engine.engine import Engine
 from baton.service.security.guard import Guard
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.handoff import Handoff, Leaseholders
-from baton.worker.kv.intake import Intake
+from baton.worker.kv.intake import Intake, KVFetcher
 from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
 from baton.worker.ranks.fetches import GroupFetcher, RankFetches
 from baton.worker.ranks.group import RankPools
 from baton.worker.ranks.leases import SpreadSource
+from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.settings import WorkerSettings
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import gives, takes
@@ -89,7 +90,7 @@ class KVTransfer:
             kernels=kernels, room=memory.room, sharding=group.sharding if group.local else None,
         )  # fmt: skip
         self._fetches = [RankFetches(stream) for stream in group.local]
-        self.intake = Intake(engine, GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher)
+        self.intake = Intake(engine, self._fetcher_into(engine))
         self._address = Address(settings.listen_host, settings.advertise_host, settings.host_folder, security)
 
     async def start(self) -> None:
@@ -115,6 +116,12 @@ class KVTransfer:
             self._fetcher.close()
             for stream in self._group.local:
                 await stream.stop()
+
+    def _fetcher_into(self, engine: Engine) -> KVFetcher:
+        """Return what brings KV to all ranks."""
+        if self._group.joined:
+            return RelayingFetcher(self._fetcher, engine.pool, self._group.joined)
+        return GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
 
     def _hear(self, index: int, told: dict) -> None:
         if "fetch" in told:

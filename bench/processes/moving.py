@@ -116,6 +116,9 @@ class Destination:
     def verified(self, upto_token: int) -> None:
         """Do nothing: none waits for it here."""
 
+    async def caught_up(self) -> None:
+        """Return at once: nothing goes anywhere else."""
+
 
 class Pair:
     """`transports`: those that the source offers. `runner`: the loop that the taker lives in."""

@@ -139,6 +139,7 @@ class Fetcher:
         ]  # fmt: skip
         used: list[tuple[str, str]] = []
         await together([self._pull(pull, choice, want, used) for pull, choice in zip(pulls, choices)])
+        await shelter.caught_up()
         last_confirm = max(pull.last_confirm for pull in pulls)
         return FetchReport(
             num_tokens=handle.num_tokens - shelter.num_cached_tokens,

@@ -50,6 +50,10 @@ class Destination(Protocol):
         """Digest, generation and lease of everything below were right, the state behind it among them: it may be
         attended to and cached."""
 
+    async def caught_up(self) -> None:
+        """Wait until what is verified has gone wherever else it must go. The source is let on when it has, and the fetch ends
+        then. What this raises ends the fetch."""
+
 
 class Shelter:
     """Join the shares of one fetch: `destination` is called with what all of them have; of a prompt with a state once that is all,
@@ -98,6 +102,10 @@ class Shelter:
         if (common := min(self._verified)) > self._told and common >= self._least:
             self._told = common
             self._destination.verified(common)
+
+    async def caught_up(self) -> None:
+        """As the destination's."""
+        await self._destination.caught_up()
 
 
 class Pull:
@@ -260,6 +268,7 @@ class Pull:
             self._stay.leave(moved)
             self.num_bytes += num_bytes
             await before.wait()  # Acks go in the order of the ranges
+            await self._shelter.caught_up()
             self._acked.append(moved)
             await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
             mine.set()

@@ -134,7 +134,7 @@ def _of_ranks(
     if collectives is not None:
         own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
     elif config.remote_stages:
-        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline, stages)
+        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
     try:
         model = load_model(config, CPU, collectives, stages[0] if pipeline is not None else None, pipeline)
         ranks.wait(Ready.of(model))

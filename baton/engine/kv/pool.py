@@ -7,7 +7,6 @@ token of one head of K or of V) is encoded when it is written and decoded when i
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,18 +83,20 @@ class KVPool:
         pool._slots = pool._rows = torch.empty(0)
         return pool
 
-    def landed(self, block_ids: Sequence[int]) -> None:
-        """Say that KV has come into these blocks from another worker: here it is where all layers find it."""
-
     def layers_of_block(self, block_id: int, layers: range) -> Tensor:
         """Return the bytes of some layers of a block, rows and then scales."""
         own = slice(layers.start, layers.stop)
         rows, scales = self.blocks[block_id, own], self.scales[block_id, own]
         return torch.cat((rows.contiguous().view(torch.uint8).flatten(), scales.flatten()))
 
-    def put_layers_of_block(self, block_id: int, layers: range, data: Tensor) -> None:
-        """Write what `layers_of_block` of another pool has returned."""
-        own = slice(layers.start, layers.stop)
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bytes of a layer in `layers_of_block`."""
+        return self.group.block_bytes // self.group.num_layers
+
+    def put_layers_of_block(self, block_id: int, first_layer: int, data: Tensor) -> None:
+        """Write what `layers_of_block` of another pool has returned of layers from `first_layer` on."""
+        own = slice(first_layer, first_layer + len(data) // self.layer_bytes)
         rows, scales = self.blocks[block_id, own].view(torch.uint8), self.scales[block_id, own]
         rows.copy_(data[: rows.numel()].view(rows.shape))
         scales.copy_(data[rows.numel() :].view(scales.shape))

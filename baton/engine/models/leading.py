@@ -3,7 +3,7 @@ them a step in parts behind its own layers; and what the others do with that."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.parallel.adapters import Files, HeldAdapters, ToldAdapters
-from baton.engine.parallel.collectives import Collectives, RankLost
+from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
 from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import COPY, PUT, PipelineFollower, PipelineLeader
-from baton.engine.parallel.stage import PipelineStage, micro_batches
+from baton.engine.parallel.stage import micro_batches
 from baton.engine.parallel.sums import SumSpeed, copy_bytes_per_s, sum_often
 from kvtransfer.layout import KVLayout
 
@@ -211,25 +211,15 @@ class FirstStageOfRanks(FirstStage, LeadingModel):
 
 
 class SpreadPool(KVPool):
-    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there, and what comes
-    from another worker goes on to them."""
+    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there."""
 
-    def __init__(
-        self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader,
-        stages: Sequence[PipelineStage],
-    ):  # fmt: skip
+    def __init__(self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader):
         super().__init__(layout, num_blocks, memory)
-        self._leader, self._stages = leader, stages
+        self._leader = leader
 
     def copy_block(self, src: int, dst: int) -> None:
         super().copy_block(src, dst)
         self._leader.copy_block(src, dst)
-
-    def landed(self, block_ids: Sequence[int]) -> None:
-        with suppress(RankLost):  # the worker ends: who watches the ranks says why
-            for stage in self._stages[1:]:
-                for block_id in block_ids:
-                    self._leader.put_block(stage.index, block_id, self.layers_of_block(block_id, stage.layers))
 
 
 def _tell(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None:
@@ -247,7 +237,7 @@ def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None
         if kind == COPY:
             pool.copy_block(number, other)
         elif kind == PUT:
-            pool.put_layers_of_block(number, model.own_layers, data)
+            pool.put_layers_of_block(number, other, data)
         else:
             held.hear(number, data)
 

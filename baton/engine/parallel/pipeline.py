@@ -4,7 +4,7 @@
                   ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
     every stage   [BEAT], often: it runs
     first stage   [COPY, block, to block] ──► stages that have a pool of their own
-                  [PUT, block, bytes] and its KV of the stage's layers ──► one of these
+                  [PUT, block, first layer] and its KV of some of the stage's layers ──► one of these
                   [ADAPTER, its number, bytes] and these ──► all stages (adapters.py)
 
 The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
@@ -25,7 +25,7 @@ from torch import Tensor
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.commands import HEADER, packed, sizes_of, unpacked
-from baton.engine.parallel.stream import RankStream
+from baton.engine.parallel.stream import Bytes, RankStream
 
 STEP, DONE, BEAT, COPY, PUT, ADAPTER = range(6)
 PREFIX = 3  # int64 in front of every message
@@ -54,12 +54,6 @@ class PipelineLeader:
         stage."""
         self._give(0, (number, first_row, packed(batch)))
         self._num_inside += 1
-
-    def put_block(self, stage: int, block: int, data: Tensor) -> None:
-        """Let a stage of another host write its layers' KV of a block. From any thread."""
-        stream = self._streams[stage - 1]
-        if not stream.shares_memory:
-            stream.send(_bytes(torch.tensor((PUT, block, len(data)))), _bytes(data))
 
     def tell_adapter(self, key: int, data: Tensor) -> None:
         """Give all stages what HeldAdapters hears."""
@@ -172,6 +166,11 @@ class PipelineFollower:
     def beat(self) -> None:
         """Say that this process runs."""
         self._stream.send(_bytes(torch.tensor((BEAT, 0, 0))))
+
+
+def put_message(block: int, first_layer: int, data: Tensor) -> tuple[Bytes, Bytes]:
+    """Return the parts of the message that lets a stage of another host write what KVPool.layers_of_block has returned."""
+    return _bytes(torch.tensor((PUT, block, first_layer))), _bytes(data)
 
 
 def rows_over(memory: memoryview, hidden_size: int, dtype: torch.dtype) -> Tensor:

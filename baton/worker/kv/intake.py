@@ -43,7 +43,6 @@ class EngineBlocks:
         self._key = key
         self._on_verified = on_verified
         self._refs: list[BlockRef] = []
-        self._num_landed = num_cached_tokens
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
         """The engine is asked for new blocks alone, and for the last one again, which must be the same."""
@@ -63,19 +62,18 @@ class EngineBlocks:
         return block
 
     def verified(self, upto_token: int) -> None:
-        size = self._engine.layout.block_size
-        blocks = self._refs[self._num_landed // size : -(-upto_token // size)]
-        self._engine.pool.landed([block.block_id for block in blocks])
-        self._num_landed = upto_token
         try:
             num_computed = self._engine.admission.verified(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
         self._on_verified(num_computed)
 
+    async def caught_up(self) -> None:
+        """Return at once: the pool is where all who compute here find it."""
+
 
 class KVFetcher(Protocol):
-    """What pulls KV: kvtransfer's Fetcher, or that of a worker whose ranks have pools of their own."""
+    """What pulls KV: kvtransfer's Fetcher, or those of a worker whose ranks have pools of their own."""
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport: ...
 

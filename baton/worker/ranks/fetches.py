@@ -40,6 +40,9 @@ class _Share:
     def verified(self, upto_token: int) -> None:
         self._verified(upto_token)
 
+    async def caught_up(self) -> None:
+        await self._whole.caught_up()
+
 
 class _Shares:
     """The parts of one fetch: `destination` is told of what all of them have."""

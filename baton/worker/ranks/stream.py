@@ -1,10 +1,13 @@
 """Messages between two threads of two hosts over one gRPC call of raw bytes: a byte that says whether more follows, and
-up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call."""
+up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call.
+
+KV waits until nothing else does, and until the thread at the other end has taken most of the KV before it, of which it says so.
+"""
 
 import asyncio
 import json
 import queue
-import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -16,7 +19,10 @@ from baton.engine.parallel.stream import Bytes
 SERVICE, METHOD = "baton.rank.Raw", "Join"
 PATH = f"/{SERVICE}/{METHOD}"
 CHUNK_BYTES = 4 << 20
-_MORE, _LAST, _NOTE = b"\1", b"\0", b"\2"
+# On its way to the thread at the other end. That takes it between two parts of steps: less would not fill a link meanwhile,
+# and a step behind more would wait for long (13 ms at 10 Gbit/s).
+MAX_KV_BYTES = 16 << 20
+_LAST, _MORE, _NOTE, _LAST_OF_KV, _TAKEN = b"\0", b"\1", b"\2", b"\3", b"\4"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
 
 
@@ -27,31 +33,43 @@ class JoinedStream:
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
-        self._incoming: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._sending = threading.Lock()  # held from the first piece of a message to its last
+        self._incoming: queue.SimpleQueue[tuple[memoryview, bool] | None] = queue.SimpleQueue()  # and whether it is KV
+        self._outgoing: asyncio.Queue[list[bytes] | None] = asyncio.Queue()  # messages in pieces
+        self._num_unwritten = 0  # messages
+        self._untaken: deque[int] = deque()  # bytes of each message of KV
+        self._turn_of_kv = asyncio.Lock()
+        self._has_moved = asyncio.Event()  # a message was written or taken, or this was closed
         self._is_closed = False
         self.num_received = 0
         self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
 
     def note(self, told: dict) -> None:
         """Send a note; it is lost where the call has ended."""
-        self._put(_NOTE + json.dumps(told).encode())
+        self._put([_NOTE + json.dumps(told).encode()])
 
     def send(self, *parts: Bytes) -> None:
-        whole = memoryview(b"".join(parts))
-        chunks = [whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES)]
-        with self._sending:
-            for chunk in chunks:
-                if self._is_closed:
-                    raise RankLost("the connection of a rank has ended")
-                self._put((_LAST if chunk is chunks[-1] else _MORE) + chunk)
+        self._check_open()
+        self._put(_in_pieces(b"".join(parts), _LAST))
+
+    async def send_kv(self, *parts: Bytes) -> None:
+        """Send KV as one message, in the event loop: what is sent from the return on comes later. Raises RankLost."""
+        message = b"".join(parts)
+        async with self._turn_of_kv:
+            while not self._is_closed and (self._num_unwritten or not self._has_room(len(message))):
+                self._has_moved.clear()
+                await self._has_moved.wait()
+            self._check_open()
+            self._untaken.append(len(message))
+            self._enqueue(_in_pieces(message, _LAST_OF_KV))
 
     def receive(self) -> memoryview:
-        message = self._incoming.get()
-        if message is None:
+        came = self._incoming.get()
+        if came is None:
             self._incoming.put(None)
             raise RankLost("the connection of a rank has ended")
+        message, is_kv = came
+        if is_kv:
+            self._put([_TAKEN])
         return message
 
     def close(self) -> None:
@@ -71,24 +89,52 @@ class JoinedStream:
                 task.cancel()
             await asyncio.gather(*carrying, return_exceptions=True)
 
-    def _put(self, chunk: bytes | None) -> None:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RankLost("the connection of a rank has ended")
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """A message larger than all the room goes alone."""
+        return not self._untaken or sum(self._untaken) + num_bytes <= MAX_KV_BYTES
+
+    def _put(self, pieces: list[bytes] | None) -> None:
         with suppress(RuntimeError):  # the loop has ended, and the call with it
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, chunk)
+            self._loop.call_soon_threadsafe(self._enqueue, pieces)
+
+    def _enqueue(self, pieces: list[bytes] | None) -> None:
+        self._num_unwritten += 1
+        self._outgoing.put_nowait(pieces)
+        if pieces is None:
+            self._has_moved.set()
 
     async def _read(self, read: Callable[[], Awaitable[object]]) -> None:
         chunks: list[bytes] = []
         with suppress(*BROKEN):
             while isinstance(chunk := await read(), bytes):
                 self.num_received += 1
-                if chunk[:1] == _NOTE:
+                kind = chunk[:1]
+                if kind == _NOTE:
                     self.on_note(json.loads(chunk[1:]))
                     continue
+                if kind == _TAKEN:
+                    self._untaken.popleft()
+                    self._has_moved.set()
+                    continue
                 chunks.append(chunk[1:])
-                if chunk[:1] == _LAST:
-                    self._incoming.put(memoryview(bytearray(b"".join(chunks))))
+                if kind != _MORE:
+                    self._incoming.put((memoryview(bytearray(b"".join(chunks))), kind == _LAST_OF_KV))
                     chunks = []
 
     async def _write(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         with suppress(*BROKEN):
-            while (chunk := await self._outgoing.get()) is not None:
-                await write(chunk)
+            while (pieces := await self._outgoing.get()) is not None:
+                for piece in pieces:
+                    await write(piece)
+                self._num_unwritten -= 1
+                self._has_moved.set()
+
+
+def _in_pieces(message: bytes, last: bytes) -> list[bytes]:
+    """Return what goes over the call; `last` begins the last piece."""
+    begins = range(0, len(message), CHUNK_BYTES)
+    return [(last if at == begins[-1] else _MORE) + message[at : at + CHUNK_BYTES] for at in begins]

@@ -32,6 +32,9 @@ class _ToldBlocks:
     def verified(self, upto_token: int) -> None:
         self._verified(upto_token)
 
+    async def caught_up(self) -> None:
+        """Return at once: it goes nowhere else."""
+
 
 class RankTaker:
     """All fetches of one rank. Belongs to the event loop."""

@@ -37,6 +37,9 @@ class Destination:
             raise self.raises
         self.told.append(upto_token)
 
+    async def caught_up(self):
+        """Nothing goes anywhere else."""
+
 
 class Pulling:
     """A Fetcher that a test drives: `go` lets it verify more, or end with an error; `num_running` fetches may still write."""

@@ -49,3 +49,25 @@ async def test_messages_of_two_threads_come_out_whole():
     arriving.close()
     await asyncio.gather(*running)
     assert found == counts
+
+
+async def test_a_step_goes_before_kv_that_waits():
+    """Behind the one message of it that is under way."""
+    sending, pieces, nothing = JoinedStream(), asyncio.Queue(), asyncio.Event()
+    may_write = asyncio.Semaphore(0)
+
+    async def write(piece: bytes) -> None:
+        pieces.put_nowait(piece)
+        await may_write.acquire()
+
+    running = asyncio.create_task(sending.run(nothing.wait, write))
+    giving = [asyncio.create_task(sending.send_kv(b"kv" + bytes(1 << 20))) for _ in range(3)]
+    first = await pieces.get()
+    await asyncio.to_thread(sending.send, b"step")
+    for _ in range(8):
+        may_write.release()
+    await asyncio.gather(*giving)
+    second, *others = [await pieces.get() for _ in range(3)]
+    assert second[1:] == b"step" and all(piece[1:3] == b"kv" for piece in (first, *others))
+    sending.close()
+    await running
