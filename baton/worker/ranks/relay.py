@@ -1,6 +1,6 @@
 """KV that comes to a worker some of whose stages are on other hosts: the worker's pool gets all of it, and what is of their layers
-goes on over the streams that bring them steps, before it is verified. Ranges that come behind are acknowledged no faster than
-these stages take it."""
+goes on over the streams that bring them steps, and is written there before it is verified. Ranges that come behind are acknowledged no
+faster than these stages write it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -86,3 +86,4 @@ class RelayingFetcher:
                 layers = rank.layers[begin : begin + step]
                 data = self._pool.layers_of_block(block.block_id, layers)
                 await rank.stream.send_kv(*put_message(block.block_id, layers.start, data))
+        await rank.stream.kv_written()  # notes, as of leases, are heard in another thread than this

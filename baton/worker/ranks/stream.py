@@ -1,7 +1,8 @@
 """Messages between two threads of two hosts over one gRPC call of raw bytes: a byte that says whether more follows, and
 up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call.
 
-KV waits until nothing else does, and until the thread at the other end has taken most of the KV before it, of which it says so.
+KV waits until nothing else does, and until the thread at the other end has written most of the KV before it, of which it says so
+when it asks for the next message.
 """
 
 import asyncio
@@ -19,10 +20,10 @@ from baton.engine.parallel.stream import Bytes
 SERVICE, METHOD = "baton.rank.Raw", "Join"
 PATH = f"/{SERVICE}/{METHOD}"
 CHUNK_BYTES = 4 << 20
-# On its way to the thread at the other end. That takes it between two parts of steps: less would not fill a link meanwhile,
+# On its way to the thread at the other end. That writes it between two parts of steps: less would not fill a link meanwhile,
 # and a step behind more would wait for long (13 ms at 10 Gbit/s).
 MAX_KV_BYTES = 16 << 20
-_LAST, _MORE, _NOTE, _LAST_OF_KV, _TAKEN = b"\0", b"\1", b"\2", b"\3", b"\4"
+_LAST, _MORE, _NOTE, _LAST_OF_KV, _WRITTEN = b"\0", b"\1", b"\2", b"\3", b"\4"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
 
 
@@ -36,9 +37,11 @@ class JoinedStream:
         self._incoming: queue.SimpleQueue[tuple[memoryview, bool] | None] = queue.SimpleQueue()  # and whether it is KV
         self._outgoing: asyncio.Queue[list[bytes] | None] = asyncio.Queue()  # messages in pieces
         self._num_unwritten = 0  # messages
-        self._untaken: deque[int] = deque()  # bytes of each message of KV
+        self._kv_under_way: deque[int] = deque()  # bytes of each message of KV that the other end has not written
+        self._num_kv_written = 0  # messages, by the other end
+        self._has_kv = False  # `receive` has returned some, which is written when it is called again
         self._turn_of_kv = asyncio.Lock()
-        self._has_moved = asyncio.Event()  # a message was written or taken, or this was closed
+        self._has_moved = asyncio.Event()  # a message was sent, or KV written, or this was closed
         self._is_closed = False
         self.num_received = 0
         self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
@@ -59,17 +62,25 @@ class JoinedStream:
                 self._has_moved.clear()
                 await self._has_moved.wait()
             self._check_open()
-            self._untaken.append(len(message))
+            self._kv_under_way.append(len(message))
             self._enqueue(_in_pieces(message, _LAST_OF_KV))
 
+    async def kv_written(self) -> None:
+        """Wait until the other end has written all KV that was sent so far. Raises RankLost."""
+        last = self._num_kv_written + len(self._kv_under_way)
+        while not self._is_closed and self._num_kv_written < last:
+            self._has_moved.clear()
+            await self._has_moved.wait()
+        self._check_open()
+
     def receive(self) -> memoryview:
+        if self._has_kv:
+            self._put([_WRITTEN])
         came = self._incoming.get()
         if came is None:
             self._incoming.put(None)
             raise RankLost("the connection of a rank has ended")
-        message, is_kv = came
-        if is_kv:
-            self._put([_TAKEN])
+        message, self._has_kv = came
         return message
 
     def close(self) -> None:
@@ -95,7 +106,7 @@ class JoinedStream:
 
     def _has_room(self, num_bytes: int) -> bool:
         """A message larger than all the room goes alone."""
-        return not self._untaken or sum(self._untaken) + num_bytes <= MAX_KV_BYTES
+        return not self._kv_under_way or sum(self._kv_under_way) + num_bytes <= MAX_KV_BYTES
 
     def _put(self, pieces: list[bytes] | None) -> None:
         with suppress(RuntimeError):  # the loop has ended, and the call with it
@@ -116,8 +127,9 @@ class JoinedStream:
                 if kind == _NOTE:
                     self.on_note(json.loads(chunk[1:]))
                     continue
-                if kind == _TAKEN:
-                    self._untaken.popleft()
+                if kind == _WRITTEN:
+                    self._kv_under_way.popleft()
+                    self._num_kv_written += 1
                     self._has_moved.set()
                     continue
                 chunks.append(chunk[1:])

@@ -14,7 +14,6 @@ from baton.worker.ranks import relay, stream
 from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.ranks.stream import JoinedStream
 from kvtransfer.errors import TransferFailed
-from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer import dialogue
 from tests.support.kvtransfer.rig import NUM_BLOCKS, Rig, layout, running, until
 
@@ -80,10 +79,10 @@ class Rank:
 
 
 @asynccontextmanager
-async def relayed(monkeypatch, num_ranks: int = 1):
-    """A rig whose source sends a span at a time, its taker's fetcher, and the ranks behind that."""
-    monkeypatch.setattr(dialogue, "FIRST_RANGE_BYTES", 1)
-    monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 1)
+async def relayed(monkeypatch, num_ranks: int = 1, num_spans: int = 5):
+    """A rig whose source sends `num_spans` at a time, its taker's fetcher, and the ranks behind that; of 5 not all has room."""
+    monkeypatch.setattr(dialogue, "FIRST_RANGE_BYTES", num_spans * SHAPE.block_bytes)
+    monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", num_spans * SHAPE.block_bytes)
     monkeypatch.setattr(relay, "PIECE_BYTES", 2 * LAYER_BYTES)
     monkeypatch.setattr(stream, "MAX_KV_BYTES", ROOM)
     ranks = [Rank() for _ in range(num_ranks)]
@@ -118,17 +117,17 @@ async def test_a_rank_that_takes_nothing_holds_the_source_back(monkeypatch):
         assert rank.has(rig) and rig.arrived(0, NUM_TOKENS) and destination.upto[-1] == NUM_TOKENS
 
 
-async def test_what_is_verified_is_with_all_ranks(monkeypatch):
-    async with relayed(monkeypatch, 2) as (rig, fetcher, (quick, slow)):
+async def test_what_is_verified_is_written_in_all_ranks(monkeypatch):
+    """A rank is told to lease it by a note, which it hears in another thread: what came before would be given."""
+    async with relayed(monkeypatch, 2, 1) as (rig, fetcher, (quick, slow)):
         fetching = begin(rig, fetcher, destination := rig.destination(NUM_TOKENS))
         quick.take()
-        await until(lambda: slow.num_bytes > ROOM // 2 and destination.upto, "the rank got nothing")
+        await until(lambda: slow.num_bytes > 2 * LAYER_BYTES, "the rank got nothing")
         await asyncio.sleep(0.1)
-        assert destination.upto[-1] <= slow.num_bytes // (len(LAYERS) * LAYER_BYTES) * SPAN_TOKENS
+        assert not destination.upto
         slow.take()
         await fetching
-        assert destination.upto[-1] == NUM_TOKENS
-        await until(lambda: quick.has(rig) and slow.has(rig), "what was verified is not there")
+        assert destination.upto[-1] == NUM_TOKENS and quick.has(rig) and slow.has(rig)
 
 
 async def test_a_fetch_that_is_given_up_sends_nothing_more(monkeypatch):
@@ -141,7 +140,7 @@ async def test_a_fetch_that_is_given_up_sends_nothing_more(monkeypatch):
             await fetching
         rank.here.send(torch.tensor((COPY, 1, 2)).numpy().tobytes())
         rank.take()
-        await until(lambda: COPY in rank.heard and not rank.here._untaken, "the rank heard nothing")
+        await until(lambda: COPY in rank.heard and not rank.here._kv_under_way, "the rank heard nothing")
         await asyncio.sleep(0.1)
         assert rank.heard[-1] == COPY and NUM_TOKENS not in destination.upto
         rig.source.cancel("k")
