@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,16 +19,19 @@ import pytest
 import baton
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import instruction_set
+from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import CPU
+from baton.engine.models.loader import model_identity
 from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.stage import PipelineStage
 from baton.engine.ranks.process import Assignment
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.worker.ranks.listener import RankListener
-from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
+from baton.worker.ranks.rank import NotJoined, RankSettings, _load, serve_rank
 from baton.worker.ranks.stream import PATH
 from baton.worker.settings import WorkerSettings
 from tests.support.engine.toys import make_request, run
@@ -225,6 +229,34 @@ async def test_a_rank_that_leaves_before_it_has_a_place_takes_none(listen, monke
         await asyncio.to_thread(listener.place, given)
         assert await joined.read() == given.line().encode()
         joined.cancel()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["is read", "cannot be read"])
+async def test_a_worker_that_ends_while_its_rank_reads_the_model(listen, model, monkeypatch, fails):
+    """One line says why the rank ends."""
+    listener = await listen()
+    begun, is_over = threading.Event(), threading.Event()
+
+    def load_late(*args):
+        begun.set()
+        assert is_over.wait(patience(10))
+        if fails:
+            raise ModelError("its files are gone")
+        return _load(*args)
+
+    monkeypatch.setattr("baton.worker.ranks.rank._load", load_late)
+    serving = asyncio.create_task(serve_rank(RankSettings(listener.address, model), asyncio.Event()))
+    config = config_of(model, dtype="fp32", kv_dtype="fp32", pipeline_parallel=2, remote_stages=1)
+    given = Assignment(config, stage=PipelineStage(1, range(2, 4)), identity=model_identity(model).hex())
+    joined = await asyncio.to_thread(listener.place, given)
+    assert await asyncio.to_thread(begun.wait, patience(10))
+    await listener.stop()
+    while not joined.ended():
+        await asyncio.sleep(0.01)
+    is_over.set()
+    told = "its files are gone" if fails else f"the worker at {listener.address} has ended, or its connection"
+    with pytest.raises(ModelError if fails else NotJoined, match=told):
+        await serving
 
 
 async def test_a_rank_without_a_worker(model, monkeypatch):

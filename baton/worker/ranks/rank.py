@@ -34,7 +34,7 @@ from baton.service.security.tls import WORKER_NAME, Tls
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.ranks.source import RankSource
-from baton.worker.ranks.stream import PATH, JoinedStream
+from baton.worker.ranks.stream import BROKEN, PATH, JoinedStream
 from kvtransfer.layout import Box, KVLayout
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Sharding
@@ -113,9 +113,11 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
             raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
         model = await asyncio.to_thread(_load, config, given)
     except (ModelError, ValueError) as error:
-        await call.write(json.dumps({"error": str(error)}).encode())
-        await call.done_writing()
-        with suppress(TimeoutError):  # hung up on at once, the worker was seen to read the end of the call instead
+        with suppress(
+            *BROKEN, TimeoutError
+        ):  # hung up on at once, the worker was seen to read the end of the call instead
+            await call.write(json.dumps({"error": str(error)}).encode())
+            await call.done_writing()
             await asyncio.wait_for(call.code(), HEARD_S)
         raise
     stream = JoinedStream()
@@ -132,7 +134,10 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     )  # fmt: skip
     source = RankSource(make, address, stream.note)
     stream.on_note = source.hear
-    await call.write(Ready.of(model).line().encode())
+    try:
+        await call.write(Ready.of(model).line().encode())
+    except BROKEN:
+        raise _left(settings) from None
     carrying = asyncio.create_task(stream.run(call.read, call.write))
     log.info("serves layers %s of %s", given.stage.layers, settings.leader)
     try:
@@ -142,7 +147,11 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
         stream.close()
         await asyncio.gather(carrying, return_exceptions=True)
         await source.stop()
-    raise NotJoined(f"the worker at {settings.leader} has ended, or its connection: this rank ends too")
+    raise _left(settings)
+
+
+def _left(settings: RankSettings) -> NotJoined:
+    return NotJoined(f"the worker at {settings.leader} has ended, or its connection: this rank ends too")
 
 
 def _security(access: Access) -> Security:
