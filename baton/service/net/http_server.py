@@ -77,7 +77,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         is_body = self._in_body  # it may come behind an answer that did not wait for it
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._in_head and not is_body:
             self._num_head_bytes += len(data)
         if self.transport.is_closing():
@@ -109,6 +113,9 @@ class HttpConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("head too large")  # ends the connection with send_400_response
 
     def on_headers_complete(self) -> None:
+        if self._offers_upgrade:
+            self._num_headers = 0
+            return
         self._end_head()
         self._num_head_bytes = self._num_headers = 0
         self._timer.cancel()
@@ -116,6 +123,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         super().on_message_complete()
         self._in_body = False
 
@@ -136,6 +145,32 @@ class HttpConnection(HttpToolsProtocol):
         head = [b"%s: %s\r\n" % pair for pair in (*refusal.raw_headers, (b"connection", b"close"))]
         self.transport.write(b"".join([STATUS_LINE[refusal.status_code], *head, b"\r\n", refusal.body]))
         self.transport.close()
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        """Whether the head that was just read offers to go on in another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _feed(self, data: memoryview) -> None:
+        """Parse. Behind an offer of another protocol, as of h2c, the parser would read no body, nor anything where the
+        connection is to close: another one reads the head without it, as HTTP allows. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._offers_upgrade:
+                    return  # CONNECT, which was refused
+                data = data[upgrade.args[0] :]
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        headers = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        return b"".join([b"%s %s HTTP/%s\r\n" % (method, self.url, version), *headers, b"\r\n"])
 
     def _begin_head(self) -> None:
         self._in_head = True

@@ -152,6 +152,31 @@ async def test_one_connection_serves_many_requests_and_pipelined_ones(served):
         assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [200] * 3
 
 
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("cut", [None, b"Upgr", b"h2", b"\r\n\r\n"], ids=["whole", "in a name", "in a value", "body"])
+async def test_an_offer_to_go_on_in_another_protocol_is_passed_over(served, cut):
+    """As java.net.http and `curl --http2` make one with their first request: its body had not been read."""
+    chunked = HEAD + H2C + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(ASK) + ASK + b"\r\n0\r\n\r\n"
+    models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + H2C + b"\r\n"
+    ask = HEAD + H2C + b"content-length: %d\r\n\r\n" % len(ASK) + ASK
+    async with served() as (c, _):
+        for first, rest in ((ask, b""), (chunked, b""), (models, b""), (models + ask, models)):
+            at = first.index(cut) + len(cut) if cut else len(first)
+            answer = await said(c, first[:at], first[at:] + rest, with_length(ASK), pause_s=0.1)
+            statuses = [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)]
+            assert statuses == [200] * (first + rest).count(b" HTTP/1.1") + [200]
+
+
+async def test_a_head_that_offers_another_protocol_has_the_bounds_of_all(served):
+    async with served() as (c, _):
+        assert decoded(await said(c, HEAD + H2C + 70 * b"x-a: 1\r\n" + b"\r\n"))[0] == 431
+        most = 60 - HEAD.count(b"\r\n")
+        ask = with_length(ASK).replace(b"connection: close\r\n", H2C + most * b"x-a: 1\r\n" + b"connection: close\r\n")
+        assert b"HTTP/1.1 200 OK" in await said(c, ask)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "status"),
     [(b"/v1/completions", b"/v1/nothing", 404), (b"POST", b"PUT", 405), (b"localhost", b"evil.example", 421)],
