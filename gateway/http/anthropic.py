@@ -42,6 +42,7 @@ _DIRECT = {"type": "direct"}
 _TEXT = ("type", "text", "cache_control", "citations")
 _RESULT = ("type", "tool_use_id", "content", "is_error", "cache_control")
 _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "system": {"text": _TEXT},
     "user": {"text": _TEXT, "tool_result": _RESULT},
     "assistant": {
         "text": _TEXT,
@@ -94,7 +95,7 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
             here = f"messages.messages[{len(conversation.messages)}]"
             names |= {here + name: word for name, word in words.items()}
             conversation.messages.append(each)
-    if given[-1]["role"] != "user":
+    if given[-1]["role"] == "assistant":
         raise InvalidRequest(
             "messages", "the last one must be the user's: an answer that is begun is not continued here"
         )
@@ -130,8 +131,8 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     message = without_nulls(message)
     if unknown := message.keys() - {"role", "content"}:
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not known here")
-    if (role := message.get("role")) not in ("user", "assistant"):
-        raise InvalidRequest(f"{where}.role", "must be user or assistant; system is a field of its own")
+    if not isinstance(role := message.get("role"), str) or role not in _BLOCKS:
+        raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(_BLOCKS)}")
     content, said, words = message.get("content"), None, {"": where}
     if not isinstance(content, list) or not content:
         yield pb.Message(role=role, content=read_content(f"{where}.content", content)), words

@@ -22,7 +22,7 @@ CONVERSATION = (
 )  # fmt: skip
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
-_MESSAGE = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+_MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -117,9 +117,8 @@ def read_list(where: str, value: object, most: int) -> list[Any]:
 
 def _message(where: str, message: object) -> pb.Message:
     """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
-    is_tool = isinstance(message, dict) and message.get("role") == "tool"
-    fields = read_fields(where, message, _MESSAGE | {"name"} if is_tool else _MESSAGE)
-    read_as(f"{where}.name", STRING, fields.get("name", ""))  # many clients repeat the call's, which says nothing new
+    fields = read_fields(where, message, _MESSAGE)
+    read_as(f"{where}.name", STRING, fields.get("name", ""))  # of a tool, as its call has it, or of who speaks
     reasoning = {fields[name] for name in ("reasoning", "reasoning_content") if isinstance(fields.get(name), str)}
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")

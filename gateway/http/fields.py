@@ -54,6 +54,14 @@ def _string(value: object) -> str:
     return value
 
 
+def _seed(value: object) -> int:
+    """OpenAI's may be below 0: each is a seed of its own."""
+    seed = _integer(value)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError
+    return seed % (1 << 64)
+
+
 def _strings(value: object) -> list[str]:
     return [_string(each) for each in value] if isinstance(value, list) else [_string(value)]
 
@@ -87,6 +95,12 @@ def _object(value: object) -> dict[str, Any]:
     return value
 
 
+def _notes(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return {_string(name): _string(each) for name, each in value.items()}
+
+
 def _true(value: object) -> bool:
     if value is not True:
         raise TypeError
@@ -108,7 +122,7 @@ _ID = {"type": "integer", "minimum": 0, "maximum": 0xFFFF_FFFF}
 BOOLEAN = ValueKind("true or false", {"type": "boolean"}, _boolean)
 NUMBER = ValueKind("a number", {"type": "number"}, _number)
 INTEGER = ValueKind("an integer, 0 to 4294967295", _ID, _integer)
-SEED = ValueKind("an integer, 0 or more", {"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, _integer)
+SEED = ValueKind("an integer of 64 bits", {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 64) - 1}, _seed)
 SIGNED = ValueKind("an integer", {"type": "integer", "minimum": -(1 << 31), "maximum": (1 << 31) - 1}, _integer)
 STRING = ValueKind("a string", {"type": "string"}, _string)
 STRINGS = ValueKind(
@@ -122,6 +136,7 @@ TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
 JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)
 OBJECT = ValueKind("an object", {"type": "object"}, _object)
+METADATA = ValueKind("an object of strings", {"type": "object", "additionalProperties": {"type": "string"}}, _notes)
 TOKEN_IDS = ValueKind("a list of token ids", {"type": "array", "items": _ID}, _token_ids)
 TOP_K = ValueKind("an integer; 0 and -1: off", {"type": "integer", "minimum": -1, "maximum": 0xFFFF_FFFF}, _top_k)
 LOGIT_BIAS = ValueKind(
@@ -196,10 +211,17 @@ CONSTRAINTS = (
     Field("structured_outputs.grammar", "constraint.grammar", STRING),
 )
 
+# Fields that nobody reads: their sender's business, or of a cache and of speculation that need no hint.
+NOTES: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), STRING),
+    "metadata": METADATA,
+    "prompt_cache_options": OBJECT,
+}
+
 # Fields that are accepted where they ask for what is done anyway, with the values that do.
+_TIERS = ("auto", "default", "flex", "priority")  # there is one
 _NEUTRAL = {
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
+    "service_tier": _TIERS,
     "store": (False,),
     "skip_special_tokens": (True,),
 }
@@ -210,11 +232,10 @@ CHAT_NEUTRAL: Mapping[str, tuple] = {
 RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),
     "conversation": (),  # nothing is stored
-    "metadata": ({},),
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({},),
-    "service_tier": ("auto", "default"),
+    "service_tier": _TIERS,
     "store": (False,),
     "truncation": ("disabled",),
 }

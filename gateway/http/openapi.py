@@ -15,6 +15,7 @@ from gateway.http.fields import (
     EMBEDDING,
     FORMAT_TYPES,
     JSON_SCHEMA,
+    NOTES,
     RERANK,
     RESPONSE,
     RESPONSE_NEUTRAL,
@@ -23,7 +24,7 @@ from gateway.http.fields import (
     TOKEN_IDS,
     Field,
 )
-from gateway.http.requests import ENCODINGS, MAX_PROMPTS, NOTES
+from gateway.http.requests import ENCODINGS, MAX_PROMPTS
 from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, OUTPUT_FIELDS, PARTS, ROLES
 
 Json = dict[str, Any]
@@ -103,7 +104,8 @@ _RANKED = {
     "properties": {"results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"]}}},
 }
 _OBJECT = {"type": "object"}
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+_NOTES = {name: kind.schema for name, kind in NOTES.items()}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
 
 
 def _closed(required: Sequence[str], **properties: Json) -> Json:
@@ -154,6 +156,7 @@ _TOOL_USE = _closed(
 _THINKING = _closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
 _ANTHROPIC = {
     "messages": _conversation(
+        _message("system", content=_CONTENT),
         _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _TOOL_RESULT)]}),
         _message("assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _TOOL_USE)]}),
     ),
@@ -226,7 +229,7 @@ _OF_RESPONSES = {
     ),
     "stream": BOOLEAN.schema,
     "stream_options": _closed([], include_obfuscation=BOOLEAN.schema),
-    **dict.fromkeys(NOTES, STRING.schema),
+    **_NOTES,
 }
 _CALL = _closed(
     ["id", "function"],
@@ -237,10 +240,10 @@ _CALL = _closed(
 )
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(
-    _message("tool", content=_CONTENT, tool_call_id=_TEXT_OR_NULL, name=_TEXT_OR_NULL),
     _closed(
         ["role"],
         role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+        name=_TEXT_OR_NULL,
         content={"anyOf": [_CONTENT, {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
         reasoning=_TEXT_OR_NULL,
@@ -285,14 +288,16 @@ _STREAMED = {
     "stream_options": _closed(
         [], include_usage=BOOLEAN.schema, continuous_usage_stats=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema
     ),
-    **dict.fromkeys(NOTES, STRING.schema),
+    **_NOTES,
     "return_token_ids": BOOLEAN.schema,
 }
+_OF_CHAT = {**_CONVERSATION, "logprobs": BOOLEAN.schema, "prediction": _OBJECT, **_STREAMED}
+_OF_MESSAGES = {**_ANTHROPIC, "metadata": _OBJECT, "stream": BOOLEAN.schema}
 
 
 def document() -> Json:
     """Return the document."""
-    chat = _body({**_CONVERSATION, "logprobs": BOOLEAN.schema, **_STREAMED}, ["messages"], CHAT, CHAT_NEUTRAL)
+    chat = _body(_OF_CHAT, ["messages"], CHAT, CHAT_NEUTRAL)
     completion = _body({"prompt": _prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
     embeddings = _body(
         {"input": _prompts(MAX_INPUTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
@@ -312,12 +317,7 @@ def document() -> Json:
     tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **_CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
     response = _body(_OF_RESPONSES, ["input"], RESPONSE, RESPONSE_NEUTRAL)
-    message = _body(
-        {**_ANTHROPIC, "metadata": _OBJECT, "stream": BOOLEAN.schema},
-        ["messages", "max_tokens"],
-        MESSAGES,
-        MESSAGES_NEUTRAL,
-    )
+    message = _body(_OF_MESSAGES, ["messages", "max_tokens"], MESSAGES, MESSAGES_NEUTRAL)
     count = _body({**_ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
     counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}}
     statuses = {"200": {"description": "Requests are served."}, "503": {"description": "Not now."}}

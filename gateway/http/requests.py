@@ -20,6 +20,8 @@ from gateway.http.fields import (
     COMPLETION_NEUTRAL,
     EMBEDDING,
     INTEGER,
+    NOTES,
+    OBJECT,
     RERANK,
     STRING,
     TEXTS,
@@ -35,7 +37,6 @@ from gateway.http.fields import (
 ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 
 # Words for fields of baton.v1 that no row of the table has.
@@ -94,10 +95,11 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
-    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs"))
+    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs", "prediction"))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
     fill(request, values, CHAT, names)
+    read_value(values, "prediction", OBJECT, {})  # a hint for speculation, which needs none
     if {"max_tokens", "max_completion_tokens"} <= values.keys():
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
     if read_value(values, "logprobs", BOOLEAN, False):
@@ -214,8 +216,8 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
 
 def check_notes(values: Mapping[str, Any]) -> None:
     """Check what is ignored: the tenant is the key's, and any prompt may be cached."""
-    for name in NOTES:
-        read_value(values, name, STRING, "")
+    for name in values.keys() & NOTES.keys():
+        read_as(name, NOTES[name], values[name])
 
 
 def new_id() -> str:

@@ -19,8 +19,8 @@ from gateway.http.conversations import (
     read_tool,
     read_tool_choice,
 )
-from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
-from gateway.http.requests import NOTES, Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
+from gateway.http.fields import BOOLEAN, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
+from gateway.http.requests import Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
 from gateway.http.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS
 
@@ -42,7 +42,10 @@ _NAMES = {
 }
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _OTHERS = ("input", "instructions", "include", "stream", "stream_options", "text", *_TOOLS, *NOTES)
-_TOLD = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "service_tier", *NOTES)
+_TOLD = (
+    "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
+    *(name for name in NOTES if name != "prompt_cache_options"),  # an object of any depth
+)  # fmt: skip
 
 
 def read_response(values: Mapping[str, Any]) -> Asked:
@@ -227,10 +230,11 @@ class ResponseForm:
         self._usage = pb.Usage()  # of an answer in one object
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
-            "background": False, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None,
+            "background": False, "parallel_tool_calls": True, "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None}, "store": False, "text": {"format": {"type": "text"}},
             "tool_choice": "auto", "tools": [], "truncation": "disabled",
-            **dict.fromkeys(_TOLD), **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
+            "service_tier": "default" if "service_tier" in values else None,
+            **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
         }  # fmt: skip
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:

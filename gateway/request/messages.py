@@ -17,7 +17,7 @@ MAX_MESSAGES = max(limits.messages for limits in PRESETS.values())
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _WHERE = "messages.messages"
 
@@ -90,14 +90,15 @@ def _content(where: str, message: pb.Message) -> str:
 def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[ChatToolCall, ...]:
     if len(calls) > MAX_CALLS:
         _refuse(where, f"has {len(calls)} calls, at most {MAX_CALLS} are allowed")
-    found = []
+    found, ids = [], set[str]()  # a later message may use an id again: its results come behind it
     for index, call in enumerate(calls):
         here = f"{where}[{index}]"
         _check_name(f"{here}.name", call.name)
-        if call.id and call.id in called:
-            _refuse(f"{here}.id", f"{call.id[:40]!r} is the id of an earlier call")
-        called.add(call.id)
-        found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments)))
+        if call.id and call.id in ids:
+            _refuse(f"{here}.id", f"{call.id[:40]!r} is the id of another call in this message")
+        ids.add(call.id)
+        found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments, may_be_cut=True)))
+    called |= ids
     return tuple(found)
 
 
@@ -120,13 +121,16 @@ def _check_name(where: str, name: str) -> None:
         _refuse(where, f"must match {_NAME.pattern}" if name else "is empty")
 
 
-def _object(where: str, text: str) -> JsonObject:
-    """Return the JSON object in `text`; none where it is empty."""
+def _object(where: str, text: str, may_be_cut: bool = False) -> JsonObject:
+    """Return the JSON object in `text`; none where it is empty. `may_be_cut`: so is what is no JSON, as a call in which an
+    answer ended: templates that take the arguments apart would fail on a text."""
     if not text:
         return {}
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
+        if may_be_cut:
+            return {}
         _refuse(where, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except (RecursionError, ValueError) as error:  # a number of thousands of digits is a ValueError
         why = "it is nested too deeply" if isinstance(error, RecursionError) else "it has a number that is too long"

@@ -40,7 +40,7 @@ VALUES = {
     "true or false": (True, True),
     "a number": (0.5, 0.5),
     "an integer, 0 to 4294967295": (3, 3),
-    "an integer, 0 or more": (1 << 60, 1 << 60),
+    "an integer of 64 bits": (-1, (1 << 64) - 1),
     "an integer": (-2, -2),
     "a string": ("word", "word"),
     "a string, or a list of strings": ("end", ["end"]),
@@ -65,7 +65,7 @@ OF_PATHS = {
     "/v1/messages/count_tokens": (read_count, {"messages": READERS["messages"][1]["messages"]}),
 }
 REQUIRED = {("messages", "max_tokens"): {"max_tokens": 1}}  # nothing is read without it
-OBJECTS = ("metadata", "cache_control", "chat_template_kwargs")
+OBJECTS = ("metadata", "cache_control", "chat_template_kwargs", "prompt_cache_options", "prediction")
 TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "messages": MESSAGES}
 ROWS = [(door, row) for door, table in TABLES.items() for row in table]
 
@@ -131,8 +131,11 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {"messages": [{"content": "hi"}]}, "messages[0].role"),
         (read_chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
-        (read_chat, {"messages": [{"role": "user", "content": "", "name": "x"}]}, "messages[0].name"),
         (read_chat, {"messages": [{"role": "tool", "content": "", "name": 7}]}, "messages[0].name"),
+        (read_chat, {**READERS["chat"][1], "metadata": {"a": 1}}, "metadata"),
+        (read_chat, {**READERS["chat"][1], "service_tier": "gold"}, "service_tier"),
+        (read_chat, {**READERS["chat"][1], "seed": 1 << 64}, "seed"),
+        (read_chat, {**READERS["chat"][1], "seed": -(1 << 63) - 1}, "seed"),
         (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": 1}]}, "messages[0].tool_calls"),
         (read_chat, {**READERS["chat"][1], "tools": [{"type": "function"}]}, "tools[0].function"),
         (read_chat, {**READERS["chat"][1], "tools": [{"type": "custom"}]}, "tools[0].type"),
@@ -160,7 +163,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_completion, {"prompt": "a", "best_of": True}, "best_of"),
         (read_request, {}, "messages"),
         (read_request, {"messages": READERS["messages"][1]["messages"]}, "max_tokens"),
-        (read_request, {**READERS["messages"][1], "messages": [{"role": "system", "content": ""}]}, "messages[0].role"),
+        (read_request, {**READERS["messages"][1], "messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
         (read_request, {**READERS["messages"][1], "messages": [{"role": "assistant", "content": "a"}]}, "messages"),
         (read_request, {**READERS["messages"][1], "system": 7}, "system"),
         (read_request, {**READERS["messages"][1], "system": [{"type": "image"}]}, "system[0]"),
@@ -311,18 +314,54 @@ def test_each_field_of_a_rerank_lands_in_its_own(row):
     assert leaves(asked.request) - leaves(plain.request) == {row.path}
 
 
-def test_a_tool_s_message_may_repeat_the_name_of_its_call():
-    message = {"role": "tool", "tool_call_id": "c", "content": "here"}
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_a_message_may_have_a_name(role):
+    message = {"role": role, "content": "here"}
     told, plain = (read_chat({"messages": [each]}).requests[0] for each in ({**message, "name": "find"}, message))
     assert told.messages == plain.messages
 
 
-@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
-def test_notes_of_the_sender_change_nothing(name):
-    body = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "request_id": "r"}
-    assert read_chat({**body, name: "note"}).requests == read_chat(body).requests
+@pytest.mark.parametrize("door", ["chat", "completion", "response"])
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("user", "note"),
+        ("safety_identifier", "note"),
+        ("prompt_cache_key", "note"),
+        ("prompt_cache_retention", "24h"),
+        ("prompt_cache_options", {"mode": "implicit"}),
+        ("metadata", {"trace": "7"}),
+        ("service_tier", "flex"),
+        ("service_tier", "priority"),
+    ],
+)
+def test_notes_of_the_sender_change_nothing(door, name, note):
+    read, body = READERS[door]
+    body = {**body, "seed": 1, "request_id": "r"}
+    assert read({**body, name: note}).requests == read(body).requests
     with pytest.raises(InvalidRequest, match=name):
-        read_chat({**body, name: 3})
+        read({**body, name: 3})
+
+
+def test_what_is_predicted_of_an_answer_changes_nothing():
+    body = {**READERS["chat"][1], "seed": 1, "request_id": "r"}
+    given = {"prediction": {"type": "content", "content": "hi"}}
+    assert read_chat({**body, **given}).requests == read_chat(body).requests
+    with pytest.raises(InvalidRequest, match="prediction"):
+        read_completion({"prompt": "hi", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(-1, (1 << 64) - 1), (-(1 << 63), 1 << 63), (0, 0), ((1 << 64) - 1,) * 2]
+)
+def test_each_seed_of_64_bits_is_one(given, wanted):
+    assert read_chat({**READERS["chat"][1], "seed": given}).requests[0].sampling.seed == wanted
+
+
+def test_a_system_message_of_anthropic_s_stands_in_its_place():
+    said = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "be short"}]}]
+    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    assert [(each.role, each.content) for each in request.messages.messages] == [("user", "hi"), ("system", "be short")]
 
 
 def test_null_is_as_if_it_were_left_out():

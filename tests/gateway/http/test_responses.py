@@ -41,6 +41,13 @@ async def test_a_response_says_what_grpc_says(served):
         assert (whole.model_extra["store"], whole.previous_response_id) == (False, None)
 
 
+async def test_metadata_comes_back_and_there_is_one_tier(served):
+    async with served() as (_, client):
+        told = await client.responses.create(**ASK, metadata={"trace": "7"}, service_tier="flex")
+        assert (told.metadata, told.service_tier) == ({"trace": "7"}, "default")
+        assert (await client.responses.create(**ASK)).metadata == {}
+
+
 async def test_a_stream_has_the_events_of_the_client_s_own_accumulator(served):
     async with served() as (_, client):
         whole = await client.responses.create(**ASK)

@@ -45,7 +45,11 @@ BAD = [
         f"{AT}[0].tool_call_id",
         "no call of",
     ),
-    (pb.Messages(messages=[CALLING, CALLING]), f"{AT}[1].tool_calls[0].id", "of an earlier call"),
+    (
+        pb.Messages(messages=[pb.Message(role="assistant", tool_calls=[CALL, CALL])]),
+        f"{AT}[0].tool_calls[1].id",
+        "of another call",
+    ),
     (
         pb.Messages(messages=[pb.Message(role="user", content="x", parts=[pb.ContentPart(text="y")])]),
         f"{AT}[0].parts",
@@ -54,8 +58,8 @@ BAD = [
     (pb.Messages(messages=[pb.Message(role="user", parts=[pb.ContentPart()])]), f"{AT}[0].parts[0]", "only text"),
     (calling(name=""), f"{AT}[1].tool_calls[0].name", "is empty"),
     (calling(name="a b"), f"{AT}[1].tool_calls[0].name", "must match"),
+    (calling(name="a" * 129), f"{AT}[1].tool_calls[0].name", "must match"),
     (calling(arguments="[1]"), f"{AT}[1].tool_calls[0].arguments", "not a JSON object"),
-    (calling(arguments="{"), f"{AT}[1].tool_calls[0].arguments", "is not JSON"),
     (calling(arguments=nested(MAX_DEPTH + 1)), f"{AT}[1].tool_calls[0].arguments", "levels deep"),
     (calling(arguments=nested(50_000)), f"{AT}[1].tool_calls[0].arguments", "nested too deeply"),
     (calling(arguments=f'{{"a": {"1" * 10_000}}}'), f"{AT}[1].tool_calls[0].arguments", "too long"),
@@ -80,6 +84,7 @@ BAD = [
     ),
     (having(pb.Tool(name="find"), pb.Tool(name="find")), "messages.tools[1].name", "earlier tool"),
     (having(pb.Tool()), "messages.tools[0].name", "is empty"),
+    (having(pb.Tool(name="find", parameters="{")), "messages.tools[0].parameters", "is not JSON"),
     (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
     (having(*(pb.Tool(name=f"t{index}") for index in range(129))), "messages.tools", "at most 128"),
     (pb.Messages(messages=[USER], chat_template_kwargs="[]"), "messages.chat_template_kwargs", "not a JSON object"),
@@ -120,6 +125,26 @@ def test_what_is_given_arrives():
     assert options.tools[1]["parameters"] == {"type": "object", "properties": {}}
     assert (options.callable_tools, options.must_call, options.is_parallel) == (("find", "stop"), False, True)
     assert options.kwargs == {"enable_thinking": False} and options.continues
+
+
+def test_an_id_may_be_used_again_in_a_later_turn():
+    """Some clients count them anew in each."""
+    result = pb.Message(role="tool", tool_call_id="c1", content="found")
+    messages, _ = check_conversation(pb.Messages(messages=[CALLING, result, CALLING, result]), RequestLimits())
+    assert [len(each.tool_calls) for each in messages] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("arguments", ["{", '{"a": "x', "find it", " "])
+def test_a_call_that_was_cut_off_is_one_without_arguments(arguments):
+    """A stream that ends in it leaves it to the client, whose conversation goes on."""
+    messages, _ = check_conversation(calling(arguments=arguments), RequestLimits())
+    assert messages[1].tool_calls == (ChatToolCall("c1", "find", {}),)
+
+
+def test_a_tool_s_name_has_up_to_128_characters():
+    name = "a" * 128
+    _, options = check_conversation(having(pb.Tool(name=name)), RequestLimits())
+    assert options.callable_tools == (name,)
 
 
 @pytest.mark.parametrize(
