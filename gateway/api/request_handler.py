@@ -2,6 +2,7 @@
 is not an answer is a BatonError."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import grpc
 
 from baton.service.clock import now
-from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable
 from baton.service.logs import fields
 from baton.service.observe.telemetry import TraceContext, new_context
 from baton.service.security import guard
@@ -141,6 +142,14 @@ class RequestHandler:
         """Record that a request has begun."""
         self.num_running += 1
         self._on_begin(record)
+
+    def refuse(self, operation: str, asked: object, call: CallContext, error: BatonError) -> None:
+        """Record a request that its transport could not read, which names `asked` as its model."""
+        record = self._record(operation, call)
+        with contextlib.suppress(InvalidRequest, NotFound):
+            record.model = self._catalog.find(asked if isinstance(asked, str) else "", record.tenant).name
+        self.begin(record)
+        self.end(record, error)
 
     def end(self, record: RequestRecord, error: BaseException | None) -> None:
         """Record the end of a request."""

@@ -63,26 +63,28 @@ class HttpApi:
 
     async def chat_completions(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
-        await self._answer(call, asked := read_chat(call.values), ChatForm(asked, *self._known(asked)))
+        asked, context = self._read(call, "chat", read_chat)
+        await self._answer(call, context, asked, ChatForm(asked, *self._known(asked)))
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
-        await self._answer(call, asked := read_completion(call.values), CompletionForm(asked, *self._known(asked)))
+        asked, context = self._read(call, "text_completion", read_completion)
+        await self._answer(call, context, asked, CompletionForm(asked, *self._known(asked)))
 
     async def responses(self, call: HttpCall) -> None:
         """POST /v1/responses."""
-        asked = read_response(call.values)
+        asked, context = self._read(call, "chat", read_response)
         form = ResponseForm(asked, call.values, *self._known(asked))
         boxes = _take(call, asked)
         if asked.stream:
-            return await self._stream(call, form, boxes)
-        await self._handler.gather(boxes[0], call.context, form.add)
+            return await self._stream(call, context, form, boxes)
+        await self._handler.gather(boxes[0], context, form.add)
         await call.reply_json(await to_bytes_in_turns(form.whole(), NUM_LEVELS))
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
-        asked = read_request(call.values)
-        await self._answer(call, asked, MessageForm(asked, self._known(asked)[0]))
+        asked, context = self._read(call, "chat", read_request)
+        await self._answer(call, context, asked, MessageForm(asked, self._known(asked)[0]))
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
@@ -91,9 +93,9 @@ class HttpApi:
 
     async def embeddings(self, call: HttpCall) -> None:
         """POST /v1/embeddings."""
-        asked = read_embeddings(call.values)
+        asked, context = self._read(call, "embeddings", read_embeddings)
         call.names = asked.names
-        response, objects = await self._handler.embed(asked.request, call.context), []
+        response, objects = await self._handler.embed(asked.request, context), []
         for index, each in enumerate(response.embeddings):
             objects.append(embedding(index, each.values, asked.encoding))
             await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
@@ -101,9 +103,9 @@ class HttpApi:
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank."""
-        asked = read_rerank(call.values)
+        asked, context = self._read(call, "rerank", read_rerank)
         call.names = asked.names
-        response = await self._handler.score(asked.request, call.context)
+        response = await self._handler.score(asked.request, context)
         documents = asked.request.documents if asked.return_documents else ()
         await call.reply(rerank(response, documents, asked.top_n, self._handler.model(asked.request.model).name))
 
@@ -138,16 +140,25 @@ class HttpApi:
         name = asked.requests[0].model
         return self._handler.model(name).name, self._handler.detokenizer(name)
 
-    async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
+    def _read(self, call: HttpCall, operation: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, CallContext]:
+        """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded as a
+        request that was refused."""
+        try:
+            return read(call.values), call.context
+        except InvalidRequest as error:
+            self._handler.refuse(operation, call.values.get("model"), call.without_deadline, error)
+            raise
+
+    async def _answer(self, call: HttpCall, context: CallContext, asked: Asked, form: Form) -> None:
         num_at_once = self._num_at_once(asked)
         boxes = _take(call, asked)
         if asked.stream:
-            return await self._stream(call, form, boxes, num_at_once)
+            return await self._stream(call, context, form, boxes, num_at_once)
 
         def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
             return self._handler.complete(boxes[prompt], context)
 
-        responses = await _each_prompt(complete, len(boxes), num_at_once, self._handler.with_deadline(call.context))
+        responses = await _each_prompt(complete, len(boxes), num_at_once, self._handler.with_deadline(context))
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
     def _num_at_once(self, asked: Asked) -> int:
@@ -156,7 +167,12 @@ class HttpApi:
         return len(asked.requests) if most is None else max(1, most // asked.num_choices)
 
     async def _stream(
-        self, call: HttpCall, form: StreamForm, boxes: Sequence[list[pb.GenerateRequest]], num_at_once: int = 1
+        self,
+        call: HttpCall,
+        context: CallContext,
+        form: StreamForm,
+        boxes: Sequence[list[pb.GenerateRequest]],
+        num_at_once: int = 1,
     ) -> None:
         usages = list[pb.Usage]()
         for box in boxes:
@@ -175,7 +191,7 @@ class HttpApi:
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
             return self._handler.generate(boxes[prompt], context, partial(emit, prompt))
 
-        await _each_prompt(generate, len(boxes), num_at_once, self._handler.with_deadline(call.context))
+        await _each_prompt(generate, len(boxes), num_at_once, self._handler.with_deadline(context))
         data = form.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 

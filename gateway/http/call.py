@@ -83,19 +83,23 @@ class HttpCall:
         return list(dict.fromkeys(self.headers.getlist("authorization") + keys))
 
     @property
+    def without_deadline(self) -> CallContext:
+        """Return what its headers say of its trace."""
+        return CallContext(parent=parse_traceparent(self.headers.get("traceparent", "")))
+
+    @property
     def context(self) -> CallContext:
         """Return what its headers say of deadline and trace. Raises InvalidRequest."""
-        parent = parse_traceparent(self.headers.get("traceparent", ""))
         text = self.headers.get(TIMEOUT_HEADER)
         if text is None:
-            return CallContext(parent=parent)
+            return self.without_deadline
         try:
             time_left_s = float(text)
         except ValueError:
             time_left_s = math.nan
         if not math.isfinite(time_left_s):
             raise InvalidRequest(TIMEOUT_HEADER, "must be a number of seconds")
-        return CallContext(time_left_s, parent)
+        return self.without_deadline._replace(time_left_s=time_left_s)
 
     async def reply(self, value: Json, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Answer with one object."""

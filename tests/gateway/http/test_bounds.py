@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import json
+import logging
 import re
 import socket
 import struct
@@ -69,6 +70,32 @@ async def test_refused_with_its_status_and_field(served, request_bytes, status, 
         found, headers, value = decoded(await said(c, request_bytes))
         assert (found, value["error"]["param"]) == (status, param)
         assert headers["content-type"] == "application/json" and "\n" not in value["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "operation"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "chat"),
+        ("/v1/completions", {"prompt": "a", "nonsense": 1, "model": "fake"}, "text_completion"),
+        ("/v1/responses", {"input": "a", "store": True}, "chat"),
+        ("/v1/messages", {"messages": []}, "chat"),
+        ("/v1/embeddings", {"input": []}, "embeddings"),
+        ("/v1/rerank", {"query": "a", "model": 7}, "rerank"),
+    ],
+)
+async def test_what_a_body_is_refused_for_is_counted_and_logged(served, caplog, path, body, operation):
+    caplog.set_level(logging.INFO, "gateway.observe.access_log")
+    ask = with_length(json.dumps(body).encode()).replace(b"/v1/completions", path.encode())
+    late = with_length(ASK).replace(b"host:", b"x-request-timeout: soon\r\nhost:")
+    async with served() as (c, _):
+        assert decoded(await said(c, ask))[0] == decoded(await said(c, late))[0] == 400
+        text = c.gateway.meters.exposition().body.decode()
+        lines = [line for line in text.splitlines() if line.startswith("baton_requests_total")]
+        assert sum(float(line.split()[-1]) for line in lines) == 2 and all("INVALID_REQUEST" in line for line in lines)
+        assert c.gateway.handler.num_running == 0
+    told = [record.getMessage() for record in caplog.records if "request ended" in record.getMessage()]
+    assert len(told) == 2 and all("model=fake outcome=refused reason=INVALID_REQUEST" in line for line in told)
+    assert [record.operation for record, *_ in c.gateway.recent._ended] == [operation, "text_completion"]
 
 
 async def test_100_mb_are_refused_at_their_head(served):
