@@ -20,6 +20,7 @@ class RequestLimits:
     prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16
     stop_bytes: int = 256
+    stop_token_ids: int = 1024
     logit_bias: int = 1024
     messages: int = 1024  # of a chat
     inputs: int = MAX_INPUTS
@@ -36,6 +37,7 @@ PRESETS = {
         prompt_logprobs=16_384,
         stops=4,
         stop_bytes=64,
+        stop_token_ids=64,
         logit_bias=300,
         messages=128,
         inputs=16,

@@ -10,7 +10,18 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import split_parts
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
-from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as, without_nulls
+from gateway.http.fields import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    OBJECT_TEXT,
+    STRING,
+    STRINGS,
+    TOP_K,
+    Field,
+    read_as,
+    without_nulls,
+)
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 from gateway.http.writing import Json, named_event
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, WITHOUT_THINKING
@@ -191,7 +202,7 @@ def _call(where: str, fields: Mapping[str, Any]) -> pb.ToolCall:
     return pb.ToolCall(
         id=read_as(f"{where}.id", STRING, fields.get("id")),
         name=read_as(f"{where}.name", STRING, fields.get("name")),
-        arguments=json.dumps(read_as(f"{where}.input", OBJECT, fields.get("input"))),
+        arguments=read_as(f"{where}.input", OBJECT_TEXT, fields.get("input")),
     )
 
 

@@ -1,12 +1,11 @@
 """Conversations in OpenAI's form, read into messages of baton.v1: messages, tools, and what goes with them."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import BOOLEAN, OBJECT, STRING, ValueKind, read_as
+from gateway.http.fields import BOOLEAN, OBJECT_TEXT, STRING, ValueKind, read_as
 from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 
 # Words for fields of baton.v1.Messages.
@@ -39,7 +38,6 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     begins = read_as("add_generation_prompt", BOOLEAN, values.get("add_generation_prompt", not continues))
     if begins == continues:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
-    kwargs = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=True)
     return pb.Messages(
         tool_choice=choice,
@@ -50,7 +48,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
             _tool(f"tools[{index}]", tool)
             for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS))
         ],
-        chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
+        chat_template_kwargs=read_object_text("chat_template_kwargs", values),
         continue_final_message=continues,
     )
 
@@ -72,13 +70,18 @@ def read_part(where: str, part: object, kinds: Sequence[str] = ("text",)) -> str
 
 def read_tool(where: str, fields: Mapping[str, Any], parameters: str) -> pb.Tool:
     """Return the tool with these fields; the one named `parameters` is its schema."""
-    schema = read_as(f"{where}.{parameters}", OBJECT, fields.get(parameters, {}))
     return pb.Tool(
         name=read_as(f"{where}.name", STRING, fields.get("name")),
         description=read_as(f"{where}.description", STRING, fields.get("description", "")),
-        parameters=json.dumps(schema) if schema else "",
+        parameters=read_object_text(parameters, fields, f"{where}."),
         strict=read_as(f"{where}.strict", BOOLEAN, fields.get("strict", False)),
     )
+
+
+def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> str:
+    """Return the object in a field as text, an empty one where it has nothing."""
+    text = read_as(where + name, OBJECT_TEXT, fields.get(name, {}))
+    return "" if text == "{}" else text
 
 
 def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:

@@ -19,6 +19,7 @@ MAX_CALLS = 128  # of one message
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_PAIR_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # of half a pair; JSON is read from text, which has none by itself
 _WHERE = "messages.messages"
 
 
@@ -139,7 +140,7 @@ def _object(where: str, text: str, may_be_cut: bool = False) -> JsonObject:
         _refuse(where, "is not a JSON object")
     if not _is_shallow(value):
         _refuse(where, f"is nested more than {MAX_DEPTH} levels deep")
-    if _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
+    if _PAIR_ESCAPE.search(text) and _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
         _refuse(where, "has half of a surrogate pair, which is no text")
     return value
 

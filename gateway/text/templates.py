@@ -48,10 +48,12 @@ class ChatMessage(NamedTuple):
             values["reasoning_content"] = self.reasoning
         return values
 
-    @property
-    def texts(self) -> list[str]:
-        """Return all that its sender wrote, keys of arguments too."""
-        return [self.content, self.reasoning, self.tool_call_id, *strings_of([list(each) for each in self.tool_calls])]
+
+class Words(NamedTuple):
+    """What the sender of a conversation wrote: all of it, and the keys of objects alone."""
+
+    texts: list[str]
+    keys: list[str]
 
 
 class ChatOptions(NamedTuple):
@@ -66,26 +68,28 @@ class ChatOptions(NamedTuple):
     streams_arguments: bool = False  # of calls, instead of each call whole
     strict_tools: tuple[str, ...] = ()  # those whose calls keep to their parameters also where the answer may be text
 
-    @property
-    def texts(self) -> list[str]:
-        """Return all that its sender wrote, keys of objects too."""
-        return strings_of([list(self.tools), self.kwargs])
-
 
 class Conversation(NamedTuple):
     messages: tuple[ChatMessage, ...]
     options: ChatOptions = ChatOptions()
 
     @property
-    def texts(self) -> list[str]:
-        """Return all that its sender wrote."""
-        return [text for part in (*self.messages, self.options) for text in part.texts]
-
-    @property
-    def keys(self) -> list[str]:
-        """Return the keys of its objects."""
-        calls = [call.arguments for message in self.messages for call in message.tool_calls]
-        return keys_of([calls, list(self.options.tools), self.options.kwargs])
+    def words(self) -> Words:
+        """Return what its sender wrote, found in one go: its objects may have 100,000 parts."""
+        texts, keys = list[str](), list[str]()
+        rest: list[object] = [self.options.tools, self.options.kwargs]
+        for message in self.messages:
+            rest += message.content, message.reasoning, message.tool_call_id, message.tool_calls
+        while rest:
+            value = rest.pop()
+            if isinstance(value, str):
+                texts.append(value)
+            elif isinstance(value, dict):
+                keys += value
+                rest += value.values()
+            elif isinstance(value, list | tuple):
+                rest += value
+        return Words(texts + keys, keys)
 
 
 NO_OPTIONS = ChatOptions()
@@ -144,25 +148,9 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def strings_of(value: object) -> list[str]:
-    """Return all texts in a value of JSON, keys too."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for key, each in value.items() for text in (key, *strings_of(each))]
-    return [text for each in value for text in strings_of(each)] if isinstance(value, list) else []
-
-
-def keys_of(value: object) -> list[str]:
-    """Return the keys of all objects in a value of JSON."""
-    if isinstance(value, dict):
-        return [text for key, each in value.items() for text in (key, *keys_of(each))]
-    return [text for each in value for text in keys_of(each)] if isinstance(value, list) else []
-
-
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
     """Return all that clients wrote."""
-    return Conversation(tuple(messages), options).texts
+    return Conversation(tuple(messages), options).words.texts
 
 
 def unused_marks(number: int, texts: Sequence[str], text: str = "") -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.origins import Rendered, render_origins
-from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed
+from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed, Words
 from gateway.text.text_threads import TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
@@ -46,13 +46,14 @@ class TextWork:
         if token_ids is not None:
             return token_ids
         field = "messages" if text is None else "text"
-        num_chars = len(text) if text is not None else sum(map(len, messages.texts))
+        words = Words([text], []) if text is not None else messages.words
+        num_chars = sum(map(len, words.texts))
         self._check_length(field, num_chars, context)
         if text is None:
             if self._template is None:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
             self._check_options(messages, self._template)
-            return await self._in_thread(partial(self._encode_chat, messages, context), tenant, deadline)
+            return await self._in_thread(partial(self._encode_chat, messages, words, context), tenant, deadline)
         work = partial(self._encode_text, text)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
@@ -106,9 +107,9 @@ class TextWork:
         except CannotEncode as error:
             raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 
-    def _encode_chat(self, messages: Conversation, context: int) -> Sequence[int]:
+    def _encode_chat(self, messages: Conversation, words: Words, context: int) -> Sequence[int]:
         try:
-            rendered = self._render(messages)
+            rendered = self._render(messages, words)
             self._check_length("messages", len(rendered.text), context)
             return self._known("messages", self._tokenizer.encode_chat(rendered))
         except TemplateFailed as error:
@@ -135,14 +136,14 @@ class TextWork:
         if taken := next(filter(template.names, options.kwargs), None):
             raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
 
-    def _render(self, conversation: Conversation) -> Rendered:
+    def _render(self, conversation: Conversation, words: Words) -> Rendered:
         """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises
         ControlTokenInContent for a key that can: a template asks for keys, so they carry no marks."""
         messages, options = conversation
-        tokenizer, keys = self._tokenizer, conversation.keys
+        tokenizer, (texts, keys) = self._tokenizer, words
         if any(map(tokenizer.may_spell_control, keys)):
             raise ControlTokenInContent
-        if any(map(tokenizer.may_spell_control, conversation.texts)) or any(map(tokenizer.controls.may_name, keys)):
+        if any(map(tokenizer.may_spell_control, texts)) or any(map(tokenizer.controls.may_name, keys)):
             return render_origins(self._template, tokenizer.controls, messages, options)
         text = self._template.render(messages, options)
         return Rendered(text, tuple(tokenizer.controls.find(text)))

@@ -9,6 +9,7 @@ import pytest
 from baton.service import errors
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.config.served_model import RequestLimits
 from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
 from gateway.http.errors import rename, status_of, to_json
 from gateway.http.fields import (
@@ -34,6 +35,7 @@ from gateway.http.requests import (
 )
 from gateway.http.responses import LOGPROBS, read_response
 from gateway.orchestration.retry_budget import poison
+from gateway.request.messages import check_conversation
 from tests.support.pace import patience
 
 VALUES = {
@@ -416,6 +418,44 @@ def test_only_what_is_our_own_fault_is_500():
     for error in told:
         assert status_of(error) < 500 or error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), error
         assert str(status_of(error)) in documented or isinstance(error, errors.Cancelled), error
+
+
+def num_calls(work) -> int:
+    """Return how many calls of Python's own functions it takes, which is what its time depends on."""
+    found = 0
+
+    def note(frame, event, argument) -> None:
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_large_bodies_are_read_in_few_steps():
+    """Some took 0.3 s of the event loop."""
+    ids, wide = [7] * 50_000, {f"k{index}": "a" for index in range(20_000)}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert num_calls(lambda: read_completion({"prompt": ids})) < 1000
+    assert num_calls(lambda: read_completion({"prompt": [ids[:5000]] * 10})) < 1000
+    assert num_calls(lambda: read_embeddings({"input": [ids[:5000]] * 10})) < 1000
+    assert num_calls(lambda: read_detokenize({"tokens": ids})) < 1000
+    assert num_calls(lambda: read_chat({**chat, "stop_token_ids": ids})) < 1000
+    (request,) = read_chat({**chat, "chat_template_kwargs": wide}).requests
+    assert request.messages.chat_template_kwargs.count('"a"') == 20_000
+    conversation = check_conversation(request.messages, RequestLimits())
+    assert num_calls(lambda: conversation.words) < 1000
+
+
+def test_ids_are_integers_all_of_them():
+    assert list(read_completion({"prompt": [1, 2.0, 3]}).requests[0].token_ids.ids) == [1, 2, 3]
+    for wrong in ([1, True], [1, 2.5], [1, "2"]):
+        with pytest.raises(InvalidRequest, match="token ids"):
+            read_completion({"prompt": wrong})
 
 
 def test_many_small_blocks_take_their_own_bytes():

@@ -58,6 +58,7 @@ BAD = [
     ("stopping.stop", make_request(PROMPT, stop=["x"] * 17)),
     ("stopping.stop[1]", make_request(PROMPT, stop=["a", ""])),
     ("stopping.stop[0]", make_request(PROMPT, stop=["é" * 129])),
+    ("stopping.stop_token_ids", make_request(PROMPT, stop_token_ids=[9] * 1025)),
     ("stopping.stop_token_ids[0]", make_request(PROMPT, stop_token_ids=[400])),
     ("sampling.logit_bias", make_request(PROMPT, logit_bias={400: 1.0})),
     ("sampling.logit_bias", make_request(PROMPT, logit_bias={5: math.nan})),
