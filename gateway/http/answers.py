@@ -2,7 +2,6 @@
 
 import base64
 import itertools
-import json
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
-from gateway.http.writing import Data, Json, event, to_bytes, to_bytes_in_turns
+from gateway.http.writing import Data, Json, event, to_bytes, to_bytes_in_turns, to_text
 
 
 class SequenceDecoder(Protocol):
@@ -38,7 +37,6 @@ class TokenTexts(Protocol):
 
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -97,7 +95,7 @@ class AnswerForm:
     def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
         self._asked, self._model, self._tokens = asked, model, tokens
         self._created = int(time.time())
-        head = _dumps(self._head(self.names.chunk))
+        head = to_text(self._head(self.names.chunk))
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
         self._before = f'data: {head[:-1]},"choices":['
         self._behind = '],"usage":null}\n\n' if asked.include_usage else "]}\n\n"
@@ -117,10 +115,10 @@ class AnswerForm:
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         behind = self._behind
         if self._asked.continuous_usage_stats:
-            behind = f'],"usage":{_dumps(_usage(self._so_far.values()))}}}\n\n'
+            behind = f'],"usage":{to_text(_usage(self._so_far.values()))}}}\n\n'
         if message.logprobs or "prompt_logprobs" in choice:
             return self._in_turns(choice, behind)
-        return f"{self._before}{_dumps(choice)}{behind}".encode()
+        return f"{self._before}{to_text(choice)}{behind}".encode()
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
         """Return the last events: the usage, which has no choices, where it was asked for."""

@@ -10,12 +10,23 @@ Data = bytes | Awaitable[bytes]
 """What is sent: written at once, or while others run."""
 
 _AT_ONCE = 32  # tokens: 4 ms
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# They end a line to some readers of streams, as to Python's; JSON has them in strings alone.
+_LINE_ENDS = {each: f"\\u{ord(each):04x}" for each in ("\x85", "\u2028", "\u2029")}
+
+
+def to_text(value: Any) -> str:
+    """Return the value as JSON, which is one line to whoever reads it."""
+    text = _encode(value)
+    if not text.isascii():
+        for line_end, escaped in _LINE_ENDS.items():
+            text = text.replace(line_end, escaped)
+    return text
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return the value as JSON. Half of a surrogate pair, which is no text, is escaped."""
-    return _dumps(value).encode(errors="backslashreplace")
+    """Return the same as bytes. Half of a surrogate pair, which is no text, is escaped."""
+    return to_text(value).encode(errors="backslashreplace")
 
 
 async def to_bytes_in_turns(value: Any, num_levels: int = 4) -> bytes:

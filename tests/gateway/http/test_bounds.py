@@ -216,6 +216,29 @@ async def test_a_body_that_comes_behind_its_answer_is_no_head(served, monkeypatc
         assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [status, 200]
 
 
+LINE_ENDS = "a\u2028b\x85c\u2029d"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi", "instructions": LINE_ENDS}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30}),
+    ],
+)
+async def test_an_event_is_one_line_to_clients_that_know_more_line_ends(saying, path, body):
+    """As httpx's iter_lines does."""
+    ask = with_length(json.dumps({**body, "stream": True}).encode()).replace(b"/v1/completions", path.encode())
+    async with saying(LINE_ENDS, http="127.0.0.1:0") as c:
+        lines = (await said(c, ask)).partition(b"\r\n\r\n")[2].decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    for escaped in (r"\u2028", r"\u0085", r"\u2029"):
+        assert escaped in "".join(data) and all(json.loads(each) for each in data)
+    assert all(line == "" or re.match("data: |event: |[0-9a-f]+$", line) for line in lines)
+
+
 async def test_overload_says_when_to_come_back(served):
     async with served(max_concurrent_requests=1) as (c, client):
         c.decode[0].hold("decode")
