@@ -6,13 +6,14 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httptools
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton import tasks
 from baton.service.net.host_names import HostNames
@@ -121,6 +122,8 @@ class HttpConnection(HttpToolsProtocol):
         self._timer.cancel()
         self._in_body = True
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_by_close(self.cycle)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -308,6 +311,17 @@ def open_http(
 ) -> HttpServer:
     """Bind the port; nothing is served before `start`. Raises ListenError."""
     return HttpServer(app, listening_socket(address, _BACKLOG), refuse_head, tls, headers, max_connections, unread_s)
+
+
+def _end_by_close(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection, which is not kept, be that of the answer: HTTP/1.0 knows no chunks."""
+    send = cycle.send
+
+    async def send_as_it_is(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.chunked_encoding, cycle.send = False, send_as_it_is
 
 
 def _map_buffers() -> None:

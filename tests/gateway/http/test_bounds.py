@@ -216,6 +216,22 @@ async def test_a_body_that_comes_behind_its_answer_is_no_head(served, monkeypatc
         assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [status, 200]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_http_1_0_ends_with_its_connection(served, stream):
+    """That version knows no chunks."""
+    body = json.dumps({"prompt": [20, 21], "max_tokens": 2, "stream": stream}).encode()
+    async with served() as (c, _):
+        head, _, answer = (await said(c, with_length(body).replace(b"HTTP/1.1", b"HTTP/1.0"))).partition(b"\r\n\r\n")
+        assert b"200 OK" in head and b"connection: close" in head and b"transfer-encoding" not in head
+        if stream:
+            assert answer.startswith(b"data: {") and answer.endswith(b"data: [DONE]\n\n")
+            assert all(line[:6] in (b"", b"data: ") for line in answer.split(b"\n"))
+        else:
+            assert f"content-length: {len(answer)}".encode() in head and json.loads(answer)["choices"]
+        missing = await said(c, b"GET /nothing HTTP/1.0\r\n\r\n")
+        assert decoded(missing)[0] == 404 and b"transfer-encoding" not in missing
+
+
 LINE_ENDS = "a\u2028b\x85c\u2029d"
 
 
