@@ -99,7 +99,7 @@ class HttpApi:
         for index, each in enumerate(response.embeddings):
             objects.append(embedding(index, each.values, asked.encoding))
             await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
-        await call.reply_json(embeddings(objects, self._handler.model(asked.request.model).name, response.usage))
+        await call.reply_json(embeddings(objects, self._name(asked.request.model), response.usage))
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank."""
@@ -107,7 +107,7 @@ class HttpApi:
         call.names = asked.names
         response = await self._handler.score(asked.request, context)
         documents = asked.request.documents if asked.return_documents else ()
-        await call.reply(rerank(response, documents, asked.top_n, self._handler.model(asked.request.model).name))
+        await call.reply(rerank(response, documents, asked.top_n, self._name(asked.request.model)))
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
@@ -119,8 +119,10 @@ class HttpApi:
 
     async def model(self, call: HttpCall) -> None:
         """GET /v1/models/{model}."""
-        info = await self._handler.model_info(pb.GetModelInfoRequest(model=call.path_params["model"]))
-        await call.reply(self._described(info, info.name))
+        asked = call.path_params["model"]
+        info, model = await self._handler.model_info(pb.GetModelInfoRequest(model=asked)), self._handler.model(asked)
+        parent = {"parent": model.name} if model.find(asked) else {}
+        await call.reply(self._described(info, info.name) | parent)
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize."""
@@ -138,7 +140,12 @@ class HttpApi:
 
     def _known(self, asked: Asked) -> tuple[str, TokenTexts]:
         name = asked.requests[0].model
-        return self._handler.model(name).name, self._handler.detokenizer(name)
+        return self._name(name), self._handler.detokenizer(name)
+
+    def _name(self, asked: str) -> str:
+        """Return what an answer calls its model: an adapter as it was asked for."""
+        model = self._handler.model(asked)
+        return asked if model.find(asked) else model.name
 
     def _read(self, call: HttpCall, operation: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, CallContext]:
         """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded as a

@@ -17,6 +17,7 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
+from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
@@ -32,6 +33,27 @@ async def test_models(served):
         (model,) = (await client.models.list()).data
         assert (model.id, model.owned_by) == ("fake", "baton") and model.model_dump()["max_model_len"] == 1024
         assert (await client.models.retrieve("fake")).id == "fake"
+
+
+async def test_an_adapter_has_its_own_name_and_that_of_its_model(served, monkeypatch):
+    make, named = FakeWorker.__init__, [{"name": "tabs", "identity": b"a" * 32}]
+    monkeypatch.setattr(FakeWorker, "__init__", lambda self, *args, **hello: make(self, *args, adapters=named, **hello))
+    async with served() as (_, client):
+        listed = [(model.id, model.model_dump().get("parent")) for model in (await client.models.list()).data]
+        assert listed == [("fake", None), ("tabs", "fake")]
+        for name, parent in (*listed, ("fake:tabs", "fake")):
+            model = await client.models.retrieve(name)
+            assert (model.id, model.model_dump().get("parent")) == (name, parent)
+            of = {"model": name}
+            answers = [
+                await client.chat.completions.create(messages=MESSAGES, max_completion_tokens=2, **of),
+                await client.completions.create(prompt="a", max_tokens=2, **of),
+                await client.responses.create(input="a", max_output_tokens=2, **of),
+                await client.embeddings.create(input="a", encoding_format="float", **of),
+            ]
+            assert [each.model for each in answers] == [name] * 4
+            ask = {"model": name, "max_tokens": 2, "messages": MESSAGES}
+            assert (await client.post("/messages", body=ask, cast_to=dict))["model"] == name
 
 
 async def test_chat_says_what_grpc_says(served):
