@@ -52,6 +52,7 @@ from gateway.http.responses import NUM_LEVELS, ResponseForm, read_response
 from gateway.http.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"
+_MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
 T = TypeVar("T")
 
 
@@ -240,8 +241,8 @@ def make_app(
         route("/v1/chat/completions", api.chat_completions, "Generate"),
         route("/v1/completions", api.completions, "Generate"),
         route("/v1/responses", api.responses, "Generate"),
-        route("/v1/messages", api.messages, "Generate", tell=to_error),
-        route("/v1/messages/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
+        route(_MESSAGES, api.messages, "Generate", tell=to_error),
+        route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
         route("/v1/models", api.models, "ListModels", "GET"),
@@ -260,16 +261,16 @@ def make_app(
     return app
 
 
-def refuse_head(is_too_large: bool) -> Response:
+def refuse_head(is_too_large: bool, path: str) -> Response:
     """Answer a head that is no HTTP, or too large."""
     if is_too_large:
         told = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
-        return _error_response(BadCall("head", told, "HEAD_TOO_LARGE"))
-    return _error_response(InvalidRequest("head", "this is no HTTP/1.1"))
+        return _error_response(BadCall("head", told, "HEAD_TOO_LARGE"), path)
+    return _error_response(InvalidRequest("head", "this is no HTTP/1.1"), path)
 
 
-def _refuse_host(host: str) -> Response:
-    return _error_response(BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST"))
+def _refuse_host(host: str, path: str) -> Response:
+    return _error_response(BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST"), path)
 
 
 async def _elsewhere(request: Request, raised: Exception) -> Response:
@@ -279,11 +280,12 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
         error, headers = BadCall("method", f"{path} takes another one", "METHOD_NOT_ALLOWED"), raised.headers
     else:
         error, headers = NotFound(f"{path} is not here; /openapi.json lists the paths"), None
-    return _error_response(error, headers)
+    return _error_response(error, path, headers)
 
 
-def _error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_bytes(to_json(error, {})), status_of(error), headers, media_type="application/json")
+def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    tell = to_error if f"{path}/".startswith(f"{_MESSAGES}/") else to_json
+    return Response(to_bytes(tell(error, {})), status_of(error), headers, media_type="application/json")
 
 
 def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:

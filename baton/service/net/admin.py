@@ -104,14 +104,14 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(json.dumps(value) + "\n", status, media_type="application/json")
 
 
-def _refuse_host(host: str) -> Response:
+def _refuse_host(host: str, path: str) -> Response:
     if not host:
         return json_response({"error": "a request names its Host once"}, 400)
     told = f"{without_port(host)[:100]} is not this host: --admin-hosts lists its names"
     return json_response({"error": told}, 421)
 
 
-def _refuse_head(is_too_large: bool) -> Response:
+def _refuse_head(is_too_large: bool, path: str) -> Response:
     return json_response(
         {"error": "the head is too large" if is_too_large else "not HTTP"}, 431 if is_too_large else 400
     )

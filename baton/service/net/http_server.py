@@ -35,8 +35,8 @@ _BACKLOG = 2048
 _ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 << 10  # glibc's default, before it adapts
 
-RefuseHead = Callable[[bool], Response]
-"""What is answered to a head that is no HTTP, or (True) too large."""
+RefuseHead = Callable[[bool, str], Response]
+"""What is answered to a head that is no HTTP, or (True) too large; the path, as far as it was read."""
 
 # It would log each stranger's bytes that are no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -49,6 +49,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, server: "HttpServer"):
         super().__init__(server.config, server.server_state, {})
         self._server = server
+        self.url = b""
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -144,7 +145,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a head that is no HTTP, or too large."""
-        refusal = self._server.refuse_head(self._num_head_bytes > MAX_METADATA_BYTES)
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        refusal = self._server.refuse_head(self._num_head_bytes > MAX_METADATA_BYTES, path)
         head = [b"%s: %s\r\n" % pair for pair in (*refusal.raw_headers, (b"connection", b"close"))]
         self.transport.write(b"".join([STATUS_LINE[refusal.status_code], *head, b"\r\n", refusal.body]))
         self.transport.close()
@@ -289,15 +291,15 @@ class HostCheck:
     """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
     this host, can make its own name lead here, and would read all answers."""
 
-    def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str], Response]):
-        """`refuse`: from the host that was named, "" for none or several, to what is answered."""
+    def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str, str], Response]):
+        """`refuse`: from the host that was named, "" for none or several, and the path to what is answered."""
         self._app, self._names, self._refuse = app, names, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hosts = Headers(scope=scope).getlist("host")
         if (len(hosts) == 1 and hosts[0] in self._names) or (not hosts and scope["http_version"] == "1.0"):
             return await self._app(scope, receive, send)
-        await self._refuse(hosts[0] if len(hosts) == 1 else "")(scope, receive, send)
+        await self._refuse(hosts[0] if len(hosts) == 1 else "", scope["path"])(scope, receive, send)
 
 
 def open_http(

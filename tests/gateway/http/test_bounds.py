@@ -73,6 +73,24 @@ async def test_refused_with_its_status_and_field(served, request_bytes, status, 
 
 
 @pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/messages", "error"), ("/v1/messages/batches?a=b", "error"), ("/v1/messages_", None)]
+)
+async def test_what_is_refused_before_its_endpoint_has_the_form_of_its_path(served, path, kind):
+    head = b"POST " + path.encode() + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    async with served() as (c, _):
+        for ask, statuses, word in (
+            (head.replace(b"POST", b"PUT") + b"\r\n", (405, 404), "invalid_request_error"),
+            (head + 70 * b"x-a: 1\r\n" + b"\r\n", (431,), "invalid_request_error"),
+            (head.replace(b"localhost", b"evil.example") + b"\r\n", (421,), "invalid_request_error"),
+            (head + b"no header\r\n\r\n", (400,), "invalid_request_error"),
+        ):
+            status, _, value = decoded(await said(c, ask))
+            assert status in statuses and value.get("type") == kind
+            assert value["error"]["type"] == ("not_found_error" if status == 404 else word)
+            assert ("param" in value["error"]) == (kind is None)
+
+
+@pytest.mark.parametrize(
     ("path", "body", "operation"),
     [
         ("/v1/chat/completions", {"messages": []}, "chat"),
