@@ -1,6 +1,7 @@
 """Bodies of OpenAI's requests, read into messages of baton.v1. What is not known is refused by its name: a field that
 is left out without a word would change the answer."""
 
+import hashlib
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -33,6 +34,7 @@ from gateway.http.fields import (
     without_nulls,
     write,
 )
+from gateway.request.validation import REQUEST_ID
 
 ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
@@ -203,7 +205,7 @@ def _token_ids(where: str, value: object) -> list[int]:
 def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str, Any], names: dict[str, str]) -> Asked:
     request_id = requests[0].request_id or new_id()
     for index, request in enumerate(requests):
-        request.request_id = f"{request_id}-{index}" if len(requests) > 1 else request_id
+        request.request_id = request_id if len(requests) == 1 else _id_of_prompt(request_id, index)
     options = read_part_of(values, "stream_options", ("include_usage", "continuous_usage_stats", "include_obfuscation"))
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
@@ -212,6 +214,13 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     usage, at_once = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     return Asked(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
+
+
+def _id_of_prompt(request_id: str, index: int) -> str:
+    """Return the id of one of several prompts. One that leaves no room is cut, with what tells it from others in place."""
+    if REQUEST_ID.fullmatch(request_id) and not REQUEST_ID.fullmatch(f"{request_id}-{MAX_PROMPTS - 1}"):
+        request_id = f"{request_id[:40]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
+    return f"{request_id}-{index}"
 
 
 def check_notes(values: Mapping[str, Any]) -> None:

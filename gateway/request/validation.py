@@ -22,9 +22,9 @@ from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_IDS: frozenset[int] = frozenset()
 _NO_SPECULATION = pb.Speculation()  # never changed: each message is 0.5 KB of an open stream
+REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -
 def _request_id(request_id: str) -> str:
     if not request_id:
         return secrets.token_hex(12)
-    if not _REQUEST_ID.fullmatch(request_id):
-        _refuse("request_id", f"must match {_REQUEST_ID.pattern}")
+    if not REQUEST_ID.fullmatch(request_id):
+        _refuse("request_id", f"must match {REQUEST_ID.pattern}")
     return request_id
 
 

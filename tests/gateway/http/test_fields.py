@@ -36,6 +36,8 @@ from gateway.http.requests import (
 from gateway.http.responses import LOGPROBS, read_response
 from gateway.orchestration.retry_budget import poison
 from gateway.request.messages import check_conversation
+from gateway.request.validation import check
+from tests.gateway.request.test_validation import SERVED
 from tests.support.pace import patience
 
 VALUES = {
@@ -364,6 +366,26 @@ def test_a_system_message_of_anthropic_s_stands_in_its_place():
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "be short"}]}]
     (request,) = read_request({"messages": said, "max_tokens": 1}).requests
     assert [(each.role, each.content) for each in request.messages.messages] == [("user", "hi"), ("system", "be short")]
+
+
+@pytest.mark.parametrize("num_chars", [1, 61, 62, 63, 64])
+def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
+    for num_prompts in (2, 32):
+        request_id = "x" * num_chars
+        asked, again, other = (
+            read_completion({"prompt": ["a"] * num_prompts, "request_id": each, "max_tokens": 1})
+            for each in (request_id, request_id, f"{request_id[:-1]}y")
+        )
+        ids = [[check(request, SERVED).request_id for request in each.requests] for each in (asked, again, other)]
+        assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 2 * num_prompts
+        assert asked.id == f"cmpl-{request_id}"
+
+
+@pytest.mark.parametrize("request_id", ["x" * 65, "x" * 62 + "!"])
+def test_an_id_that_is_none_is_refused_with_several_prompts_too(request_id):
+    asked = read_completion({"prompt": ["a", "b"], "request_id": request_id})
+    with pytest.raises(InvalidRequest, match="request_id"):
+        check(asked.requests[0], SERVED)
 
 
 def test_null_is_as_if_it_were_left_out():
