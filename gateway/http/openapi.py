@@ -208,6 +208,7 @@ _OF_RESPONSES = {
     "input": {"anyOf": [STRING.schema, _ITEMS]},
     "instructions": STRING.schema,
     "include": _list_of({"const": LOGPROBS}),
+    "chat_template_kwargs": _OBJECT,
     "tools": _list_of(_closed(["type", "name"], type={"const": "function"}, **_FUNCTION)),
     "tool_choice": {
         "anyOf": [

@@ -16,6 +16,7 @@ from gateway.http.conversations import (
     read_content,
     read_fields,
     read_list,
+    read_object_text,
     read_tool,
     read_tool_choice,
 )
@@ -39,9 +40,12 @@ _NAMES = {
     "messages.tools": "tools",
     "messages.tool_choice": "tool_choice",
     "messages.tool_name": "tool_choice.name",
+    "messages.chat_template_kwargs": "chat_template_kwargs",
 }
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
-_OTHERS = ("input", "instructions", "include", "stream", "stream_options", "text", *_TOOLS, *NOTES)
+_OTHERS = (
+    "input", "instructions", "include", "stream", "stream_options", "text", "chat_template_kwargs", *_TOOLS, *NOTES,
+)  # fmt: skip
 _TOLD = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
     *(name for name in NOTES if name != "prompt_cache_options"),  # an object of any depth
@@ -69,10 +73,11 @@ def read_response(values: Mapping[str, Any]) -> Asked:
 
 
 def _tools(values: Mapping[str, Any]) -> pb.Messages:
-    """Return a conversation with its tools alone."""
+    """Return a conversation with its tools, and variables of the template, alone."""
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
+    conversation.chat_template_kwargs = read_object_text("chat_template_kwargs", values)
     for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":

@@ -368,6 +368,16 @@ def test_a_system_message_of_anthropic_s_stands_in_its_place():
     assert [(each.role, each.content) for each in request.messages.messages] == [("user", "hi"), ("system", "be short")]
 
 
+def test_template_variables_of_a_response_are_those_of_a_chat():
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    asked, chat = read_response({"input": "hi", **variables}), read_chat({**READERS["chat"][1], **variables})
+    told = asked.requests[0].messages.chat_template_kwargs
+    assert told == chat.requests[0].messages.chat_template_kwargs == '{"enable_thinking": false}'
+    assert rename("messages.chat_template_kwargs", asked.names) == "chat_template_kwargs"
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+        read_response({"input": "hi", "chat_template_kwargs": 7})
+
+
 @pytest.mark.parametrize("num_chars", [1, 61, 62, 63, 64])
 def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
     for num_prompts in (2, 32):
