@@ -73,11 +73,11 @@ class TerminalChat:
         with self._client.stream(said, **self._options) as stream:
             try:
                 for message in stream:
+                    answer += message.text  # before it is shown: who has seen it may press Ctrl-C at once
                     if message.reasoning and self._is_terminal:
                         sys.stdout.write(f"{_DIM}{message.reasoning}{_PLAIN}")
                     sys.stdout.write(message.text)
                     sys.stdout.flush()
-                    answer += message.text
             except KeyboardInterrupt:
                 sys.stdout.write(" [ended]")
         sys.stdout.write("\n")

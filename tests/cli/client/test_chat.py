@@ -1,5 +1,7 @@
 """`baton chat` against a stand-in for the gateway: from a pipe, and in a terminal of its own."""
 
+import contextlib
+import io
 import os
 import pty
 import select
@@ -8,6 +10,10 @@ import subprocess
 import sys
 import time
 
+import psutil
+
+from baton.cli.client.chat import TerminalChat
+from baton.v1 import inference_pb2 as pb
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
@@ -22,7 +28,7 @@ def said(request) -> list[tuple[str, str]]:
 
 def test_from_a_pipe(gateway):
     argv = argv_of(gateway, "--system", "Be short.", "--max-tokens", "9")
-    done = subprocess.run(argv, cwd=ROOT, input="one\n\ntwo\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=ROOT, input="one\n\ntwo\n", capture_output=True, text=True, timeout=patience(60))
     assert (done.returncode, done.stdout, done.stderr) == (0, "Größe\nGröße\n", "")
     first, second = gateway.requests[-2:]
     assert said(first) == [("system", "Be short."), ("user", "one")]
@@ -32,8 +38,29 @@ def test_from_a_pipe(gateway):
 
 def test_refused_from_a_pipe(gateway):
     argv = argv_of(gateway, "--max-tokens", "0")
-    done = subprocess.run(argv, cwd=ROOT, input="one\ntwo\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=ROOT, input="one\ntwo\n", capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "stopping.max_tokens" in done.stderr
+
+
+class EndsAnswer(io.StringIO):
+    """A terminal where Ctrl-C is pressed as soon as the first text is seen."""
+
+    def flush(self):
+        if self.getvalue() == "Grö":
+            raise KeyboardInterrupt
+
+
+class OneText:
+    def stream(self, messages):
+        return contextlib.nullcontext(iter([pb.GenerateResponse(text="Grö")]))
+
+
+def test_what_was_seen_before_ctrl_c_is_kept():
+    conversation = TerminalChat(OneText(), None, {}, is_terminal=True)
+    with contextlib.redirect_stdout(EndsAnswer()) as terminal:
+        conversation.say("hello")
+    assert terminal.getvalue() == "Grö [ended]\n"
+    assert conversation.messages[1:] == [{"role": "assistant", "content": "Grö"}]
 
 
 def test_in_a_terminal(gateway):
@@ -50,16 +77,20 @@ def test_in_a_terminal(gateway):
     os.close(theirs)
     shown = b""
 
-    def until(text: bytes, interrupted: bool = False) -> None:
+    def until(text: bytes) -> None:
         nonlocal shown
         deadline = time.monotonic() + patience(30)
         while text not in shown:
             assert time.monotonic() < deadline, f"{text} has not come, but {shown}"
             if select.select([ours], [], [], 0.2)[0]:
                 shown += os.read(ours, 4096)
-            elif interrupted:  # Python loses an interrupt between the last character and its wait for the next
-                child.send_signal(signal.SIGINT)
         shown = shown.partition(text)[2]
+
+    def until_it_waits() -> None:  # Python loses an interrupt between the last character and its wait for the next
+        deadline = time.monotonic() + patience(30)
+        while psutil.Process(child.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, "it does not wait for a character"
+            time.sleep(0.01)
 
     try:
         until(b"> ")
@@ -76,8 +107,9 @@ def test_in_a_terminal(gateway):
         until(b"> ")
         os.write(ours, b"dropped")
         until(b"dropped")
+        until_it_waits()
         child.send_signal(signal.SIGINT)
-        until(b"> ", interrupted=True)
+        until(b"> ")
         os.write(ours, b"\x04")
         assert child.wait(patience(30)) == 0
     finally:
