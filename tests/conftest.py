@@ -39,6 +39,13 @@ def pytest_configure(config) -> None:
     pace.slowness()  # before pytest starts its workers, which inherit it
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    from tests.running.file_scheduling import LastingFileScheduling
+
+    return LastingFileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config, items) -> None:
     items[:] = _in_order(items[:: config.getoption("every")])

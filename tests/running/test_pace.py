@@ -1,16 +1,10 @@
 """Time limits of tests are as long as the machine is slow, never shorter than they are written, nothing outlasts
 them, and a process that a worker ends says why."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.running.inner_pytest import run_pytest
 from tests.support import pace
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("measured_s, factor", [(0.01, 1.0), (0.05, 1.0), (0.1, 2.0), (0.3, 6.0), (60.0, 8.0)])
@@ -45,6 +39,7 @@ def unending():
     ctypes.CDLL(None).pthread_mutex_lock(lock)
     ctypes.CDLL(None).pthread_mutex_lock(lock)  # in native code, where no signal is seen to
 
+@pytest.mark.timeout(0.2)
 def test_stuck(unending):
     threading.Event().wait()
 
@@ -53,16 +48,9 @@ def test_well():
 """
 
 
-def run_pytest(folder: Path, text: str, timeout_s: float) -> subprocess.CompletedProcess:
-    (folder / "test_file.py").write_text(text)
-    options = ("-p", "tests.conftest", "-n1", f"--timeout={timeout_s}", "-c", os.devnull)
-    argv = [sys.executable, "-m", "pytest", *options, folder]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=pace.patience(60))
-
-
 def test_what_no_limit_ends_is_named_and_the_others_run(tmp_path):
-    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.GRACE_S = 0.2\n")
-    ran = run_pytest(tmp_path, WAITS_FOR_EVER, timeout_s=0.2)
+    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.GRACE_S = 3\n")
+    ran = run_pytest(tmp_path, {"test_file.py": WAITS_FOR_EVER}, "-n1", "--timeout=60")
     assert ran.returncode == 1 and "2 failed, 1 passed" in ran.stdout  # test_stuck, and its worker
     assert "crashed while running 'test_file.py::test_stuck'" in ran.stdout
     assert "in unending" in ran.stderr
@@ -77,6 +65,6 @@ def test_lost():
 
 
 def test_a_worker_that_ends_its_process_says_why(tmp_path):
-    ran = run_pytest(tmp_path, ENDS, timeout_s=60)
+    ran = run_pytest(tmp_path, {"test_file.py": ENDS}, "-n1", "--timeout=60")
     assert "crashed while running 'test_file.py::test_lost'" in ran.stdout
     assert "rank 1 stands still, so this worker ends with all its ranks" in ran.stderr

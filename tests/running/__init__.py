@@ -1,0 +1,1 @@
+"""How the tests are run: in processes that share them, of which one may die."""
