@@ -207,7 +207,8 @@ def test_redis_is_told_what_compose_tells_it():
         "/run/secrets/ca.crt": "/run/secrets/tls/ca.crt",
         "/run/secrets/redis.acl": "/run/secrets/redis/redis.acl",
     }
-    assert [*redis["command"], *redis["args"]] == [words.get(word, word) for word in compose["command"]]
+    assert redis["command"][:2] == ["sh", "-c"]
+    assert [*redis["command"][3:], *redis["args"]] == [words.get(word, word) for word in compose["command"]]
     assert redis["image"] == compose["image"]
 
 
