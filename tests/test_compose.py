@@ -103,6 +103,17 @@ def test_locks_satisfy_the_project(name):
         assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version}"
 
 
+@pytest.mark.parametrize("machine, status", [("x86_64", 0), ("aarch64", 1)])
+def test_on_another_architecture_the_build_says_what_to_do(tmp_path, machine, status):
+    """Else pip finds no package of the hash that is locked."""
+    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {machine}\n")
+    (tmp_path / "uname").chmod(0o755)
+    (line,) = re.findall(r"^RUN (test .*uname.*)$", DOCKERFILE, re.MULTILINE)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True)
+    assert ran.returncode == status and ("DOCKER_DEFAULT_PLATFORM=linux/amd64" in ran.stderr) == bool(status)
+
+
 def test_the_cpu_image_takes_a_cpu_build_of_torch():
     assert locked("cpu")["torch"].endswith("+cpu")
     assert not [name for name in locked("cpu") if name.startswith("nvidia-") or name == "triton"]
