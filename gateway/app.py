@@ -219,7 +219,7 @@ class Gateway:
     def _on_fleet_change(self) -> None:
         self.catalog.note_change()
         for version in self.catalog.versions:
-            version.pipeline.queues.call_first()
+            version.note_change()
         self._changed.set()
 
     # ---- models ----

@@ -1,5 +1,6 @@
 """One model behind the gateway: its text, its workers, and the requests that are on it."""
 
+from baton.protocol import CONSTRAINTS
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
@@ -26,6 +27,12 @@ class ModelVersion:
     def seen_by(self, tenant: str = DEFAULT_TENANT) -> ServedModel:
         """Return what requests of a tenant are checked against."""
         return self.fleet.model.seen_by(tenant)
+
+    def note_change(self) -> None:
+        """Take a change of the fleet: requests that wait may go on, and constraints may come."""
+        self.pipeline.queues.call_first()
+        if self.fleet.can(CONSTRAINTS):
+            self.pipeline.text.expect_constraints()
 
     def close(self) -> None:
         """End the threads of its text."""

@@ -122,6 +122,10 @@ class ModelFleet:
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
             raise InvalidRequest("sampling.n", f"{request.num_choices}: {why}")
 
+    def can(self, feature: str) -> bool:
+        """Return whether a decode worker that serves has this feature."""
+        return any(link.limits and feature in link.limits.features for link in self.candidates.serving("decode"))
+
     # ---- what the registry calls ----
 
     def misfit(self, hello: pb.Hello) -> str | None:

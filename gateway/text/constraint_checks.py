@@ -26,7 +26,8 @@ _NUM_KEPT = 1024  # answers, 100 bytes each
 
 
 class ConstraintChecks:
-    """Thread-safe. Processes begin with the first constraint and end with this object's `close`."""
+    """Thread-safe. The process of a thread begins with its first constraint, or before (`start`), and ends with this
+    object's `close`."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
         """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
@@ -35,6 +36,12 @@ class ConstraintChecks:
         self._processes: WeakSet[_Checker] = WeakSet()
         self._known: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # by digest: ("", "") is good
         self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process of this thread, before a constraint waits for it. What goes wrong, goes wrong again there."""
+        with contextlib.suppress(Unavailable):
+            self._own_process()
 
     def known(self, constraint: Constraint) -> tuple[str, str] | None:
         """Return what was found before, as (place, reason); None: it was not looked at."""
@@ -60,26 +67,37 @@ class ConstraintChecks:
     def close(self) -> None:
         """End the processes."""
         with self._lock:
+            self._is_closed = True
             for process in self._processes:
                 process.close()
 
     def _ask(self, constraint: Constraint) -> tuple[str, str]:
-        process = getattr(self._own, "process", None)
-        if process is None or not process.is_alive:
-            process = self._own.process = _Checker()
-            with self._lock:
-                self._processes.add(process)
-            if (problem := process.ask(self._first, _START_S)) is None:
-                process.close()
-                raise Unavailable("the process that checks constraints did not start", _RETRY_AFTER_S)
-            if problem != ("", ""):
-                process.close()
-                return problem
+        process, problem = self._own_process()
+        if problem != ("", ""):
+            return problem
         if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
             if process.close() == -signal.SIGKILL:  # by us, or by a kernel without memory: not for what it did
                 raise Unavailable("the constraint could not be checked in time", _RETRY_AFTER_S)
             return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
         return problem
+
+    def _own_process(self) -> tuple["_Checker", tuple[str, str]]:
+        """Return the process of this thread, and what is wrong with the vocabulary, as `check` does. Raises
+        Unavailable."""
+        process = getattr(self._own, "process", None)
+        if process is not None and process.is_alive:
+            return process, ("", "")
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("constraints are checked no more", _RETRY_AFTER_S)
+            process = self._own.process = _Checker()
+            self._processes.add(process)
+        if (problem := process.ask(self._first, _START_S)) is None:
+            process.close()
+            raise Unavailable("the process that checks constraints did not start", _RETRY_AFTER_S)
+        if problem != ("", ""):
+            process.close()
+        return process, problem
 
 
 class _Checker:

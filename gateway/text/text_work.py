@@ -15,7 +15,7 @@ from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.origins import Rendered, render_origins
 from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed, Words
-from gateway.text.text_threads import TextThreads
+from gateway.text.text_threads import NUM_CHECKS, TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
 # Of characters, or of ids: what longer work costs is not the event loop's.
@@ -31,6 +31,9 @@ class TextWork:
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
         self._constraints = ConstraintChecks(tokenizer.json, vocab_size)
         self._threads = TextThreads()
+        # Of their own: a check waits for a process, for seconds at worst, and prompts do not wait with it.
+        self._checks = TextThreads(NUM_CHECKS, "constraints")
+        self._starting: asyncio.Future | None = None  # the first process that checks constraints
 
     async def encode(
         self,
@@ -79,20 +82,28 @@ class TextWork:
         DeadlineExceeded. `field`: of the request that it comes from, if not its own."""
         problem = self._constraints.known(constraint)
         if problem is None:
-            problem = await self._in_thread(partial(self._constraints.check, constraint), tenant, deadline)
+            work = partial(self._constraints.check, constraint)
+            problem = await self._in_thread(work, tenant, deadline, self._checks)
         place, reason = problem
         if reason:
             raise InvalidRequest(field or f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)
 
+    def expect_constraints(self) -> None:
+        """Start a process that checks constraints, if none was started: that takes seconds with a large vocabulary, which
+        the first constraint need not wait for. Others start with those that come meanwhile."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._checks.run(DEFAULT_TENANT, self._constraints.start))
+
     def close(self) -> None:
         """End the threads, and the processes that check constraints."""
         self._threads.close()
+        self._checks.close()
         self._constraints.close()
 
-    async def _in_thread(self, work: Callable, tenant: str, deadline: float):
+    async def _in_thread(self, work: Callable, tenant: str, deadline: float, threads: TextThreads | None = None):
         try:
             async with asyncio.timeout(None if deadline == math.inf else max(0.0, deadline - now())):
-                return await self._threads.run(tenant, work)
+                return await (threads or self._threads).run(tenant, work)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the text waited or was processed") from None
 

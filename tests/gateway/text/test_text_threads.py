@@ -1,11 +1,12 @@
-"""Threads for long texts: one a tenant, in turns, and nothing is done for a call that is gone."""
+"""Threads for long texts: all but one for a tenant, in turns, and nothing is done for a call that is gone."""
 
 import asyncio
 import threading
 
 import pytest
 
-from gateway.text.text_threads import NUM_THREADS, TextThreads
+from gateway.text.text_threads import NUM_CHECKS, NUM_THREADS, TextThreads
+from tests.support.pace import patience
 
 
 class Gate:
@@ -32,10 +33,52 @@ def threads():
 
 
 def test_a_tenant_never_has_them_all():
-    assert NUM_THREADS >= 2
+    assert NUM_CHECKS >= 2
+    assert NUM_THREADS >= 3, "nor does one long text hold up all others of its tenant"
 
 
-async def test_one_running_call_a_tenant(threads):
+async def until(is_so):
+    deadline = asyncio.get_running_loop().time() + patience(10)
+    while not is_so():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.001)
+
+
+async def test_a_tenant_alone_has_all_but_one():
+    threads, ran = TextThreads(3), []
+    gates = [Gate(ran, name) for name in ("a1", "a2", "a3", "b1")]
+    calls = [asyncio.create_task(threads.run(gate._name[0], gate)) for gate in gates]
+    try:
+        for gate in (gates[0], gates[1], gates[3]):
+            await gate.until_began()
+        assert not gates[2].began.is_set(), "the last thread is for others"
+        gates[1].go.set()
+        assert await calls[1] == "a2", "the first one holds up no other"
+    finally:
+        for gate in gates:
+            gate.go.set()
+        await asyncio.gather(*calls)
+        threads.close()
+
+
+async def test_the_next_thread_is_for_who_has_fewest():
+    threads, ran = TextThreads(4), []
+    gates = {name: Gate(ran, name) for name in ("a1", "a2", "a3", "b1", "a4", "b2")}
+    calls = [asyncio.create_task(threads.run(name[0], gate)) for name, gate in gates.items()]
+    try:
+        for name in ("a1", "a2", "a3", "b1"):
+            await gates[name].until_began()
+        gates["a1"].go.set()
+        await until(lambda: gates["a4"].began.is_set() or gates["b2"].began.is_set())
+        assert gates["b2"].began.is_set(), "a has two, b has one"
+    finally:
+        for gate in gates.values():
+            gate.go.set()
+        await asyncio.gather(*calls)
+        threads.close()
+
+
+async def test_of_two_threads_a_tenant_has_one(threads):
     ran = []
     gates = [Gate(ran, name) for name in ("a1", "a2", "b1")]
     calls = [asyncio.create_task(threads.run(gate._name[0], gate)) for gate in gates]
@@ -74,12 +117,12 @@ async def test_what_is_gone_is_not_done(threads):
     for call in gone:
         call.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    assert not threads._lines["a"], "what is gone is held in no line"
+    assert not threads._lines.get("a"), "what is gone is held in no line"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     behind = asyncio.create_task(threads.run("a", lambda: ran.append("behind")))
     await asyncio.sleep(0)
-    assert threads._num_idle == 1 and not behind.done(), "a cancelled call keeps its tenant's thread until it ends"
+    assert threads._num_idle == 1 and not behind.done(), "a cancelled call keeps its thread until it ends"
     gate.go.set()
     await behind
     assert ran == ["first", "behind"]

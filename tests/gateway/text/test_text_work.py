@@ -8,11 +8,14 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from gateway.text import text_work
+from gateway.text import constraint_checks, text_work
+from gateway.text.text_threads import NUM_CHECKS, NUM_THREADS
 from gateway.text.tokenizer import CannotEncode
 from tests.gateway.orchestration.test_answers import generate
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.queue.test_quota_door import quotas
+from tests.support.client import make_request
+from tests.support.pace import patience
 
 
 def tokenize(c, content, **fields):
@@ -128,19 +131,56 @@ async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
 
 
 async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp_path, monkeypatch):
-    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 5000\n"
+    text = f"[default]\ntokens_per_s = 0.001\nburst_tokens = {NUM_THREADS * (len(LONG) + 10)}\n"
     async with cluster(quotas=quotas(tmp_path, text)) as c:
         held = Held(monkeypatch, c)
-        calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(3)]
-        await held.until_began()
-        await c.until(lambda: len(c.pipeline.admission.request_ids) == 3)
+        calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(NUM_THREADS + 1)]
+        await c.until(lambda: held.num == NUM_THREADS - 1)
+        await c.until(lambda: len(c.pipeline.admission.request_ids) == NUM_THREADS + 1)
         for call in calls:
             call.cancel()
         await c.until(lambda: not c.pipeline.admission.request_ids)
         assert (await refused(tokenize(c, "x"))).reason == "TENANT_TOKENS"
         held.go.set()
         await c.until(lambda: not c.pipeline.text._threads._lines)
-        assert held.num == 1, "two were gone before their thread began"
+        assert held.num == NUM_THREADS - 1, "two were gone before their thread began"
+
+
+async def test_a_constraint_that_is_checked_holds_up_no_chat(cluster, monkeypatch):
+    async with cluster() as c:
+        go, begun = threading.Event(), []
+
+        def check(constraint):
+            begun.append(constraint)
+            assert go.wait(patience(20))
+            return "", "is none"
+
+        monkeypatch.setattr(c.pipeline.text._constraints, "check", check)
+        asked = [make_request([5, 6], constraint=pb.Constraint(regex=f"a{{{n}}}")) for n in range(1, 9)]
+        checked = [asyncio.ensure_future(c.stub.Complete(each, timeout=patience(20))) for each in asked]
+        try:
+            await c.until(lambda: len(begun) == NUM_CHECKS - 1)
+            assert (await tokenize(c, ["the fox"])).token_ids
+            assert len(begun) == NUM_CHECKS - 1, "the last thread for constraints is for others"
+        finally:
+            go.set()
+        for error in await asyncio.gather(*checked, return_exceptions=True):
+            assert "is none" in str(error)
+
+
+async def test_a_process_for_constraints_begins_before_the_first_one(cluster, capable, monkeypatch):
+    made = []
+
+    class Counted(constraint_checks._Checker):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(constraint_checks, "_Checker", Counted)
+    async with cluster() as c:
+        await c.until(lambda: made)
+        await generate(c, [5, 6], constraint=pb.Constraint(regex="[a-z]+"))
+        assert len(made) == 1
 
 
 async def test_a_prompt_that_waits_for_its_thread_is_ended_by_its_deadline(cluster, monkeypatch):
