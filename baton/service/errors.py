@@ -46,6 +46,14 @@ class InvalidRequest(BatonError):
         super().__init__(message if message.startswith(field) else f"{field}: {message}", field=field)
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt is too long, by itself or with max_tokens behind it. Clients shorten what they send where they read this
+    reason, or in the message what OpenAI's API says ("maximum context length") or Anthropic's ("prompt is too long: 9
+    tokens > 8")."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
 class NotFound(BatonError):
     code, reason = grpc.StatusCode.NOT_FOUND, "NOT_FOUND"
 

@@ -81,5 +81,6 @@ class ServedModel:
 
     @property
     def context_words(self) -> str:
-        """Name what `context` is, for errors."""
-        return "what the longest decode worker holds" if self.is_bound_by_workers else "the context"
+        """Name what `context` is, for errors, in words that clients look for."""
+        known = "the maximum context length"
+        return f"{known} that a decode worker here holds" if self.is_bound_by_workers else known

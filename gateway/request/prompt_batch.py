@@ -22,4 +22,4 @@ class PromptBatch(NamedTuple):
 
 def in_place(error: InvalidRequest, place: str) -> InvalidRequest:
     """Return the same error of another field."""
-    return InvalidRequest(place, error.message.removeprefix(f"{error.field}: "))
+    return type(error)(place, error.message.removeprefix(f"{error.field}: "))

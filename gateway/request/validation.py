@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import MAX_DRAFT_TOKENS
 from baton.sampling_params import SAMPLING_PARAMS, SHIFT
-from baton.service.errors import InvalidRequest, NotFound
+from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
@@ -160,7 +160,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: Served
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
     """Raises InvalidRequest for more tokens than the context, before they are looked at one by one."""
     if num_tokens > served.context:
-        _refuse(where, f"has {num_tokens} ids, {served.context_words} {served.context}")
+        _refuse_length(where, num_tokens, served.context, served)
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
@@ -183,8 +183,9 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
             served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.num_choices
         )
     elif max_tokens > room:
-        message = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
-        _refuse("stopping.max_tokens", message)
+        sums = f"{num_prompt_tokens} + {max_tokens} > {served.context}"
+        message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
+        raise ContextLengthExceeded("stopping.max_tokens", message)
     elif checked.num_choices * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
     num_asked = (checked.num_prompt_logprobs + 1) * num_prompt_tokens
@@ -205,8 +206,7 @@ def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -
     if num_prompt_tokens == 0:
         _refuse(checked.input_field, "is an empty prompt")
     if room < 1:
-        message = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
-        _refuse(checked.input_field, message)
+        _refuse_length(checked.input_field, num_prompt_tokens, served.context - 1, served)
     return room
 
 
@@ -325,8 +325,10 @@ def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
         return None
     longest = min(served.context - 1, served.limits.max_tokens)
     if not 1 <= stopping.max_tokens <= longest:
-        why = f"{served.context_words}, less a prompt" if longest == served.context - 1 else "the limit of one request"
-        _refuse("stopping.max_tokens", f"must be 1 to {longest}: {why}")
+        is_the_context = longest == served.context - 1
+        why = f"{served.context_words}, less a prompt" if is_the_context else "the limit of one request"
+        kind = ContextLengthExceeded if is_the_context and stopping.max_tokens else InvalidRequest
+        raise kind("stopping.max_tokens", f"must be 1 to {longest}: {why}")
     return stopping.max_tokens
 
 
@@ -349,6 +351,11 @@ def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int
         _refuse("stopping.stop_token_ids", f"has {num_ids} ids, at most {most} are allowed")
     check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
     return ends.union(stopping.stop_token_ids)
+
+
+def _refuse_length(field: str, num_tokens: int, most: int, served: ServedModel):
+    told = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
+    raise ContextLengthExceeded(field, told)
 
 
 def _refuse(field: str, message: str):

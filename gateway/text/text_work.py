@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.constraints.constraint import Constraint
 from baton.service.clock import now
-from baton.service.errors import DeadlineExceeded, FailedPrecondition, InvalidRequest
+from baton.service.errors import ContextLengthExceeded, DeadlineExceeded, FailedPrecondition, InvalidRequest
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
@@ -110,7 +110,8 @@ class TextWork:
     def _check_length(self, field: str, num_chars: int, context: int) -> None:
         """Raises InvalidRequest for a text that could not fit: a mebibyte of text costs seconds to tokenize."""
         if not self._tokenizer.can_fit(num_chars, context):
-            raise InvalidRequest(field, f"cannot fit the context of {context} tokens")
+            told = f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
+            raise ContextLengthExceeded(field, told)
 
     def _encode_text(self, text: str) -> Sequence[int]:
         try:

@@ -109,6 +109,13 @@ async def test_tokens_are_counted(asked):
     [
         ({"model": "other"}, anthropic.NotFoundError, "not_found_error", "other"),
         ({"max_tokens": 5000}, anthropic.BadRequestError, "invalid_request_error", "max_tokens: "),
+        (
+            {"max_tokens": 1020},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "`max_tokens` exceed context limit: ",
+        ),
+        ({"system": "zyx" * 1000}, anthropic.BadRequestError, "invalid_request_error", "prompt is too long: "),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error", "messages: "),
         ({"extra_body": {"top_k": -7}}, anthropic.BadRequestError, "invalid_request_error", "top_k: "),
         ({"extra_body": {"n": 2}}, anthropic.BadRequestError, "invalid_request_error", "n: "),

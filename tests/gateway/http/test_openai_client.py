@@ -296,6 +296,23 @@ async def test_rerank(served, monkeypatch):
         assert caught.value.param == "documents[1]"
 
 
+LONG = [{"role": "user", "content": "zyx" * 1000}]
+
+
+async def test_what_is_too_long_has_the_code_and_the_words_that_clients_shorten_by(served):
+    async with served() as (_, client):
+        for call, param in (
+            (client.chat.completions.create(model="fake", messages=LONG), "messages"),
+            (client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1020), "max_tokens"),
+            (client.responses.create(model="fake", input=LONG), "input"),
+            (client.embeddings.create(model="fake", input=["a", "zyx" * 1000]), "input[1].text"),
+        ):
+            with pytest.raises(BadRequestError) as caught:
+                await call
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+            assert "maximum context length" in caught.value.message
+
+
 async def test_a_completion_has_16_tokens_unless_it_says(served):
     async with served() as (_, client):
         whole = await client.completions.create(model="fake", prompt=PROMPT)

@@ -1,6 +1,7 @@
 """Every field of a request at its borders and beyond them; the error names the field."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,35 @@ BAD = [
 @pytest.mark.parametrize("field, request_", BAD, ids=[f"{i}-{field}" for i, (field, _) in enumerate(BAD)])
 def test_the_field_is_named(field, request_):
     assert field_of(request_) == field
+
+
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (make_request([5] * 1025), "prompt is too long: 1025 tokens > 1024"),
+        (make_request([5] * 1024), "prompt is too long: 1024 tokens > 1023"),
+        (make_request(PROMPT, max_tokens=1022), "input length and `max_tokens` exceed context limit: 3 + 1022 > 1024"),
+        (make_request(PROMPT, max_tokens=5000), "must be 1 to 1023"),
+    ],
+    ids=["ids", "prompt", "room", "max_tokens"],
+)
+@pytest.mark.parametrize("is_bound", [False, True], ids=["model", "workers"])
+def test_what_is_too_long_is_told_so_that_clients_can_shorten_it(request_, words, is_bound):
+    served = replace(SERVED, is_bound_by_workers=is_bound)
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_max_tokens(check(request_, served), len(request_.token_ids.ids), served)
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert words in caught.value.message and "maximum context length" in caught.value.message
+
+
+def test_other_limits_are_no_length_of_the_context():
+    for request, served in (
+        (make_request(PROMPT, max_tokens=0), SERVED),
+        (make_request(PROMPT, max_tokens=70_000), WIDE),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            check(request, served)
+        assert caught.value.reason == "INVALID_REQUEST"
 
 
 def test_too_much_for_all_choices():

@@ -46,7 +46,8 @@ async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
         for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
             error = await refused(tokenize(c, content))
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
-            assert "the context" in error.message
+            assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+            assert "prompt is too long" in error.message and "maximum context length" in error.message
 
 
 async def test_what_the_template_makes_too_long_is_not_tokenized(cluster, monkeypatch):
