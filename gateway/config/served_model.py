@@ -58,6 +58,7 @@ class ServedModel:
     proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
     limits: RequestLimits = PRESETS["normal"]
     is_bound_by_workers: bool = False
+    lengths: tuple[int, ...] = ()  # that decode workers hold, the shortest first; the last one is `context`
     # That decode workers hold: identity by name.
     adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     # Who may name one; not in there: all.

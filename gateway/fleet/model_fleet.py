@@ -193,6 +193,7 @@ class ModelFleet:
             name=folder.name,
             context=min(folder.context, max(lengths, default=folder.context)),
             is_bound_by_workers=max(lengths, default=folder.context) < folder.context,
+            lengths=tuple(sorted({min(folder.context, length) for length in lengths})),
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             defaults=folder.defaults,

@@ -20,7 +20,7 @@ class Defaults:
     """Defaults of a request: generation_config.json, and where that is silent, values without effect."""
 
     sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)  # by field of Sampling
-    max_tokens: int = 256
+    max_tokens: int | None = None  # None: to the end of the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ def _defaults(generation: dict) -> Defaults:
             sampling[name] = max(0, _integer(generation, name, param.default, least=-1))
         else:
             sampling[name] = _number(generation, name, sampling[name])
-    return Defaults(sampling, max_tokens=_integer(generation, "max_new_tokens", Defaults().max_tokens, least=1))
+    named = generation.get("max_new_tokens") is not None
+    return Defaults(sampling, max_tokens=_integer(generation, "max_new_tokens", 0, least=1) if named else None)
 
 
 def _number(generation: dict, name: str, default: float) -> float:

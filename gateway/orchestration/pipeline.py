@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +33,7 @@ from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder, pooled_spec
 from gateway.request.timing import note_readings
 from gateway.request.validation import (
+    USUAL_TOKENS,
     Checked,
     check_input,
     check_num_tokens,
@@ -129,7 +130,10 @@ class Pipeline:
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
         self._check_wait(checked, record, max_tokens, deadline)
-        reservation.reserve(len(prompt_ids) + checked.num_choices * max_tokens, now())
+        num_ahead = max_tokens if checked.max_tokens is not None else min(max_tokens, USUAL_TOKENS)
+        reservation.reserve(len(prompt_ids) + checked.num_choices * num_ahead, now())
+        if num_ahead < max_tokens:
+            emit = _paying(emit, reservation, len(prompt_ids))
         await self.fleet.await_identity(deadline)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
@@ -292,6 +296,20 @@ class Pipeline:
             yield reservation
         finally:
             self.admission.leave(key_id, reservation, num_tokens)
+
+
+def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emit:
+    """Return `emit`, before which the tenant pays for what is beyond its reservation: of an answer that may become as long
+    as the context nobody knows how much to set aside. No coroutine, as one is a kilobyte of an open stream."""
+    num_paid = num_prompt_tokens
+
+    def pay_and_emit(message: pb.GenerateResponse) -> Awaitable[None]:
+        nonlocal num_paid
+        num_paid += len(message.token_ids)
+        reservation.cover(num_paid, now())
+        return emit(message)
+
+    return pay_and_emit
 
 
 def _features(checked: Checked) -> frozenset[str]:

@@ -192,8 +192,18 @@ class Reservation:
             usage.take(num_tokens, at)
         self._num_tokens += num_tokens
 
+    def cover(self, num_used: int, at: float) -> None:
+        """Reserve what is missing of `num_used` tokens, also beyond the quota: what is begun goes on, and the balance
+        is waited out by those that come."""
+        if (num_missing := num_used - self._num_tokens) > 0:
+            for usage in self._usages:
+                usage.take(num_missing, at)
+            self._num_tokens = num_used
+
     def settle(self, num_used: int, at: float) -> None:
-        """Give back all but `num_used` tokens. Only the first call counts."""
+        """Give back all but `num_used` tokens, or take what is missing. Only the first call counts."""
+        if self._num_choices:
+            self.cover(num_used, at)
         for usage in self._usages:
             usage.give_back(max(0, self._num_tokens - num_used), at)
             usage.num_running -= self._num_choices

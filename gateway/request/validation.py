@@ -22,6 +22,7 @@ from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
+USUAL_TOKENS = 256  # of an answer of which nobody has said how long it may get
 _NO_IDS: frozenset[int] = frozenset()
 _NO_SPECULATION = pb.Speculation()  # never changed: each message is 0.5 KB of an open stream
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -178,10 +179,7 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
     room, max_tokens = room_behind(checked, num_prompt_tokens, served), checked.max_tokens
     if max_tokens is None:
-        limits = served.limits
-        max_tokens = min(
-            served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.num_choices
-        )
+        max_tokens = _default_max_tokens(checked, num_prompt_tokens, room, served)
     elif max_tokens > room:
         sums = f"{num_prompt_tokens} + {max_tokens} > {served.context}"
         message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
@@ -197,6 +195,19 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     if checked.min_tokens > max_tokens:
         _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
     return max_tokens
+
+
+def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
+    """Return max_tokens of a request that names none: the model's own, or all that the context leaves. Where decode
+    workers hold unlike lengths, it is what the shortest one leaves that has room for a usual answer: the others would
+    stand idle for what most answers never need."""
+    limits, of_model = served.limits, served.defaults.max_tokens
+    most = min(limits.default_max_tokens, room, limits.output_tokens // checked.num_choices)
+    if of_model is not None:
+        return min(most, of_model)
+    least = max(USUAL_TOKENS, checked.min_tokens, *checked.resume_from)
+    rooms = (length - num_prompt_tokens for length in served.lengths)
+    return min(most, next((left for left in rooms if left >= least), room))
 
 
 def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:

@@ -45,6 +45,13 @@ async def test_a_request_goes_only_where_all_of_it_fits(cluster):
         assert "admit" in short.kinds()  # a small worker is not idle
 
 
+async def test_who_names_no_length_is_served_by_all(cluster):
+    async with cluster(0, (1024, 400)) as c:
+        answers = await asyncio.gather(*(generate(c, prompt=PROMPT, ignore_eos=True) for _ in range(12)))
+        assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 350, 400)] * 12
+        assert all("admit" in worker.kinds() for worker in c.decode)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_worker_that_ends_at_its_own_length_ends_nothing(cluster, n):
     """As one of another version might: another one continues."""
@@ -99,7 +106,9 @@ async def test_a_request_that_nobody_can_hold_is_told_at_once(cluster):
     async with cluster(0, (512, 256)) as c:
         said = await refused(generate(c, prompt=PROMPT, max_tokens=463))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("stopping.max_tokens",)
-        assert "50 + 463 > 512, the maximum context length that a decode worker here holds: 462 are left" in said.message
+        assert (
+            "50 + 463 > 512, the maximum context length that a decode worker here holds: 462 are left" in said.message
+        )
         said = await refused(generate(c, prompt=PROMPT * 11, max_tokens=1))
         assert said.fields == ("token_ids.ids",) and "holds is 512" in said.message
         assert [worker.kinds() for worker in c.decode] == [[], []]

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.service.clock import now
+from gateway.api.request_handler import CallContext
 from gateway.queue.admission import QueuedRequest
 from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
@@ -54,6 +55,50 @@ async def test_tokens_a_second(cluster, tmp_path):
         error = await refused(generate(c))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_TOKENS")
         assert "tokens_per_s" in error.message and error.retry_after_s > 0
+
+
+def balance_of(c) -> int:
+    usage = c.pipeline.admission.quotas._usage.get("default")
+    return round(usage.balance(now())) if usage else 0
+
+
+async def test_who_names_no_length_sets_a_usual_one_aside_and_pays_for_all(cluster, tmp_path):
+    """An answer may be as long as the context, 724 tokens behind this prompt; 256 of them are set aside."""
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 1300\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        hold(c, "decode")
+        running = [start(c, max_tokens=None) for _ in range(2)]
+        await c.until(lambda: balance_of(c) == 1300 - 2 * (300 + 256))
+        release(c, "decode")
+        for messages in await asyncio.gather(*running):
+            assert messages[-1].usage.output_tokens == 724
+        await c.until(lambda: not c.pipeline.admission.request_ids)
+        assert balance_of(c) == 1300 - 2 * 1024
+        assert (await refused(generate(c))).reason == "TENANT_TOKENS"
+
+
+async def test_what_is_beyond_the_reservation_is_paid_as_it_is_sent(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        num_sent = 0
+
+        async def emit(message):
+            nonlocal num_sent
+            num_sent += len(message.token_ids)
+            assert balance_of(c) == 400 - 300 - max(256, num_sent)
+
+        await c.gateway.handler.generate([make_request(PROMPT)], CallContext(), emit)
+        assert num_sent == 724
+
+
+async def test_an_answer_that_ends_early_costs_what_it_is(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        for worker in c.workers:
+            worker.script = [20, 21, 22, 0]
+        await generate(c)
+        await c.until(lambda: not c.pipeline.admission.request_ids)
+        assert balance_of(c) == 400 - 304
 
 
 async def test_choices_at_once(cluster, tmp_path):

@@ -46,7 +46,7 @@ BAD = [
     ("stopping.max_tokens", make_request(PROMPT, max_tokens=1022)),
     ("stopping.max_tokens", make_request(PROMPT, max_tokens=2**32 - 1)),
     ("stopping.min_tokens", make_request(PROMPT, min_tokens=9, max_tokens=8)),
-    ("stopping.min_tokens", make_request(PROMPT, min_tokens=257)),
+    ("stopping.min_tokens", make_request(PROMPT, min_tokens=1022)),
     ("sampling.temperature", make_request(PROMPT, temperature=-0.01)),
     ("sampling.top_p", make_request(PROMPT, top_p=0.0)),
     ("sampling.top_p", make_request(PROMPT, top_p=1.01)),
@@ -138,6 +138,30 @@ def test_zero_is_a_value_and_unset_is_the_model_s():
     zeros = check(make_request(PROMPT, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0), served).sampling
     assert (zeros.temperature, zeros.top_k, zeros.min_p, zeros.seed, zeros.logprobs) == (0.0, 0, 0.0, 0, 0)
     assert zeros.HasField("logprobs")
+
+
+@pytest.mark.parametrize(
+    "num_prompt_tokens, lengths, resume_from, most",
+    [
+        (3, (), (), 1021),  # no worker has said anything
+        (3, (1024,), (), 1021),
+        (1000, (1024,), (), 24),
+        (3, (300, 1024), (), 297),
+        (45, (300, 512, 1024), (), 512 - 45),  # the shortest has no room for 256
+        (900, (300, 512, 1024), (), 124),
+        (3, (300, 1024), (298,), 1021),  # it may have begun when there was no such worker
+    ],
+)
+def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengths, resume_from, most):
+    request = make_request(PROMPT, request_id="a", temperature=0.0, resume_from=resume_from)
+    served = replace(SERVED, lengths=lengths)
+    assert resolve_max_tokens(check(request, served), num_prompt_tokens, served) == most
+
+
+@pytest.mark.parametrize("preset, n, most", [("normal", 1, 65_536), ("normal", 8, 8192), ("strict", 1, 128)])
+def test_it_is_within_the_limits(preset, n, most):
+    served = replace(WIDE, limits=PRESETS[preset])
+    assert resolve_max_tokens(check(make_request(PROMPT, n=n), served), 3, served) == most
 
 
 def test_stop_tokens_include_the_end_of_sequence_unless_ignored():
