@@ -117,8 +117,8 @@ class GatewaySettings(Exposure):
         False,
     )
     max_unread_tokens: int = option("tokens that a slow client may leave unread before its request is ended", 4096)
-    default_timeout_s: float = option("deadline of requests without one, in seconds", 60.0)
-    max_timeout_s: float = option("longest deadline, in seconds", 300.0)
+    default_timeout_s: float = option("deadline of requests without one, in seconds", 600.0)
+    max_timeout_s: float = option("longest deadline, in seconds; a later one counts as this", 3600.0)
     drain_grace_s: float = option("seconds that running streams may continue after SIGTERM", 30.0)
     log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
 

@@ -15,6 +15,7 @@ from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, r
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.gateway.records import record
+from tests.support.pace import patience
 
 GATES = {"admit": "decode", "accept": "prefill", "prefill": "prefill", "fetch": "decode", "decode": "decode"}
 
@@ -81,6 +82,15 @@ async def test_a_deadline_of_ours(cluster):
         said = await refused(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
         assert said.code == grpc.StatusCode.DEADLINE_EXCEEDED and "fetching" in said.message
         await c.idle()
+
+
+@pytest.mark.parametrize("asked_s, given_s", [(None, 600), (590, 590), (3000, 3000), (7000, 3600)])
+async def test_how_long_an_answer_may_take(cluster, asked_s, given_s):
+    """Ten minutes where the client names no deadline, as clients wait by default; an hour at most."""
+    async with cluster() as c:
+        await read(c.stub.Generate(make_request(PROMPT, max_tokens=2), timeout=asked_s))
+        (prefill,) = [message for kind, message in c.prefill[0].commands if kind == "prefill"]
+        assert given_s - patience(10) < prefill.spec.budget_ms / 1e3 <= given_s
 
 
 @pytest.mark.parametrize("gate", ["accept", "prefill", "fetch"])
