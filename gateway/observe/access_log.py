@@ -38,7 +38,7 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
         "route": record.decision.reason if record.decision else "-",
         **_prediction(record),
         "total_ms": _ms(sum(spent.values())),
-        "ttft_ms": _ms(durations.ttft_s),
+        "ttft_ms": _ms(record.ttft_s or 0.0),
         "tpot_ms": _ms(durations.tpot_s),
     }
     return values | {f"{phase}_ms": _ms(seconds) for phase, seconds in spent.items()}

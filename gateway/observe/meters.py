@@ -146,7 +146,8 @@ class _ModelMeters:
         _tell_collector(record, error, measured)
         if stamps.first_sent is None:
             return
-        self._ttft.observe(stamps.first_sent - stamps.received, exemplar)
+        if (ttft_s := record.ttft_s) is not None:
+            self._ttft.observe(ttft_s, exemplar)
         if measured.tpot_s:
             self._tpot.observe(measured.tpot_s, exemplar)
         if error is None:
@@ -164,7 +165,7 @@ class _ModelMeters:
         self._slo_requests(name).inc()
         missed = ["answer"]
         if error is None and record.stamps.first_sent is not None:
-            missed = self._slo_classes[name].missed(durations.ttft_s, durations.tpot_s or None, durations.total_s)
+            missed = self._slo_classes[name].missed(record.ttft_s, durations.tpot_s or None, durations.total_s)
         for objective in missed:
             self._slo_missed(name, objective).inc()
         if not missed:
@@ -215,10 +216,9 @@ class _Words:
 def _tell_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
     """Send the same over OTLP, under the names of the conventions."""
     how, reason = outcome(error)
-    ttft_s, tpot_s = (measured.ttft_s, measured.tpot_s) if record.stamps.first_sent is not None else (None, None)
     ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
     error_type = None if how == "ok" else reason
-    genai_metrics.observe(record.operation, record.model, ended_s, ttft_s, tpot_s or None, error_type)
+    genai_metrics.observe(record.operation, record.model, ended_s, record.ttft_s, measured.tpot_s or None, error_type)
 
 
 def outcome(error: BaseException | None) -> tuple[str, str]:

@@ -125,7 +125,7 @@ def _attributes(record: RequestRecord, error: BaseException | None) -> dict[str,
         "baton.batch_size": record.batch_size or None,
         "baton.phase": None if error is None else record.phase,
         "baton.transfer_s": measured.transfer_s or None,
-        "baton.ttft_s": None if stamps.first_sent is None else stamps.first_sent - stamps.received,
+        "baton.ttft_s": record.ttft_s,
     }
     attributes |= {f"baton.phase.{name}_s": spent for name, spent in breakdown(stamps, measured).items()}
     attributes |= _error_attributes(error)

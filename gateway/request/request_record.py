@@ -12,6 +12,7 @@ from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import Checked
 from gateway.routing.routing import Decision, RoutingRequest
 
+_WITHOUT_TOKENS = frozenset(("embeddings", "rerank"))  # operations that read prompts and answer none
 _MAX_RETRIES = 32  # that are remembered: a request may wait long in front of full workers
 
 
@@ -66,6 +67,15 @@ class RequestRecord:
     retries: tuple[Retry, ...] = ()
     failures: tuple[Failure, ...] = ()
     phase: str = "tokenizing"  # the last that it reached
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return the seconds until the first token was sent; None where none was, also as the operation has none: its
+        whole time is no time to a first token."""
+        stamps = self.stamps
+        if stamps.first_sent is None or self.operation in _WITHOUT_TOKENS:
+            return None
+        return stamps.first_sent - stamps.received
 
     def note_attached(self) -> None:
         """The request continues a sequence: it waited for neither credit nor prefill, and nothing of the prompt was

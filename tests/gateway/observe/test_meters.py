@@ -201,6 +201,23 @@ def test_service_levels(meters, slo_class, error, counted, met):
     assert (seen["baton_slo_requests_total", slo_class], seen["baton_slo_met_total", slo_class]) == (counted, met)
 
 
+@pytest.mark.parametrize("operation", ["embeddings", "rerank"])
+@pytest.mark.parametrize("slo, missed", [(Slo(ttft_s=0.1), []), (Slo(ttft_s=0.1, e2e_s=0.9), ["e2e"])])
+def test_prompts_that_are_read_alone_have_a_duration_and_no_first_token(operation, slo, missed, monkeypatch):
+    told = []
+    monkeypatch.setattr("gateway.observe.meters.genai_metrics.observe", lambda *values: told.append(values))
+    meters = GatewayMeters("tiny", {"standard": slo})
+    read = record(**{**ANSWERED, "second_sent": None, "last_sent": 101.0})
+    read.operation, read.num_output_tokens, read.num_longest_output = operation, 0, 0
+    read.stamps.ended, read.checked = 101.0, SimpleNamespace(slo_class="standard", request_id="a")
+    meters.ended(read, None)
+    seen = samples(meters)
+    assert (seen["baton_ttft_seconds_count",], seen["baton_e2e_seconds_sum",]) == (0, 1.0)
+    assert [each for each in ("ttft", "e2e") if seen["baton_slo_missed_total", "standard", each]] == missed
+    assert told == [(operation, "tiny", 1.0, None, None, None)]
+    assert (line(read, None)["ttft_ms"], line(read, None)["total_ms"]) == (0.0, 1000.0)
+
+
 def test_a_file_of_service_levels(tmp_path):
     path = tmp_path / "slo.toml"
     path.write_text('standard = "ttft=2s"\nbulk = ""\n')
