@@ -93,7 +93,7 @@ def test_few_tokens(client, prompts, max_tokens):
 
 
 def test_the_context_is_the_limit(client, prompts):
-    """max_tokens unset: min(256, context - prompt)."""
+    """max_tokens unset: context - prompt."""
     near = client.generate(prompts(1000), temperature=0.0, ignore_eos=True)
     assert len(near.token_ids) == 24 and near.choices[0].finish_reason == "LENGTH"
 

@@ -442,7 +442,8 @@ def test_the_document_has_every_field_and_no_other():
 def test_only_what_is_our_own_fault_is_500():
     kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.BatonError)]
     ours = {errors.BatonError, errors.Internal, errors.DataLoss}
-    more = {each: ("field", "why") for each in (InvalidRequest, errors.ContextLengthExceeded)} | {errors.Overloaded: ("why", 1.0)}
+    of_fields = dict.fromkeys((InvalidRequest, errors.ContextLengthExceeded), ("field", "why"))
+    more = of_fields | {errors.Overloaded: ("why", 1.0)}
     told = [kind(*more.get(kind, ("why",))) for kind in set(kinds) - ours]
     told += [poison("workers died of it")]
     documented = document()["paths"]["/v1/completions"]["post"]["responses"].keys()
