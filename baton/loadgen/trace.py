@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 MOONCAKE_BLOCK = 512  # tokens of a prompt behind one hash id of Mooncake's traces
@@ -82,8 +82,9 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
         raise _BadLine(1, f"no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
     for number, row in enumerate(reader, 2):
         try:
-            # The published stamps have 7 digits behind the second, Python reads 6.
-            at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            # The published stamps have 7 digits behind the second, Python reads 6; they are UTC, said or not.
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
             entry = TraceEntry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError) as error:
             raise _BadLine(number, f"not an Azure request ({_words(error)})") from None

@@ -35,7 +35,8 @@ def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
     names: list[bytes] = []
     parent, num_spans = b"", entry.num_prompt // SPAN_TOKENS
     for hash_id in entry.hash_ids:
-        parent = hashlib.sha256(parent + hash_id.to_bytes(16, "little", signed=True)).digest()
+        num_bytes = max(16, hash_id.bit_length() // 8 + 1)  # some traces have whole digests as ids
+        parent = hashlib.sha256(parent + hash_id.to_bytes(num_bytes, "little", signed=True)).digest()
         names += [parent[:31] + bytes([place]) for place in range(entry.block // SPAN_TOKENS)]
     for place in range(len(names), num_spans):
         names.append(hashlib.sha256(f"{number} {place}".encode()).digest())

@@ -32,7 +32,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """JSON lines, each an object with "text", "prompt" or "messages". Raises QuantizeError with the line number."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON has other separators within texts
     except (OSError, UnicodeDecodeError) as error:
         raise QuantizeError(f"{path}: not readable ({error})") from None
     prompts = [_prompt(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]

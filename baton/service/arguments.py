@@ -1,6 +1,7 @@
 """Subcommands, and values of their arguments, checked as they are read: argparse says which one is wrong, and ends with 2."""
 
 import argparse
+import math
 
 
 def add_command(
@@ -52,6 +53,6 @@ def _above_zero(kind: type, what: str, text: str):
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not value > 0:
+    if value is None or not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what} above 0")
     return value

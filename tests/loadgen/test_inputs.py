@@ -1,9 +1,11 @@
 """Traces, objectives and workloads: what is read, what is drawn, and what is refused in one line."""
 
+import dataclasses
 import gzip
 import itertools
 import json
 import random
+import time
 
 import pytest
 
@@ -20,7 +22,9 @@ from baton.loadgen.workload import (
     prompt_ids,
     shares,
 )
+from baton.planning.workload import span_names
 from baton.service.slo import Slo, parse_slo
+from kvtransfer.naming import SPAN_TOKENS
 
 MOONCAKE = '{"timestamp": 500, "input_length": 1000, "output_length": 5, "hash_ids": [3, 9]}\n'
 AZURE = (
@@ -48,6 +52,29 @@ def test_azure(tmp_path, name):
     first, second = read_trace(write(tmp_path, name, AZURE))
     assert (first.at_s, first.num_prompt, first.num_output, first.hash_ids) == (0.0, 4808, 10, ())
     assert second.at_s == pytest.approx(0.052) and second.num_prompt == 3180
+
+
+def test_azure_stamps_are_utc(tmp_path, monkeypatch):
+    """Read where clocks are put forward and back between them: they are 3,601 s and 1 s apart even so."""
+    stamps = ("2024-03-31 01:59:59", "2024-03-31 03:00:00", "2024-10-27 02:59:59", "2024-10-27 03:00:00")
+    text = AZURE.splitlines()[0] + "".join(f"\n{stamp}.0000000,5,5" for stamp in stamps)
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        first, second, third, fourth = read_trace(write(tmp_path, "t.csv", text))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert (second.at_s - first.at_s, fourth.at_s - third.at_s) == (3601, 1)
+
+
+def test_hash_ids_of_any_size_are_names(tmp_path):
+    """Some traces have whole digests as ids."""
+    (entry,) = read_trace(write(tmp_path, "t.jsonl", MOONCAKE.replace("[3, 9]", f"[{2**127 + 5}, {-(2**300)}]")))
+    names = span_names(entry, 0)
+    assert len(names) == entry.num_prompt // SPAN_TOKENS == len(set(names))
+    other = span_names(dataclasses.replace(entry, hash_ids=(2**127 + 6, -(2**300))), 0)
+    assert not set(names[: 1024 // SPAN_TOKENS]) & set(other)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ def test_calibration_files(tmp_path, lines, message):
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("character", "\u2028\u2029\x85")
+def test_separators_of_lines_within_a_text_end_no_line(tmp_path, character):
+    """JSON has them as they are."""
+    text = f"one{character}two"
+    path = tmp_path / "calibration.jsonl"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" + '{"text": "three"}\n', encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(path)] == [text, "three"]
+
+
 def test_calibration_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin").write_bytes(b'{"text": "\xe4"}')
     for name in ("latin", "missing"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -155,7 +156,7 @@ def _day(args: argparse.Namespace) -> list[LoadMinute]:
         rate, prompt, output = (float(part) for part in args.load.split(","))
     except ValueError:
         rate = prompt = output = 0.0
-    if min(rate, prompt, output) <= 0:
+    if not all(0 < number < math.inf for number in (rate, prompt, output)):
         wanted = "three numbers, requests a second, prompt and output tokens, as 200,2000,200"
         raise ValueError(f"--load {args.load}: {wanted}")
     return generated_day(args.seed, rate, prompt, output)

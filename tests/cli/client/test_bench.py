@@ -188,7 +188,13 @@ def test_wrong_use(arguments, named, capsys):
     assert named in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [("--slo", "fast"), ("--rate", "0"), ("--closed", "-1"), ("--processes", "x")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--slo", "fast"), ("--rate", "0"), ("--rate", "inf"), ("--rate-scale", "nan"), ("--closed", "-1"),
+        ("--processes", "x"),
+    ],
+)  # fmt: skip
 def test_values_that_are_none(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         bench(*arguments)

@@ -277,6 +277,8 @@ def test_a_dry_run_prints_the_day(capsys, tmp_path):
         (["--dry-run", "--decode", "0-4"], "decode workers: at least 1"),
         (["--dry-run", "--prefill", "4"], "--prefill 4: MIN-MAX"),
         (["--dry-run", "--load", "many"], "--load many: three numbers"),
+        (["--dry-run", "--load", "inf,1000,200"], "--load inf,1000,200: three numbers"),
+        (["--dry-run", "--load", "100,nan,200"], "--load 100,nan,200: three numbers"),
         (["--dry-run", "--device", "TPU"], "device 'TPU': one of"),
         (["--dry-run", "--model", "nowhere"], "nowhere: no such model folder"),
         (["--dry-run", "--quantization", "fp8"], "computes no fp8"),
