@@ -83,10 +83,11 @@ WORKLOADS = {
 
 
 def drawn(rng: random.Random, times: Iterator[float], num: int, shape: Shape) -> list[Job]:
-    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`."""
+    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`; of a prompt what it does not share."""
     shared, block = ((0,), shape.shared) if shape.shared else ((), MOONCAKE_BLOCK)
+    own = shape.prompt - shape.shared
     return [
-        Job(index, next(times), _around(rng, shape.prompt), _around(rng, shape.output), shared, block)
+        Job(index, next(times), shape.shared + _around(rng, own), _around(rng, shape.output), shared, block)
         for index in range(num)
     ]
 

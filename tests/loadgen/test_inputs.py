@@ -161,6 +161,18 @@ def test_requests_of_a_workload_share_its_beginning(name):
     assert first[:num] == second[:num] and (num > 0 or first[:20] != second[:20])
 
 
+@pytest.mark.parametrize("name", [name for name, shape in WORKLOADS.items() if shape.shared])
+def test_what_a_request_shares_does_not_vary(name):
+    """No prompt is its beginning alone: it would be found whole in the cache, and say nothing of a request."""
+    shape = WORKLOADS[name]
+    jobs = drawn(random.Random(0), iter(range(400)), 400, shape)
+    own = [job.num_prompt - shape.shared for job in jobs]
+    mean = shape.prompt - shape.shared
+    assert min(own) >= 0.74 * mean and max(own) <= 1.26 * mean and 0.9 * mean < sum(own) / 400 < 1.1 * mean
+    longest = max((prompt_ids(job, 1000, 0) for job in jobs), key=len)
+    assert sum(prompt_ids(job, 1000, 0) == longest[: job.num_prompt] for job in jobs) == 1
+
+
 def test_the_shipped_traces_can_be_read():
     from pathlib import Path
 

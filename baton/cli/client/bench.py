@@ -45,6 +45,8 @@ _MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the s
 _NUM_REQUESTS = 200  # by default
 _SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most this many; the answer's upper bound
 _SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
+_DEFAULTS = {"arrivals": "poisson", "rate_scale": 1.0, "length_scale": 1.0, "workload": "short"}
+_IDLE_BESIDE = {"trace": ("arrivals", "workload", "prompt_tokens", "output_tokens"), "closed": ("arrivals",)}
 
 
 _EXAMPLES = """
@@ -89,13 +91,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar=("A", "B"),
         help="two --out folders side by side, with intervals; --out writes a page",
     )
-    parser.add_argument("--arrivals", choices=("poisson", "constant", "burst"), default="poisson", help="of --rate")
     parser.add_argument(
-        "--rate-scale", type=positive, default=1.0, metavar="X", help="replay the trace X times as fast"
+        "--arrivals", choices=("poisson", "constant", "burst"), help="of --rate and --sweep (default: poisson)"
     )
-    parser.add_argument("--length-scale", type=positive, default=1.0, metavar="X", help="lengths of the trace times X")
+    parser.add_argument("--rate-scale", type=positive, metavar="X", help="replay the trace X times as fast")
+    parser.add_argument("--length-scale", type=positive, metavar="X", help="lengths of the trace times X")
     parser.add_argument("--num-requests", type=whole, metavar="N", help="requests (default: 200; of a trace: all)")
-    parser.add_argument("--workload", choices=WORKLOADS, default="short", help=f"shape of requests: {_shapes()}")
+    parser.add_argument("--workload", choices=WORKLOADS, help=f"shape of requests (default: short): {_shapes()}")
     parser.add_argument("--prompt-tokens", type=whole, metavar="N", help="mean (default: the workload's)")
     parser.add_argument("--output-tokens", type=whole, metavar="N", help="mean (default: the workload's)")
     parser.add_argument("--slo", type=_slo, default=Slo(), metavar="S", help="for instance ttft=300ms,tpot=50ms")
@@ -115,8 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if args.compare:
             first, second = map(read_run, args.compare)
             return _compare(first, second, args.out)
-        if args.sweep and args.slo == Slo():
-            raise ValueError("--sweep needs --slo: without one no rate is too high")
+        _check(args)
         entries = read_trace(args.trace) if args.trace else None
         with _results(args.out) as folder:
             bench = _Bench(args, asyncio.run(_served(args)))
@@ -135,6 +136,25 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         print(f"{args.out / 'report.html'}")
     return 0 if summary["valid"] and summary["num_answered"] else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Put defaults where nothing was said. Raises ValueError for options that do not go together."""
+    if args.sweep and args.slo == Slo():
+        raise ValueError("--sweep needs --slo: without one no rate is too high")
+    for load, names in _IDLE_BESIDE.items():
+        for name in names if getattr(args, load) else ():
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} has no effect beside --{load}")
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif name.endswith("_scale") and not args.trace:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect without --trace")
+    shared = WORKLOADS[args.workload].shared
+    if args.prompt_tokens is not None and args.prompt_tokens <= shared:
+        what = f"the first {shared:,} of a prompt of --workload {args.workload} are the same in all; give more"
+        raise ValueError(f"--prompt-tokens {args.prompt_tokens}: {what}")
 
 
 @contextlib.contextmanager

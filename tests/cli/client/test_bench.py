@@ -180,6 +180,17 @@ def test_progress_on_a_terminal_has_medians(target, num_processes):
         (("--trace", "nowhere.csv"), "nowhere.csv"),
         (("--compare", "a", "b"), "a/summary.json"),
         (("--out", "."), "exists"),
+        (
+            ("--workload", "agent", "--prompt-tokens", "1024"),
+            "--prompt-tokens 1024: the first 1,024 of a prompt of --workload agent",
+        ),
+        (("--rate-scale", "2"), "--rate-scale has no effect without --trace"),
+        (("--closed", "2", "--length-scale", "2"), "--length-scale has no effect without --trace"),
+        (("--closed", "2", "--arrivals", "burst"), "--arrivals has no effect beside --closed"),
+        (("--trace", "t.csv", "--arrivals", "poisson"), "--arrivals has no effect beside --trace"),
+        (("--trace", "t.csv", "--workload", "short"), "--workload has no effect beside --trace"),
+        (("--trace", "t.csv", "--prompt-tokens", "9"), "--prompt-tokens has no effect beside --trace"),
+        (("--trace", "t.csv", "--output-tokens", "9"), "--output-tokens has no effect beside --trace"),
     ],
 )
 def test_wrong_use(arguments, named, capsys):
