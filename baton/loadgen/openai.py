@@ -83,11 +83,7 @@ class OpenAIBackend:
     async def stream(self, request: bytes, outcome: Outcome) -> AsyncIterator[int]:
         """Yield 1 for each event with text, and at the end the tokens that were in none of their own."""
         num_told, usage = 0, None
-        lines = self._client.lines("POST", "/completions", request, self._plan.timeout_s)
-        async for line in lines:
-            if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
-                continue
-            event = _event_of(data)
+        async for event in self._events(request):
             if "error" in event:
                 raise CallFailed("UNAVAILABLE", printable(str(event["error"])))
             usage = event.get("usage") or usage
@@ -99,6 +95,23 @@ class OpenAIBackend:
             outcome.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             if num_told and (more := (usage.get("completion_tokens") or 0) - num_told) > 0:
                 outcome.num_output += more
+
+    async def _events(self, request: bytes) -> AsyncIterator[dict[str, Any]]:
+        """Yield all events of a stream that comes to its end. Raises CallFailed."""
+        is_done, is_stream, first = False, False, b""
+        async for line in self._client.lines("POST", "/completions", request, self._plan.timeout_s):
+            if not line.startswith(b"data:"):
+                first = first or line[:_MOST_OF_AN_ERROR].strip()
+                continue
+            is_stream = True
+            if (data := line[5:].strip()) == b"[DONE]":
+                is_done = True
+            else:
+                yield _event_of(data)
+        if not is_stream:
+            raise CallFailed("UNAVAILABLE", f"no stream of events: {printable(first.decode(errors='replace'))}")
+        if not is_done:
+            raise CallFailed("UNAVAILABLE", "the stream ended before its [DONE]")
 
 
 def _event_of(data: bytes) -> dict[str, Any]:
@@ -127,6 +140,7 @@ class _Client:
     def __init__(self, url: str, access: Access):
         parts: SplitResult = urlsplit(url)
         self._host, self._path = parts.hostname or "", parts.path.rstrip("/") or "/v1"
+        self._query = f"?{parts.query}" if parts.query else ""  # such as a version that some want with every call
         self._tls = ssl.create_default_context(cafile=access.tls_ca) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         lines = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json", "accept: */*"]
@@ -142,8 +156,8 @@ class _Client:
 
     async def lines(self, method: str, path: str, body: bytes | None, timeout_s: float) -> AsyncIterator[bytes]:
         """Yield the answer's lines as they come."""
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}\r\ncontent-length: {len(body or b'')}\r\n\r\n"
-        data = head.encode() + (body or b"")
+        head = f"{method} {self._path}{path}{self._query} HTTP/1.1\r\n{self._headers}"
+        data = f"{head}\r\ncontent-length: {len(body or b'')}\r\n\r\n".encode() + (body or b"")
         timer, connection = None, None
         try:
             connection = await self._connected(data, timeout_s)

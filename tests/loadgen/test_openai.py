@@ -58,6 +58,8 @@ def test_no_more_at_a_time_than_asked_for_whatever_the_processes():
         (dict(breaks="close"), "UNAVAILABLE", "closed the connection"),
         (dict(breaks="error"), "UNAVAILABLE", "out of memory"),
         (dict(breaks="garbage"), "UNAVAILABLE", "no event: <html>"),
+        (dict(breaks="whole"), "UNAVAILABLE", 'no stream of events: {"choices": [{"text": "a"}]}'),
+        (dict(done=b""), "UNAVAILABLE", "the stream ended before its [DONE]"),
         (dict(breaks="hang"), "DEADLINE_EXCEEDED", "no answer within 0.5 s"),
     ],
 )
@@ -83,6 +85,13 @@ def test_the_command(tmp_path, capsys, num_processes):
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert "ignore_eos" in stub.requests[0] and not any("ignore_eos" in request for request in stub.requests[1:])
     assert stub.keys == {"bearer sk-1"}
+
+
+def test_the_query_of_the_address_goes_with_every_call():
+    stub = OpenAIStub()
+    with serving_openai(stub) as url:
+        assert bench("--openai", f"{url}/?api-version=1&key=2#part") == 0
+    assert stub.queries == {"api-version=1&key=2"}
 
 
 def test_what_cannot_be_measured_is_one_line(capsys):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 class OpenAIStub:
     """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens there
-    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token. `done`: its last line.
-    `texts` False: no event has text."""
+    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token, "whole": one JSON object in
+    place of a stream. `done`: its last line. `texts` False: no event has text."""
 
     def __init__(
         self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = "",
@@ -21,18 +21,21 @@ class OpenAIStub:
         self.requests: list[dict] = []
         self.num_connections = 0
         self.keys: set[str] = set()
+        self.queries: set[str] = set()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                path, _, query = head.split(" ")[1].partition("?")
+                self.queries.add(query)
                 fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
                 body = await reader.readexactly(int(fields["content-length"]))
                 self.keys.add(fields.get("authorization", ""))
-                if head.startswith("GET /v1/models "):
+                if (head[:4], path) == ("GET ", "/v1/models"):
                     _reply(writer, 200, {"data": [{"id": "stub", "max_model_len": 4096}, {"id": "other"}]})
-                elif head.startswith("POST /v1/completions "):
+                elif (head[:5], path) == ("POST ", "/v1/completions"):
                     await self._complete(json.loads(body), writer)
                 else:
                     _reply(writer, 404, {"detail": "Not Found"})
@@ -42,7 +45,7 @@ class OpenAIStub:
         self.requests.append(request)
         if unknown := set(request) & set(self.refuses):
             return _reply(writer, 400, {"error": {"message": f"unknown field {min(unknown)}"}})
-        if not request.get("stream"):
+        if not request.get("stream") or self.breaks == "whole":
             return _reply(writer, 200, {"choices": [{"text": "a"}]})
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         num = request["max_tokens"]
