@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
-from typing import NamedTuple
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 from baton.loadgen.client import Sender
 from baton.loadgen.outcome import Latencies, Outcome
@@ -18,8 +17,12 @@ from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, shares
 
 _HEAD_START_S = 0.2  # between the last process being ready and the first request
-_POLL_S = 0.1  # of what processes share
+_POLL_S = 0.1  # of what a sender process is told
 _STOPPED_S = 10.0  # until a sender process that was told to stop has
+
+
+class SenderDied(Exception):
+    """One line: a sender process ended before its requests had."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ OnEnd = Callable[[Latencies], object]
 
 
 def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: OnEnd = lambda latencies: None) -> Ran:
-    """Send all jobs and wait for all ends, or for Ctrl-C. `on_end`: called at each end (from a thread of its own)."""
+    """Send all jobs and wait for all ends, or for Ctrl-C. `on_end`: called at each end (from a thread of its own).
+    Raises SenderDied."""
     if plan.num_processes == 1:
         sent = [_send(plan, list(jobs), plan.concurrency, lambda: time.monotonic() + _HEAD_START_S, on_end)]
     else:
@@ -53,7 +57,12 @@ def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: OnEnd = lambda latencie
 
 
 def _send(
-    plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end: OnEnd, stop: Event | None = None
+    plan,
+    jobs,
+    concurrency,
+    begin_when_ready: Callable[[], float],
+    on_end: OnEnd,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> _Sent:
     async def send() -> _Sent:
         sender, ended, is_interrupted = Sender(plan, on_end), [], False
@@ -65,7 +74,7 @@ def _send(
             else:
                 sending = sender.closed(jobs, concurrency, begin, ended)
             try:
-                await (sending if stop is None else _unless_stopped(sending, stop))
+                await (sending if is_stopped is None else _unless_stopped(sending, is_stopped))
             except asyncio.CancelledError:  # asyncio's answer to Ctrl-C
                 is_interrupted = True
             share = (time.process_time() - cpu) / max(time.monotonic() - begin, 1e-9)
@@ -76,36 +85,53 @@ def _send(
     return asyncio.run(send())
 
 
-async def _unless_stopped(sending: Coroutine, stop: Event) -> None:
-    """Raises CancelledError once `stop` is set."""
+async def _unless_stopped(sending: Coroutine, is_stopped: Callable[[], bool]) -> None:
+    """Raises CancelledError once it is stopped."""
     task = asyncio.create_task(sending)
     while not (await asyncio.wait((task,), timeout=_POLL_S))[0]:
-        if stop.is_set():
+        if is_stopped():
             task.cancel()
     await task
 
 
 def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
-    context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
     parts = shares(jobs, min(plan.num_processes, plan.concurrency or plan.num_processes))
-    ended, begin, stop = context.SimpleQueue(), context.Value("d", 0.0), context.Event()
-    ready = context.Barrier(len(parts) + 1)
     with contextlib.ExitStack() as exits:
-        pool = exits.enter_context(context.Pool(len(parts), _prepare, (ended, begin, ready, stop)))
-        exits.enter_context(_told(ended, on_end))
-        concurrencies = _split(plan.concurrency, len(parts))
-        results = pool.starmap_async(_process, [(plan, *each) for each in zip(parts, concurrencies, strict=True)], 1)
-        while ready.n_waiting < len(parts):
-            if results.ready():
-                results.get()  # raises what kept a process from coming
-            time.sleep(0.01)
-        begin.value = time.monotonic() + _HEAD_START_S
-        ready.wait()
+        reader = exits.enter_context(ThreadPoolExecutor(1))
+        senders = [exits.enter_context(contextlib.closing(_SenderProcess())) for _ in parts]
+        for sender, part, concurrency in zip(senders, parts, _split(plan.concurrency, len(parts)), strict=True):
+            sender.tell((plan, part, concurrency))
+        for sender in senders:
+            sender.hear()  # it is ready
+        begin = time.monotonic() + _HEAD_START_S
+        for sender in senders:
+            sender.tell(begin)
+        # A thread reads, since Ctrl-C in the middle of a message would lose it.
+        sent = reader.submit(_read, senders, on_end)
         try:
-            return results.get()
+            return sent.result()
         except KeyboardInterrupt:
-            stop.set()
-            return results.get(_STOPPED_S)
+            for sender in senders:
+                with contextlib.suppress(SenderDied):  # one that has sent all is gone
+                    sender.tell(None)
+            with contextlib.suppress(TimeoutError):
+                return sent.result(_STOPPED_S)
+            raise
+
+
+def _read(senders: Sequence["_SenderProcess"], on_end: OnEnd) -> list[_Sent]:
+    """Tell the ends as they come, and return what each has sent once all have come to theirs. Raises SenderDied."""
+    sent, running = list[_Sent](), list(senders)
+    while running:
+        spoke = wait([sender.connection for sender in running])
+        for sender in [sender for sender in running if sender.connection in spoke]:
+            message = sender.hear()
+            if isinstance(message, _Sent):
+                sent.append(message)
+                running.remove(sender)
+            else:
+                on_end(message)
+    return sent
 
 
 def _split(concurrency: int | None, num: int) -> list[int | None]:
@@ -114,37 +140,51 @@ def _split(concurrency: int | None, num: int) -> list[int | None]:
     return [(concurrency + index) // num for index in range(num)]
 
 
-_shared: tuple = ()
+class _SenderProcess:
+    """A process that sends its jobs, and a connection of its own to it: what one that dies held is in the way of no other.
+
+    It is told (plan, jobs, concurrency), says when it is ready, is told when to begin, says the latencies of each end, and
+    its _Sent at last. Whatever it is told meanwhile stops it."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_process, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()  # so that its end is seen here
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+    def tell(self, message: object) -> None:
+        """Raises SenderDied."""
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self._died() from None
+
+    def hear(self) -> Any:
+        """Raises SenderDied."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def _died(self) -> SenderDied:
+        self._process.join(_STOPPED_S)
+        code = self._process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return SenderDied(f"a sender process {how} before its requests had: nothing is known of them")
 
 
-def _prepare(*shared) -> None:
-    global _shared
-    _shared = shared
+def _process(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the parent says when to stop
-
-
-def _process(plan: RunPlan, jobs: list[Job], concurrency: int | None) -> _Sent:
-    ended, begin, ready, stop = _shared
+    plan, jobs, concurrency = connection.recv()
 
     def begin_when_ready() -> float:
-        ready.wait()
-        return begin.value
+        connection.send(None)
+        return connection.recv()
 
-    return _send(plan, jobs, concurrency, begin_when_ready, ended.put, stop)
-
-
-@contextlib.contextmanager
-def _told(ended: "SimpleQueue[Latencies | None]", on_end: OnEnd) -> Iterator[None]:
-    """Tells the ends in other processes, as they come."""
-
-    def tell() -> None:
-        while (latencies := ended.get()) is not None:
-            on_end(latencies)
-
-    thread = threading.Thread(target=tell)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.put(None)
-        thread.join()
+    connection.send(_send(plan, jobs, concurrency, begin_when_ready, connection.send, connection.poll))

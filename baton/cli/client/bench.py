@@ -27,7 +27,7 @@ from baton.loadgen.client import model_info
 from baton.loadgen.compare import RecordedRun, compared, compared_page, read_run
 from baton.loadgen.openai import VOCAB_SIZE, openai_info
 from baton.loadgen.plan import OpenAIServer, RunPlan, Unreachable
-from baton.loadgen.run import Ran, run_jobs
+from baton.loadgen.run import Ran, SenderDied, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
                 _write(folder, summary, ran, steps)
     except (ValueError, TraceError, SettingsError) as error:
         return _fail(str(error), 2)
-    except Unreachable as error:
+    except (Unreachable, SenderDied) as error:
         return _fail(str(error), 1)
     except OSError as error:
         return _fail(f"--out {args.out}: {error.strerror}", 1)

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 
 from baton.cli.main import main
@@ -67,6 +68,22 @@ def test_an_interrupted_run_writes_what_it_has(stub, target, tmp_path, num_proce
     told = f"Interrupted: these are the {summary['num_requests']} requests that had ended."
     assert told in process.text() and told in (tmp_path / "run" / "report.html").read_text()
     assert not list(tmp_path.glob(".run*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sender_process_that_dies_ends_the_run(stub, target, tmp_path, number):
+    """In one line. The requests that it had would never come."""
+    process = started(stub, target, tmp_path, "--processes", "2")
+    senders = [
+        each for each in psutil.Process(process.pid).children() if "--multiprocessing-fork" in " ".join(each.cmdline())
+    ]
+    assert len(senders) == 2
+    senders[-1].send_signal(number)
+    assert process.wait() == 1
+    told = process.text().splitlines()[-1]
+    assert f"baton bench: a sender process was ended by {number.name}" in told and "Traceback" not in process.text()
+    assert not list(tmp_path.glob("*run*"))
+    assert not psutil.wait_procs(senders, patience(20))[1]
 
 
 def test_a_report_that_cannot_be_made_leaves_no_result(target, tmp_path, monkeypatch):
