@@ -129,8 +129,12 @@ def _in_compose(environment: Mapping[str, str]) -> list[str]:
 
 
 def _flags(worker: WorkerPlan) -> dict[str, object]:
-    max_model_len = worker.configs["decode"].max_model_len
-    flags: dict[str, object] = {"max-num-seqs": worker.batch, "max-model-len": max_model_len}
+    config, times = worker.configs["decode"], worker.times
+    flags: dict[str, object] = {"max-num-seqs": worker.batch, "max-model-len": config.max_model_len}
+    if times.device.kind == "cpu":
+        flags["threads"] = config.threads  # else workers divide the cores
+    if times.spec.dtype != config.dtype:
+        flags["dtype"] = config.dtype  # else it is the folder's
     if worker.form != "none":
         flags["quantization"] = worker.form
     if worker.kv_form != "bf16":

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -67,6 +68,13 @@ class WorkerPlan:
     memory: MemoryPlan
     configs: dict[str, EngineConfig]
     times: StepTimes
+
+    @property
+    def room(self) -> int:
+        """Return how many such workers the memory holds that they share on a CPU."""
+        device = self.times.device
+        shares_host = device.kind == "cpu" and device.cores is not None
+        return device.memory_bytes // self.memory.total_bytes if shares_host else sys.maxsize
 
     @property
     def words(self) -> str:
@@ -186,7 +194,7 @@ def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
     """Yield (prefill, decode) by ever more workers, from what the load needs where all that was read once is in
     the caches. (0, n): workers that do both."""
     least, cacheless = (_work(candidate, ask, finds_all=finds_all) for finds_all in (True, False))
-    most = min(cacheless.num_workers + _NUM_MORE, ask.max_devices // candidate.degree)
+    most = min(cacheless.num_workers + _NUM_MORE, ask.max_devices // candidate.degree, candidate.room)
     for total in range(least.num_workers, most + 1):
         wanted = total * least.read / (least.read + least.write)
         splits = sorted(range(1, total), key=lambda num: abs(num - wanted))[:2]
@@ -252,8 +260,7 @@ def find(
             elif outcome.met >= best:
                 best, nearest = outcome.met, f"{choice.words} meets it for {outcome.met:.0%}, bound by {choice.bound}"
     if not choices:
-        least = min(each.degree * _work(each, ask, finds_all=True).num_workers for each in kinds)
-        why = nearest or f"it needs {least} at least"
+        why = nearest or _too_few(kinds, ask)
         raise NoPlan(f"nothing of up to {ask.max_devices} devices serves {ask.rate:g} requests/s with {ask.slo}: {why}")
     # Of as many devices those that round least: what a form costs in quality is not in a plan.
     forms, kv_forms = list(ask.forms), list(ask.kv_forms)
@@ -273,6 +280,17 @@ def find(
             say(f"{choice.words} at {rate:.3g} requests/s")
             choice.curve.append(evaluate(choice.worker, choice.num_prefill, choice.num_decode, ask, rate))
     return found
+
+
+def _too_few(kinds: Sequence[WorkerPlan], ask: Ask) -> str:
+    """Return why no size was tried."""
+    fewest = min(kinds, key=lambda kind: kind.degree * _work(kind, ask, finds_all=True).num_workers)
+    least = _work(fewest, ask, finds_all=True).num_workers
+    needed = f"it needs {fewest.degree * least} at least"
+    if least <= fewest.room:
+        return needed
+    size, memory_bytes = fewest.memory.total_bytes, fewest.times.device.memory_bytes
+    return f"{needed}, and {fewest.room} workers of {size:,} bytes have room in this machine's {memory_bytes:,}"
 
 
 def _bound(candidate: WorkerPlan, num_prefill: int, outcome: LoadOutcome, ask: Ask) -> str:

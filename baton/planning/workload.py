@@ -17,14 +17,19 @@ def drawn_entries(rate: float, shape: Shape, num: int, seed: int = 0) -> list[Tr
     return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids, job.block) for job in jobs]
 
 
-def at_rate(entries: Sequence[TraceEntry], rate: float, context: int) -> list[TraceEntry]:
-    """Return the trace as fast as `rate` requests a second, without the requests that no context holds."""
-    fitting = [entry for entry in entries if entry.num_prompt + max(1, entry.num_output) <= context]
-    if len(fitting) < 2 or fitting[-1].at_s <= fitting[0].at_s:
-        raise ValueError(f"{len(fitting)} requests of the trace fit into a context of {context}: too few to plan by")
-    first, span = fitting[0].at_s, fitting[-1].at_s - fitting[0].at_s
-    scale = len(fitting) / rate / span
-    return [replace(entry, at_s=(entry.at_s - first) * scale, num_output=max(1, entry.num_output)) for entry in fitting]
+def fitting(entries: Sequence[TraceEntry], context: int) -> list[TraceEntry]:
+    """Return the requests that the context holds. Raises ValueError where they are too few."""
+    found = [entry for entry in entries if entry.num_prompt + max(1, entry.num_output) <= context]
+    if len(found) < 2 or found[-1].at_s <= found[0].at_s:
+        raise ValueError(f"{len(found)} requests of the trace fit into a context of {context}: too few to plan by")
+    return found
+
+
+def at_rate(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
+    """Return the trace as fast as `rate` requests a second."""
+    first, span = entries[0].at_s, entries[-1].at_s - entries[0].at_s
+    scale = len(entries) / rate / span
+    return [replace(entry, at_s=(entry.at_s - first) * scale, num_output=max(1, entry.num_output)) for entry in entries]
 
 
 def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:

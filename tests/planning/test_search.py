@@ -13,13 +13,14 @@ from baton.cli.planning.picture_file import PictureError, write_picture
 from baton.engine.models.registry import read_spec
 from baton.loadgen.workload import Shape
 from baton.planning import answer, search
-from baton.planning.devices import GPUS, find_device
+from baton.planning.devices import GPUS, Device, find_device
 from baton.planning.efficiency import shipped
 from baton.planning.picture import day_picture, goodput_picture
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
 from tests.chart.rendering import container, named, render
 
+TARGET = Path(__file__).resolve().parents[2] / "demo" / "target"
 SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
 SLO = Slo(ttft_s=1.0, tpot_s=0.03)
 SHAPE = Shape(1000, 20)
@@ -68,6 +69,61 @@ def test_prompts_that_share_a_prefix_need_no_more_devices_than_hold_them():
     best = search.find(read_spec(SHAPES / "qwen3-8b"), GPUS["H100"], shipped("cuda"), asked)[0]
     assert best.num_devices > 1
     assert search.evaluate(best.worker, 0, best.num_devices - 1, asked).met < asked.attainment
+
+
+def on_a_cpu(memory_bytes: int) -> Device:
+    rates = {"bf16": 1e11, "int8": 1e11}
+    return Device("test", "cpu", memory_bytes, 2e10, rates, 2e9, cores=16, threads=2)
+
+
+def test_workers_of_a_cpu_have_room_in_its_memory_together():
+    spec, asked = read_spec(TARGET), ask(20, shape=Shape(256, 64))
+    room = {}
+    for memory_bytes in (8 << 30, 1 << 30):
+        kind = next(search.candidates(spec, on_a_cpu(memory_bytes), shipped("cpu"), asked))
+        assert kind.memory.total_bytes < 1 << 30
+        room[memory_bytes] = [sum(size) for size in search.sizes(kind, asked)]
+    assert max(room[8 << 30]) > 2 == max(room[1 << 30])
+    with pytest.raises(search.NoPlan, match=r"2 workers of [\d,]+ bytes have room in this machine's 1,073,741,824"):
+        search.find(spec, on_a_cpu(1 << 30), shipped("cpu"), ask(1000, shape=Shape(256, 64)))
+
+
+def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
+    """The threads that workers have, and bf16 where the folder's dtype is another."""
+    wide = json.loads((TARGET / "config.json").read_text()) | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    device = on_a_cpu(8 << 30)
+    for folder, dtype in ((TARGET, None), (tmp_path, "bf16")):
+        asked = ask(1, shape=Shape(64, 4), num=8)
+        kind = next(search.candidates(read_spec(folder), device, shipped("cpu"), asked))
+        choice = search.StackChoice(kind, 0, 1, search.evaluate(kind, 0, 1, asked), "")
+        (line,) = answer.command_lines(choice, device, str(folder))
+        assert "--threads=2" in line.split() and ("--dtype=bf16" in line.split()) == (dtype == "bf16")
+        assert main(["config", *line.split()[2:]]) == 0
+        capsys.readouterr()
+        (service,) = (
+            each
+            for each in yaml.safe_load("\n".join(answer.compose_override(choice, device)))["services"].values()
+            if each["deploy"]["replicas"]
+        )
+        assert (service["environment"]["BATON_THREADS"], service["environment"].get("BATON_DTYPE")) == ("2", dtype)
+        flags = yaml.safe_load("\n".join(answer.helm_values(choice, device)))["workers"]["decode"]["flags"]
+        assert (flags["threads"], flags.get("dtype")) == (2, dtype)
+
+
+def test_a_trace_whose_longest_have_no_room_is_planned_at_the_rate_of_the_others(tmp_path, capsys):
+    trace = tmp_path / "t.jsonl"
+    lines = [
+        {"timestamp": 1000 * number, "input_length": 64 if number % 2 else 3000, "output_length": 4}
+        for number in range(41)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["plan", "--device", "cpu", "--trace", str(trace), "--quantization", "none", "--kv-dtype", "auto", "--json"]
+    assert main(argv) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rate"] == pytest.approx(0.5)
+    assert "21 of 41 requests of the trace are longer than the model's context of 2048 tokens: left out" in told.err
+    assert "20 requests of 64 + 4 tokens at 0.5/s" in told.err
 
 
 def test_an_unknown_device_names_those_that_are_known():

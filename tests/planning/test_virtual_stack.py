@@ -13,7 +13,7 @@ from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies, HostCosts, Point
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_stack import StackShape, VirtualStack
-from baton.planning.workload import at_rate, drawn_entries, span_names
+from baton.planning.workload import at_rate, drawn_entries, fitting, span_names
 from baton.service.slo import Slo
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
@@ -154,7 +154,7 @@ def test_requests_of_a_workload_share_as_many_tokens_as_it_says(name):
 
 def test_a_trace_comes_as_fast_as_asked():
     entries = [TraceEntry(10.0 * number, 100, 0) for number in range(11)] + [TraceEntry(200, 5000, 10)]
-    found = at_rate(entries, 4.0, 2048)
+    found = at_rate(fitting(entries, 2048), 4.0)
     assert len(found) == 11 and found[-1].at_s == pytest.approx(11 / 4) and found[0].num_output == 1
     with pytest.raises(ValueError, match="1 requests of the trace fit into a context of 90"):
-        at_rate([TraceEntry(0, 80, 2), TraceEntry(1, 100, 2)], 1, 90)
+        fitting([TraceEntry(0, 80, 2), TraceEntry(1, 100, 2)], 90)

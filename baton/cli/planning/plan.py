@@ -113,12 +113,17 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     from baton.engine.core.model_errors import ModelError
     from baton.planning import answer, search
     from baton.planning.picture import goodput_picture
-    from baton.planning.workload import at_rate
+    from baton.planning.workload import at_rate, fitting
 
     try:
         spec, device, efficiencies = read_model(args)
         if args.trace is not None:
-            entries = at_rate(entries, rate, spec.longest_context)
+            num_all, entries = len(entries), fitting(entries, spec.longest_context)
+            rate = args.rate or rate * len(entries) / num_all
+            entries = at_rate(entries, rate)
+            if num_longer := num_all - len(entries):
+                what = f"longer than the model's context of {spec.longest_context} tokens: left out"
+                print(f"{num_longer} of {num_all} requests of the trace are {what}", file=sys.stderr)
         forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)
         kv_forms = ("auto", "int8") if args.kv_dtype == "any" else (args.kv_dtype,)
         ask = search.Ask(entries, rate, slo, args.attain, forms, kv_forms, args.max_devices)
