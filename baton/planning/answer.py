@@ -135,7 +135,7 @@ def _flags(worker: WorkerPlan) -> dict[str, object]:
         flags["threads"] = config.threads  # else workers divide the cores
     if times.spec.dtype != config.dtype:
         flags["dtype"] = config.dtype  # else it is the folder's
-    if worker.form != "none":
+    if worker.form != "none" and not worker.is_stored:
         flags["quantization"] = worker.form
     if worker.kv_form != "bf16":
         flags["kv-dtype"] = worker.kv_form

@@ -38,6 +38,7 @@ class Ask(NamedTuple):
     forms: Sequence[str] = WANTED_FORMS
     kv_forms: Sequence[str] = ("auto", "int8")
     max_devices: int = 64
+    is_stored: bool = False  # the model is stored in its form: nothing is to ask for it
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class WorkerPlan:
     memory: MemoryPlan
     configs: dict[str, EngineConfig]
     times: StepTimes
+    is_stored: bool = False
 
     @property
     def room(self) -> int:
@@ -121,7 +123,8 @@ def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask:
                 if degree > 1 and (device.cores or 0) < degree * device.threads:
                     continue
                 try:
-                    yield _candidate(spec, device, efficiencies, ask.slo, form, kv_form, degree, context, longest)
+                    kind = _candidate(spec, device, efficiencies, ask.slo, form, kv_form, degree, context, longest)
+                    yield replace(kind, is_stored=ask.is_stored)
                     found = True
                 except ValueError as error:
                     refused.append(f"{form}: {error}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gguf import GGMLQuantizationType as GGMLType
 
 from baton.cli.main import main
 from baton.cli.planning.picture_file import PictureError, write_picture
@@ -19,6 +20,8 @@ from baton.planning.picture import day_picture, goodput_picture
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
 from tests.chart.rendering import container, named, render
+from tests.support.engine.folders import tiny
+from tests.support.engine.gguf_files import write_gguf
 
 TARGET = Path(__file__).resolve().parents[2] / "demo" / "target"
 SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
@@ -109,6 +112,52 @@ def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
         assert (service["environment"]["BATON_THREADS"], service["environment"].get("BATON_DTYPE")) == ("2", dtype)
         flags = yaml.safe_load("\n".join(answer.helm_values(choice, device)))["workers"]["decode"]["flags"]
         assert (flags["threads"], flags.get("dtype")) == (2, dtype)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory) -> Path:
+    """As much of a folder in int4 as a plan reads."""
+    folder = tmp_path_factory.mktemp("int4")
+    config = json.loads((TARGET / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("command", [["plan", "--rate", "1"], ["scaler", "--dry-run"]], ids=["plan", "scaler"])
+def test_the_form_of_what_is_quantized_is_asked_for(command, quantized, capsys):
+    """Which is not in its config: planned in bf16 it was four times as large."""
+    for option in ([], ["--quantization", "none"]):
+        assert main([*command, "--model", str(quantized), *option]) == 2
+        told = capsys.readouterr().err
+        assert f"{quantized} is quantized already: say with --quantization int8, int4-g32 or fp8 which is" in told
+        assert told.count("\n") == 1
+
+
+def test_a_gguf_file_is_asked_for_its_form_where_it_is_quantized(tmp_path, capsys):
+    model, path = tiny(1000), tmp_path / "model.gguf"
+    model.config.bos_token_id = model.config.eos_token_id = 1
+    for kind, option, words in (
+        (GGMLType.Q4_0, "none", f"{path} is quantized already"),
+        (GGMLType.F16, "int8", f"--quantization int8: {path} is a GGUF file, which is served as it is"),
+    ):
+        write_gguf(path, model, lambda name, kind=kind: kind)
+        assert main(["plan", "--rate", "1", "--model", str(path), "--quantization", option]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_what_is_quantized_is_started_as_it_is(quantized, capsys):
+    """`baton up` refuses --quantization for it."""
+    argv = ["plan", "--rate", "1", "--lengths", "64,4", "--num-requests", "8", "--kv-dtype", "auto", "--json"]
+    told = []
+    for model in (quantized, TARGET):
+        assert main([*argv, "--model", str(model), "--quantization", "int4-g32"]) == 0
+        told.append(json.loads(capsys.readouterr().out)["choices"][0])
+    ours, rounded = told
+    assert ours["form"] == "int4-g32" and ours["memory"] == rounded["memory"]
+    for what in ("command_lines", "compose_override", "helm_values"):
+        assert "quantization" in str(rounded[what]).lower() and "quantization" not in str(ours[what]).lower()
 
 
 def test_a_trace_whose_longest_have_no_room_is_planned_at_the_rate_of_the_others(tmp_path, capsys):

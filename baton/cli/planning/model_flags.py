@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.gguf import is_gguf
 from baton.service.arguments import whole
 
 if TYPE_CHECKING:
@@ -61,6 +62,34 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencie
     kind = "cpu" if device is None else device.kind
     efficiencies = shipped(kind) if args.efficiencies is None else read_efficiencies(args.efficiencies)
     return spec, device or this_cpu(args.threads, efficiencies), efficiencies
+
+
+def stored_form(args: argparse.Namespace, spec: ModelSpec) -> str | None:
+    """Return the form in which a model is stored that no worker quantizes as it loads it; None: workers may. How many bytes
+    each of its weights takes is not read: the user says which form is nearest. Raises ModelError or ValueError, one line."""
+    from baton.engine.weights.formats.registry import quantization_config
+
+    path, asked = spec.folder, args.quantization
+    if is_gguf(path) and not _is_quantized(path):
+        if asked not in ("any", "none"):
+            raise ValueError(f"--quantization {asked}: {path} is a GGUF file, which is served as it is; leave it out")
+        return "none"
+    if not is_gguf(path) and quantization_config(path) is None:
+        return None
+    if asked in ("any", "none"):
+        *others, last = FORMS[1:]
+        forms = f"{', '.join(others)} or {last}"
+        raise ValueError(f"{path} is quantized already: say with --quantization {forms} which is nearest to its form")
+    return asked
+
+
+def _is_quantized(path: Path) -> bool:
+    from gguf import GGMLQuantizationType as GGMLType
+
+    from baton.engine.core.gguf_file import GGUFFile
+
+    floats = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
+    return any(tensor.tensor_type not in floats for tensor in GGUFFile(path).tensors.values())
 
 
 def lengths_of(text: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, name_to_start, read_model
+from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, name_to_start, read_model, stored_form
 from baton.cli.planning.picture_file import PictureError, check_place, write_picture
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Shape
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--quantization",
         choices=("any", *FORMS),
         default="any",
-        help="form of the weights (default: any)",
+        help="form of the weights; of what is quantized already the nearest to its own (default: any)",
     )
     parser.add_argument("--kv-dtype", choices=("any", "auto", "int8"), default="any", help="form of KV (default: any)")
     parser.add_argument(
@@ -124,9 +124,11 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
             if num_longer := num_all - len(entries):
                 what = f"longer than the model's context of {spec.longest_context} tokens: left out"
                 print(f"{num_longer} of {num_all} requests of the trace are {what}", file=sys.stderr)
+        stored = stored_form(args, spec)
         forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)
+        forms = forms if stored is None else (stored,)
         kv_forms = ("auto", "int8") if args.kv_dtype == "any" else (args.kv_dtype,)
-        ask = search.Ask(entries, rate, slo, args.attain, forms, kv_forms, args.max_devices)
+        ask = search.Ask(entries, rate, slo, args.attain, forms, kv_forms, args.max_devices, stored is not None)
     except (ModelError, ValueError) as error:
         print(f"baton plan: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ import grpc
 
 from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import LaunchError
-from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model
+from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model, stored_form
 from baton.cli.planning.performer import FleetPerformer
 from baton.cli.planning.picture_file import PictureError, check_place, write_picture
 from baton.engine.core.model_errors import ModelError
@@ -138,7 +138,7 @@ def _scaler(args: argparse.Namespace) -> tuple[StepModel, Scaler, ScalerBounds]:
     most = {role: range_[1] for role, range_ in ranges.items()}
     bounds = ScalerBounds({role: range_[0] for role, range_ in ranges.items()}, most, sum(most.values()))
     spec, device, efficiencies = read_model(args)
-    times = StepTimes(spec, device, efficiencies, args.quantization, "bf16")
+    times = StepTimes(spec, device, efficiencies, stored_form(args, spec) or args.quantization, "bf16")
     model = StepModel(times, slo, args.max_num_seqs, 512 if device.kind == "cpu" else 8192)
     return model, Scaler(model, bounds, slo, args.start_s), bounds
 
