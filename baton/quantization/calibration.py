@@ -54,6 +54,13 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return tokenizer
 
 
+def check_vocabulary(tokenizer: Tokenizer, largest: int, vocab_size: int, model: Path) -> None:
+    """Raise QuantizeError where the largest id of a text is of a token that the model does not know."""
+    if largest >= vocab_size:
+        what = f"token {tokenizer.id_to_token(largest)!r} has id {largest}, the model has {vocab_size} tokens"
+        raise QuantizeError(f"{model / 'tokenizer.json'}: {what}; give it the tokenizer that it was trained with")
+
+
 def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) -> list[Tensor]:
     """Token ids int64 [at most SAMPLE_TOKENS] of at most NUM_SAMPLES prompts, evenly spread over the list.
 

@@ -126,13 +126,14 @@ def read_texts(path: Path | None) -> Texts:
 def encode(model: Path, texts: Texts) -> list[list[int]]:
     """Token ids of each text behind the model's own beginning: what its tokenizer adds, or its bos or eos."""
     from baton.engine.models.registry import read_spec
-    from baton.quantization.calibration import load_tokenizer
+    from baton.quantization.calibration import check_vocabulary, load_tokenizer
 
     spec, tokenizer = read_spec(model), load_tokenizer(model)
     config = json.loads((model / "config.json").read_text())
     begins = [config.get("bos_token_id"), *spec.eos_token_ids]
     begin = next((token_id for token_id in begins if isinstance(token_id, int)), 0)
     encoded = [tokenizer.encode(text).ids for text in texts.texts]
+    check_vocabulary(tokenizer, max(max(ids) for ids in encoded), spec.vocab_size, model)
     return [ids if ids[0] == begin else [begin, *ids] for ids in encoded]
 
 

@@ -100,10 +100,13 @@ def _wrong_use(args: argparse.Namespace) -> str | None:
 
 def _samples(model: Path, calibration: Path | None) -> list:
     """Token ids of the calibration set."""
-    from baton.quantization.calibration import DEFAULT, load_tokenizer, make_samples, read_prompts
+    from baton.engine.models.registry import read_spec
+    from baton.quantization.calibration import DEFAULT, check_vocabulary, load_tokenizer, make_samples, read_prompts
 
-    prompts = read_prompts(calibration or DEFAULT)
-    return make_samples(prompts, load_tokenizer(model), lambda messages: _render(model, messages))
+    prompts, tokenizer = read_prompts(calibration or DEFAULT), load_tokenizer(model)
+    samples = make_samples(prompts, tokenizer, lambda messages: _render(model, messages))
+    check_vocabulary(tokenizer, max(int(sample.max()) for sample in samples), read_spec(model).vocab_size, model)
+    return samples
 
 
 def _render(model: Path, messages: list[dict[str, str]]) -> str:

@@ -43,6 +43,10 @@ class Batches:
         """Return the tokens of all text, tests included."""
         return len(self._library) + len(self._tests)
 
+    @property
+    def largest_id(self) -> int:
+        return int(max(text.max(initial=0) for text in (self._library, self._tests)))
+
     def draw(self, first_token: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 [num_tokens // length, length], of the batch that follows `first_token`."""
         first = first_token // length

@@ -62,6 +62,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     save_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
+def check_vocabulary(tokenizer: Tokenizer, largest: int, vocab_size: int, folder: Path) -> None:
+    """Raise ValueError where the largest id of a text is of a token that the model does not know."""
+    try:
+        calibration.check_vocabulary(tokenizer, largest, vocab_size, folder)
+    except QuantizeError as error:
+        raise ValueError(str(error)) from None
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer.json of a folder, for whole texts. Raises ValueError."""
     try:

@@ -17,7 +17,7 @@ from baton.engine.speculation.proposers.heads_folder import MARK, target_mark
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import Corpus, Document
 from baton.training.data.files import save_atomically, save_text
-from baton.training.data.tokenizer import load_tokenizer
+from baton.training.data.tokenizer import check_vocabulary, load_tokenizer
 from baton.training.heads.eagle import EagleDraft
 from baton.training.heads.medusa import MedusaHeads
 from baton.training.heads.target import FrozenTarget
@@ -64,7 +64,7 @@ def train_heads(
 
     State for resuming is kept in `out/.training` and removed at the end.  Returns figures, among them `agreement`: for
     each step the share of places at which heads and target name the same token.  Raises ValueError if the text is too
-    short, the state is another model's or the model has no rope by which an eagle draft could turn, ModelError if the model folder cannot be read, OSError if `out` cannot be
+    short, a token is none of the model's, the state is another target's or the model has no rope by which an eagle draft could turn, ModelError if the model folder cannot be read, OSError if `out` cannot be
     written.
     """
     spec = read_spec(model)
@@ -72,14 +72,17 @@ def train_heads(
         raise ValueError(f"{model}: an eagle draft turns by the model's rope, and it has none; train --kind medusa")
     if not (model / "tokenizer.json").is_file():
         raise ValueError(f"{model}: no tokenizer.json, so the text cannot be turned into its tokens")
-    batches = Batches(load_tokenizer(model), Corpus(tuple(documents), (), ()), seed)
+    tokenizer = load_tokenizer(model)
+    batches = Batches(tokenizer, Corpus(tuple(documents), (), ()), seed)
     if batches.num_tokens < LEAST_TOKENS:
         raise ValueError(f"the training text has {batches.num_tokens} tokens, at least {LEAST_TOKENS} are needed")
+    check_vocabulary(tokenizer, batches.largest_id, spec.vocab_size, model)
     plan = default_plan(spec.vocab_size, minutes, batches.num_tokens)
     target = FrozenTarget(model, LENGTH, plan.batch_tokens)
     heads = new_heads(target, kind, seed)
     work = out / ".training"
-    trainer = Trainer(heads, heads_loss(heads, target), batches, plan, work / f"{kind}.safetensors")
+    checkpoint, identity = work / f"{kind}.safetensors", target.identity.hex()
+    trainer = Trainer(heads, heads_loss(heads, target), batches, plan, checkpoint, identity)
     figures = trainer.run(kind)
     figures["agreement"] = agreement(heads, target, *batches.draw(trainer.num_tokens, 4 * plan.batch_tokens, LENGTH))
     export_heads(heads, kind, target, out)

@@ -61,12 +61,15 @@ class Trainer:
 
     Matrices are trained by Muon, the embedding and the norms by AdamW.  State is in `checkpoint`, rewritten every
     `plan.checkpoint_seconds`; when the file exists the run continues from it, elapsed time included.
-    Raises ValueError if it holds a model of another shape.
+    `target`: the identity of what is learned from, where that is another model.
+    Raises ValueError if it holds a model of another shape, or for another target.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: Batches, plan: TrainingPlan, checkpoint: Path) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss, batches: Batches, plan: TrainingPlan, checkpoint: Path, target: str = ""
+    ) -> None:
         self.model, self.loss, self.batches, self.plan = model, loss, batches, plan
-        self.checkpoint = checkpoint
+        self.checkpoint, self.target = checkpoint, target
         self.optimizers = _optimizers(model, plan)
         self.num_tokens = 0
         self.num_steps = 0
@@ -129,12 +132,18 @@ class Trainer:
                 for name, value in state.items():
                     tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value)
         counters = json.dumps((self.num_tokens, self.num_steps, self.seconds, self.recent_loss))
-        save_atomically(self.checkpoint, lambda path: save_file(tensors, path, {"counters": counters}))
+        metadata = {"counters": counters, "target": self.target}
+        save_atomically(self.checkpoint, lambda path: save_file(tensors, path, metadata))
 
     def _restore(self) -> None:
         model: dict[str, Tensor] = {}
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         with safe_open(self.checkpoint, "pt") as file:
+            # Those of earlier versions do not say whose they are.
+            if file.metadata().get("target", self.target) != self.target:
+                raise ValueError(
+                    f"{self.checkpoint} is of a run for another target; choose another folder for this one"
+                )
             for key in file.keys():
                 kind, _, name = key.partition(".")
                 if kind == "model":

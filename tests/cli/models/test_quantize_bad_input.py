@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from baton.cli.models import eval as evaluate
 from baton.cli.models import quantize
@@ -87,6 +88,25 @@ def test_calibration_that_is_none(model, tmp_path, capsys, lines, message):
     error = capsys.readouterr().err
     assert "prompts.jsonl" in error and message in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_a_token_beyond_the_vocabulary_is_named(model, tmp_path, capsys):
+    """One of a tokenizer.json that is not this model's."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{number}>" for number in range(size)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = " ".join(f"fox <{number}>" for number in range(size))
+    (tmp_path / "text").write_text(text)
+    (tmp_path / "prompts").write_text(json.dumps({"text": f"the fox and <{size - 1}> " * 8}) + "\n")
+    awq = ("--out", tmp_path / "out", "--scheme", "int4-awq", "--calibration", tmp_path / "prompts")
+    for command, words in ((evaluate, ("--text", tmp_path / "text")), (quantize, awq)):
+        assert call(command, "--model", folder, *words) == 2
+        error = capsys.readouterr().err
+        named = f"{folder / 'tokenizer.json'}: token '<{size - 1}>' has id"
+        assert named in error and f"the model has {size}" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def _config(folder, **changes) -> None:

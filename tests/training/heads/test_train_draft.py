@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from baton.cli.models import train_draft
 from baton.engine.core.config import EngineConfig
@@ -64,6 +67,27 @@ def test_an_interrupted_run_goes_on(model, text, tmp_path, monkeypatch, capsys):
     assert not (out / ".training").exists()
 
 
+def test_a_run_for_another_target_does_not_go_on(model, text, tmp_path, monkeypatch, capsys):
+    """One of the same shape: heads learn what this target says next."""
+    other, out = shutil.copytree(model, tmp_path / "other"), tmp_path / "heads"
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    command = ("--kind", "medusa", "--text", text, "--out", out, "--minutes", 0.02)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("baton.training.heads.heads.export_heads", interrupt)
+        assert call(*command, "--model", model) == 1
+    capsys.readouterr()
+    assert call(*command, "--model", other, "--resume") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{out / '.training' / 'medusa.safetensors'} is of a run for another target" in said
+    assert call(*command, "--model", model, "--resume") == 0
+
+
 def test_bad_input_is_one_line(model, text, tmp_path, capsys):
     def fails(message, **changes):
         words = {"kind": "medusa", "model": model, "text": text, "out": tmp_path / "out", "minutes": 0.02} | changes
@@ -77,6 +101,13 @@ def test_bad_input_is_one_line(model, text, tmp_path, capsys):
     fails("at least 4096 are needed", text=short)
     fails("not UTF-8 text", text=binary)
     fails("missing.txt", text=tmp_path / "missing.txt")
+    beyond = shutil.copytree(model, tmp_path / "beyond")
+    tokenizer = Tokenizer.from_file(str(beyond / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{number}>" for number in range(300)])
+    tokenizer.save(str(beyond / "tokenizer.json"))
+    strange = tmp_path / "strange.txt"
+    strange.write_text(TEXT * 8 + "<299>\n")
+    fails(f"{beyond / 'tokenizer.json'}: token '<299>' has id", model=beyond, text=strange)
     fails("no such model folder", model=tmp_path / "nothing")
     for words in (("--kind", "hydra"), ("--kind", "eagle", "--model", model, "--out", tmp_path, "--minutes", 0)):
         with pytest.raises(SystemExit) as stop:
