@@ -116,11 +116,11 @@ def clients(targets: Sequence[str], what: str, number: float, seconds: float, ou
 
 
 def seen(process: subprocess.Popen) -> dict:
-    """Return the clients' report at their end."""
+    """Return the clients' report at their end. Raises RuntimeError where a request failed."""
     out, _ = process.communicate(timeout=1800)
     found = json.loads(out.splitlines()[-1])
     if found["failed"]:
-        sys.exit(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
+        raise RuntimeError(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
     return found
 
 
@@ -227,7 +227,7 @@ def refusals(report: Report, is_quick: bool) -> None:
         found = seen(clients(made.targets, "rate", 200, 2 if is_quick else 15, 8))
         spent_s = made.cpu_s - before
     if not found["refused_s"] or found["ttft_s"]:
-        sys.exit("a full worker's requests were not refused")
+        raise RuntimeError("a full worker's requests were not refused")
     report.add("200 refusals/s: p50", percentile_ms(found["refused_s"], 50), "ms")
     report.add("200 refusals/s: p99", percentile_ms(found["refused_s"], 99), "ms", goal="value <= 20")
     report.add("200 refusals/s: CPU of a refusal", 1e6 * spent_s / len(found["refused_s"]), "us")
@@ -265,7 +265,7 @@ def opened(targets: Sequence[str], number: int, seconds: float) -> subprocess.Po
     """Clients that hold streams open, once they are."""
     holding = clients(targets, "held", number, seconds, HELD_OUTPUT)
     if holding.stdout.readline().strip() != "open":
-        sys.exit("not every stream was opened")
+        raise RuntimeError("not every stream was opened")
     return holding
 
 

@@ -218,9 +218,10 @@ async def of_the_dead(report: Report, server: RedisServer) -> None:
     report.add("spans that still name a worker whose slot is given up", sum(found.values()), "spans", goal="value <= 0")
 
 
-def affordable(num_entries: int) -> int:
-    """As many of them as half of the free memory takes, in whole runs."""
-    return min(num_entries, psutil.virtual_memory().available // 2 // ENTRY_BYTES) // RUN * RUN
+def affordable(num_entries: int, filled: int) -> int:
+    """As many of them as half of the memory takes that was free before `filled` of them were, in whole runs."""
+    free = psutil.virtual_memory().available + filled * ENTRY_BYTES
+    return min(num_entries, free // 2 // ENTRY_BYTES) // RUN * RUN
 
 
 def main() -> int:
@@ -230,7 +231,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         bytes_before, filled = server.client.info("memory")["used_memory"], 0
         for wanted in sizes:
-            num_entries = affordable(wanted)
+            num_entries = affordable(wanted, filled)
             if num_entries <= filled:
                 break
             began = time.perf_counter()

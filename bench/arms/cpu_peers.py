@@ -37,7 +37,7 @@ class Peer:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}'s process ended")
+            raise RuntimeError(f"{self.name}'s process ended")
         return json.loads(line)["seconds"]
 
     def close(self) -> None:

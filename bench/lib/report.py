@@ -96,7 +96,8 @@ class Report:
 
 def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
     """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART ...] where a
-    bench has parts that can be run alone (arguments.only: those to run; FILE then keeps the rows of other parts)."""
+    bench has parts that can be run alone (arguments.only: those to run; FILE then keeps the rows of other parts).
+    Behind it a bench ends early by an exception alone: Python asks nobody about sys.exit, and the rows would be lost."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
@@ -153,11 +154,11 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def percentile_ms(seconds: Sequence[float], percentile: int) -> float:
-    """Return milliseconds; also of a single value: on a busy machine few come. Raises ValueError where there is none."""
+    """Return milliseconds, never more than the largest value; also of a single one: on a busy machine few come. Raises ValueError where there is none."""
     values = list(seconds) * (2 if len(seconds) == 1 else 1)
     if not values:
         raise ValueError("nothing came while this was measured")
-    return 1e3 * statistics.quantiles(values, n=100)[percentile - 1]
+    return 1e3 * statistics.quantiles(values, n=100, method="inclusive")[percentile - 1]
 
 
 def machine() -> dict[str, str | int | float]:
@@ -190,7 +191,7 @@ def _is_met(goal: str, value: float, ratio: float | None) -> bool | None:
     what, operator, number = goal.split()
     measured = {"value": value, "ratio": ratio}[what]
     if measured is None:
-        sys.exit(f"goal {goal!r} needs something to measure against")
+        raise ValueError(f"goal {goal!r} needs something to measure against")
     return {">=": measured >= float(number), "<=": measured <= float(number), "<": measured < float(number)}[operator]
 
 

@@ -50,11 +50,12 @@ async def one(sender: Sender, job: Job) -> Outcome:
 
 
 def _whole(jobs: Sequence[Job], outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes. Raises RuntimeError when a request failed or has not all its tokens."""
+    """Return the outcomes in the order of the jobs: they come in that of their ends. Raises RuntimeError when a request
+    failed or has not all its tokens."""
     wanted = {job.index: job.num_output for job in jobs}
     for outcome in outcomes:
         if not outcome.ok:
             raise RuntimeError(f"{outcome.status}: {outcome.reason}")
         if outcome.num_output != wanted[outcome.index]:
             raise RuntimeError(f"{outcome.num_output} of {wanted[outcome.index]} tokens came")
-    return outcomes
+    return sorted(outcomes, key=lambda outcome: outcome.index)

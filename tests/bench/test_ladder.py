@@ -1,12 +1,15 @@
 """The naive server of bench/ladder.py is made by who submits what and when: its rules, seen on a small model."""
 
+import asyncio
 import json
 import random
 from pathlib import Path
 
 import pytest
 
+from baton.loadgen.outcome import Outcome
 from bench.arms.rung import Rung, Technique
+from bench.lib import sending
 from bench.lib.sending import job_of
 from bench.lib.tables import ladder
 from tests.support.models import make_model
@@ -75,6 +78,24 @@ def test_no_rule_changes_an_answer(model, jobs):
     ]
     assert all(each == answers[0] for each in answers)
     assert [len(ids) for ids in answers[0]] == [job.num_output for job in jobs]
+
+
+class _AnyOrder:
+    """A sender whose later jobs end first."""
+
+    async def open(self, jobs):
+        return [Outcome(job.index, 0.0, 1, num_output=job.num_output) for job in reversed(jobs)]
+
+    async def closed(self, jobs, concurrency):
+        return await self.open(jobs)
+
+
+@pytest.mark.parametrize("send", [sending.arriving, lambda sender, jobs: sending.closed(sender, jobs, 2)])
+def test_outcomes_of_what_was_sent_are_in_the_order_of_the_jobs(send):
+    """Rungs are compared answer by answer, whichever ended first."""
+    jobs = [job_of((7, 8), 3, index) for index in range(4)]
+    outcomes = asyncio.run(send(_AnyOrder(), jobs))
+    assert [each.index for each in outcomes] == [0, 1, 2, 3]
 
 
 def test_rows_become_lines(tmp_path):

@@ -1,6 +1,7 @@
 """Reports of benches: goals judged, arms interleaved, nothing in the file that names the machine it ran on."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -69,6 +70,42 @@ def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
     assert written["failed"] == "RuntimeError: the machine is busy" and written["rows"][0]["row"] == "measured"
 
 
+def test_requests_that_failed_end_a_bench_with_its_rows(tmp_path):
+    """What ends by sys.exit with words is not asked why: rows of half an hour were lost."""
+    program = (
+        "import json, subprocess, sys\n"
+        "from bench.gateway import seen\n"
+        "from bench.lib.report import start\n"
+        "arguments, report = start('x', '')\n"
+        "report.add('measured', 1.0, 's')\n"
+        "says = f'print({json.dumps(dict(failed=[\"UNAVAILABLE: x\"]))!r})'\n"
+        "seen(subprocess.Popen([sys.executable, '-c', says], stdout=subprocess.PIPE, text=True))\n"
+    )
+    argv = [sys.executable, "-c", program, "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert "1 requests failed, the first with UNAVAILABLE: x" in written["failed"]
+    assert written["rows"][0]["row"] == "measured"
+
+
+# Processes of their own, and what ends before there is a report.
+ENDS_BY_ITSELF = {"lib/as_module.py", "arms/llama_cpp_peer.py"}
+
+
+def test_no_bench_ends_by_words_that_no_report_has():
+    """sys.exit("...") writes no file: an exception does, see report.start."""
+    said = re.compile(r"(sys\.exit|raise SystemExit)\((?!main\(\)\))")
+    found = [
+        f"{path}: {line.strip()}"
+        for path in sorted((ROOT / "bench").rglob("*.py"))
+        if (name := path.relative_to(ROOT / "bench").as_posix()) not in ENDS_BY_ITSELF and "processes/" not in name
+        for line in path.read_text().splitlines()
+        if said.search(line) and "give --json another file" not in line
+    ]
+    assert not found
+
+
 def test_parts_of_a_bench_meet_in_one_file(tmp_path):
     """What a later run measures again takes the place of the earlier rows; another machine's file is not mixed in."""
     program = (
@@ -103,5 +140,7 @@ def test_the_processor_is_recorded():
 def test_percentiles_of_few():
     assert report.percentile_ms([0.002], 99) == report.percentile_ms([0.002], 50) == 2.0
     assert report.percentile_ms([0.001, 0.003], 50) == 2.0
+    assert report.percentile_ms([0.001, 0.002], 99) <= 2.0, "no value is larger"
+    assert report.percentile_ms([i / 1000 for i in range(1, 21)], 99) == pytest.approx(19.81)
     with pytest.raises(ValueError, match="nothing came"):
         report.percentile_ms([], 50)
