@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 
 import grpc
@@ -31,6 +32,23 @@ class Seen:
     num_tokens: int = 0
     failed: list[str] = field(default_factory=list)
     steady: tuple[float, float] = (0.0, 0.0)  # when as many streams were open as there may be (closed)
+
+
+async def closed_loop(
+    num_streams: int, seconds: float, output: int, seen: Seen, one: Callable[[int, int], Awaitable[None]]
+) -> None:
+    """As many streams at once, each by one(place, tokens). They begin one after the other and have different lengths,
+    `output` in the mean: no two rounds meet."""
+    begun, rng = time.monotonic(), random.Random(0)
+    until, ramp_s = begun + seconds, seconds / 4
+    seen.steady = begun + ramp_s, until
+
+    async def work(place: int) -> None:
+        await asyncio.sleep(ramp_s * place / num_streams)
+        while time.monotonic() < until and not seen.failed:
+            await one(place, rng.randint(output // 2, output * 3 // 2))
+
+    await asyncio.gather(*map(work, range(num_streams)))
 
 
 class Clients:
@@ -78,17 +96,7 @@ class Clients:
         await asyncio.gather(*tasks)
 
     async def closed(self, num_streams: int, seconds: float) -> None:
-        """They begin one after the other and have different lengths, OUTPUT in the mean: no two rounds meet."""
-        begun = time.monotonic()
-        until, ramp_s = begun + seconds, seconds / 4
-        self.seen.steady = begun + ramp_s, until
-
-        async def work(place: int) -> None:
-            await asyncio.sleep(ramp_s * place / num_streams)
-            while time.monotonic() < until:
-                await self.one(self._rng.randint(self._output // 2, self._output * 3 // 2))
-
-        await asyncio.gather(*map(work, range(num_streams)))
+        await closed_loop(num_streams, seconds, self._output, self.seen, lambda _, output: self.one(output))
 
     async def held(self, num_streams: int, seconds: float) -> None:
         """All are open once the first message of each has come; then they are left open. Exits where one is not."""

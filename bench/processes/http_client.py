@@ -1,6 +1,7 @@
 """A process of HTTP clients for bench/doors.py: python -m bench.processes.http_client TARGET NUMBER SECONDS OUTPUT.
 
-NUMBER streams of /v1/completions at once, each on a connection that it keeps. Prints one JSON object.
+NUMBER streams of /v1/completions at once, each on a connection that it keeps, as gateway_client's `closed` sends them.
+Prints one JSON object, of the same fields.
 """
 
 import asyncio
@@ -8,10 +9,11 @@ import json
 import random
 import sys
 import time
+from dataclasses import asdict
 
 import uvloop
 
-from bench.processes.gateway_client import PROMPT, Seen
+from bench.processes.gateway_client import PROMPT, Seen, closed_loop
 
 
 async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict, seen: Seen) -> None:
@@ -27,34 +29,33 @@ async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bod
     is_first = True
     while size := int(await reader.readline(), 16):
         events = await reader.readexactly(size + 2)
+        at = time.monotonic()
         if is_first:
-            seen.ttft_s.append(time.monotonic() - begun)
+            seen.ttft_s.append(at - begun)
             is_first = False
         for event in events.split(b"\n\n"):
             if event.startswith(b"data: {"):
                 seen.num_messages += 1
-                seen.num_tokens += sum(len(each["token_ids"]) for each in json.loads(event[6:])["choices"])
+                ids = [token_id for each in json.loads(event[6:])["choices"] for token_id in each["token_ids"]]
+                seen.num_tokens += len(ids)
+                seen.arrivals.extend((token_id, at) for token_id in ids)
     await reader.readline()
 
 
 async def main(target: str, number: str, seconds: str, output: str) -> None:
-    seen, rng, until = Seen(), random.Random(0), time.monotonic() + float(seconds)
+    seen, rng = Seen(), random.Random(0)
     host, _, port = target.rpartition(":")
+    connections = [await asyncio.open_connection(host, int(port)) for _ in range(int(number))]
 
-    async def work() -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        while time.monotonic() < until and not seen.failed:
-            body = {
-                "prompt": [rng.randrange(5, 4096) for _ in range(PROMPT)],
-                "max_tokens": int(output),
-                "stream": True,
-            }
-            await stream(reader, writer, {**body, "temperature": 0, "ignore_eos": True, "return_token_ids": True}, seen)
+    async def one(place: int, num_tokens: int) -> None:
+        ids = [rng.randrange(5, 4096) for _ in range(PROMPT)]
+        body = {"prompt": ids, "max_tokens": num_tokens, "stream": True, "temperature": 0}
+        await stream(*connections[place], {**body, "ignore_eos": True, "return_token_ids": True}, seen)
+
+    await closed_loop(int(number), float(seconds), int(output), seen, one)
+    for _, writer in connections:
         writer.close()
-
-    await asyncio.gather(*(work() for _ in range(int(number))))
-    print(json.dumps({"ttft_s": seen.ttft_s, "num_messages": seen.num_messages, "num_tokens": seen.num_tokens,
-                      "failed": seen.failed}), flush=True)  # fmt: skip
+    print(json.dumps(asdict(seen)), flush=True)
 
 
 if __name__ == "__main__":
