@@ -24,6 +24,7 @@ _BATCHES = {"cuda": (256, 128, 64, 32, 16), "cpu": (64, 32, 16, 8)}
 _CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, as they take by default
 _BLOCK = {"cuda": 64, "cpu": 32}
 _MOST_BUSY = 0.9  # of a worker's time, where the search begins: what a perfect stack would need and a little
+_MOST_WORK = 1e15  # of workers: more is no number any longer
 _NUM_MORE = 4  # workers more than a load needs that finds nothing in the caches: the search ends there
 _CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # of the rate asked for
 
@@ -178,7 +179,7 @@ class _Work(NamedTuple):
 
     @property
     def num_workers(self) -> int:
-        return max(1, math.ceil((self.read + self.write) / _MOST_BUSY - 0.5))
+        return max(1, math.ceil(min(self.read + self.write, _MOST_WORK) / _MOST_BUSY - 0.5))
 
 
 def _work(candidate: WorkerPlan, ask: Ask, *, finds_all: bool) -> _Work:

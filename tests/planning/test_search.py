@@ -66,6 +66,11 @@ def test_a_plan_for_which_no_size_is_small_enough_to_be_tried_says_how_many_it_n
         found(200, max_devices=1)
 
 
+def test_a_rate_beyond_all_numbers_needs_more_than_there_are():
+    with pytest.raises(search.NoPlan, match=r"serves 1e\+308 requests/s .*: it needs \d+ at least$"):
+        found(1e308)
+
+
 def test_prompts_that_share_a_prefix_need_no_more_devices_than_hold_them():
     """Fewer than without caches, and more than with all prompts' prefixes in them: they begin empty."""
     asked = ask(80, num=40, shape=Shape(4000, 20, shared=3840))
