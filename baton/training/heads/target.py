@@ -28,7 +28,7 @@ class FrozenTarget:
         # Exact bits do not matter here, so the kernels are the fast ones.
         config = EngineConfig(
             folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, num_states=num_states, max_model_len=max_length,
-            batch_invariant=False,
+            batch_invariant=False, device="cpu",
         )  # fmt: skip
         engine = Engine.load(config)
         self.model, self._pool = engine.runner.model, engine.pool

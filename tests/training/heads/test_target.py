@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.engine.execute import build
 from baton.engine.layers.activation import soft_capped
 from baton.training.data.corpus import Document
 from baton.training.data.tokenizer import train_tokenizer
@@ -53,6 +54,15 @@ def test_heads_of_a_model_with_states_learn(kind, tmp_path):
     heads = new_heads(target, kind)
     heads_loss(heads, target)(token_ids, token_ids.roll(-1, 1)).backward()
     assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in heads.parameters())
+
+
+def test_the_target_is_read_on_the_cpu(tmp_path, monkeypatch):
+    """What asks it is code for the CPU: on a GPU, which `auto` takes, its first product had failed."""
+    make_folder(tmp_path, "llama3")
+    asked = []
+    monkeypatch.setattr(build, "find_device", lambda name: asked.append(name) or torch.device("cpu"))
+    FrozenTarget(tmp_path, max_length=64, max_tokens=128)
+    assert asked == ["cpu"]
 
 
 def test_an_eagle_draft_needs_rope(tmp_path):
