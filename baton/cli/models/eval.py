@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
     """All figures, as plain values. Raises QuantizeError, ModelError, ValueError."""
-    from baton.engine.core.config import EngineConfig
+    from baton.engine.core.config import EngineConfig, resolve_dtypes
     from baton.engine.models.loader import load_model
     from baton.quantization.core.errors import QuantizeError
     from baton.quantization.scoring import score
@@ -83,8 +83,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     token_ids = encode(args.model, texts)
     if args.against is not None and encode(args.against, texts) != token_ids:
         raise QuantizeError(f"{args.against} and {args.model} read the text as different tokens; they cannot agree")
-    model = load_model(EngineConfig(args.model, quantization=args.quantization, kv_dtype=args.kv_dtype))
-    form = model.spec.dtype if args.kv_dtype == "auto" else args.kv_dtype
+    config = EngineConfig(args.model, quantization=args.quantization, kv_dtype=args.kv_dtype)
+    model = load_model(config)
+    form = resolve_dtypes(config, model.spec).kv_dtype
     found = score(model, form, token_ids, texts.num_bytes, progress=True)
     figures = {
         "model": args.model.name,

@@ -60,7 +60,11 @@ def test_quantize_and_eval(model, tmp_path, capsys):
     assert 0 < figures["top1_agreement"] < 1 and figures["against_bits_per_byte"] > 0
 
 
-@pytest.mark.parametrize("options", (["--kv-dtype", "int4"], ["--kv-dtype", "fp8_e4m3"], ["--quantization", "int8"]))
+@pytest.mark.parametrize(
+    "options",
+    (["--kv-dtype", "int4"], ["--kv-dtype", "fp8_e4m3"], ["--kv-dtype", "fp8"], ["--quantization", "int8"]),
+    ids=lambda options: options[1],
+)
 def test_eval_of_stored_forms(model, tmp_path, capsys, options):
     text = tmp_path / "text"
     text.write_text("def read(path):\n    return path.read_text()\n" * 20)
@@ -69,6 +73,7 @@ def test_eval_of_stored_forms(model, tmp_path, capsys, options):
         assert call(evaluate, "--model", model, "--text", text, "--against", model, "--json", *chosen) == 0
         figures.append(json.loads(capsys.readouterr().out))
     plain, found = figures
+    assert found["kv_form"] == {"fp8": "fp8_e4m3", "int8": "bf16"}.get(options[1], options[1])
     assert plain["top1_agreement"] == 1 and plain["bits_per_byte"] == plain["against_bits_per_byte"]
     assert found["bits_per_byte"] != plain["bits_per_byte"]
     assert found["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=0.1)
