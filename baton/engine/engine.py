@@ -119,9 +119,14 @@ class Engine:
             identity = model_identity(config.model)
             make = None if proposers is None else lambda config, model: proposers
             parts = load(config, identity, memory_for, gpu_memory_for, make, joining, rank_program)
-        engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
-        for name, folder in config.adapter_folders.items():
-            engine.add_adapter(name, folder)
+        try:
+            engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
+            for name, folder in config.adapter_folders.items():
+                engine.add_adapter(name, folder)
+        except BaseException:
+            if parts.ranks is not None:
+                parts.ranks.close()
+            raise
         return engine
 
     @property

@@ -130,23 +130,23 @@ def _of_ranks(
     num_states = config.num_states or 0
     memory = memory_for(layout.pool_bytes(num_blocks, num_states))
     ranks, collectives, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
-    pool = own = KVPool(layout, num_blocks, memory.memory, num_states=num_states)
-    if collectives is not None:
-        own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
-    elif config.remote_stages:
-        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
     try:
+        pool = own = KVPool(layout, num_blocks, memory.memory, num_states=num_states)
+        if collectives is not None:
+            own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
+        elif config.remote_stages:
+            pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
         model = load_model(config, CPU, collectives, stages[0] if pipeline is not None else None, pipeline)
         ranks.wait(Ready.of(model))
         if isinstance(model, LeadingModel):
             ranks.sums = model.measure_sums(config.max_num_batched_tokens)
+        launcher = Launcher(model, own) if pipeline is None else StagedLauncher(model, own)
+        if pipeline is not None:
+            model.weights = model.weights.beside(ranks.reports[1:])
+        return EngineParts(config, model, pool, host_sampler(), make(config, model), launcher, ranks)
     except BaseException:
         ranks.close()
         raise
-    launcher = Launcher(model, own) if pipeline is None else StagedLauncher(model, own)
-    if pipeline is not None:
-        model.weights = model.weights.beside(ranks.reports[1:])
-    return EngineParts(config, model, pool, host_sampler(), make(config, model), launcher, ranks)
 
 
 def _on_gpu(

@@ -268,10 +268,12 @@ def start_ranks(
 ) -> Started:  # fmt: skip
     """Start the ranks of all stages, but for the first rank of the first; `config` is resolved. `joining`: where those of
     other hosts come from, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises ValueError
-    where layers are shared and there is no native library."""
+    where layers are shared and there is no native library, and where nobody can join."""
     degree, (hidden_size, dtype) = config.tensor_parallel, sizes
     if degree > 1 and native.library() is None:
         raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.reason()}")
+    if config.remote_stages and joining is None:
+        raise ValueError("remote_stages: there is no port where ranks of other hosts could join")
     rows = OwnMemory(config.num_rows * hidden_size * dtype.itemsize)
     ranks: list[Rank] = []
     streams: list[RankStream] = []
@@ -293,8 +295,7 @@ def start_ranks(
         shards = [Shard(rank, degree, config.expert_parallel) for rank in range(1, degree)]
         ranks.extend(RankProcess(replace(given, shard=shard)) for shard in shards)
     for stage in stages[len(stages) - config.remote_stages :]:
-        if joining is None:
-            raise ValueError("remote_stages: there is no port where ranks of other hosts could join")
+        assert joining is not None
         rank = joining.place(Assignment(config, stage=stage, identity=identity))
         ranks.append(rank)
         streams.append(rank.stream)

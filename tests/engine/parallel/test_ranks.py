@@ -1,6 +1,7 @@
 """The ranks of an engine as processes: the same tokens and KV as one process, and one line where they cannot be had."""
 
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -217,6 +218,36 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
     monkeypatch.setattr("baton.engine.ranks.spawn.START_S", 0.2)
     with pytest.raises(ValueError, match="^rank 1 was not ready 0 s after its start$"):
         Engine.load(config(folder, 2))
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[subprocess.Popen]:
+    """The processes of the ranks that are started."""
+    processes, popen = [], subprocess.Popen
+
+    def start(*args, **options):
+        processes.append(popen(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    return processes
+
+
+@pytest.mark.parametrize("config", [config_of, stages_of])
+def test_a_start_that_is_refused_late_leaves_no_rank(folder, tmp_path, config, started):
+    """By a draft, and by an adapter: both are read once the ranks are there."""
+    other = make_model(tmp_path / "draft", replace(TINY, vocab_size=TINY.vocab_size // 2))
+    with pytest.raises(ValueError, match="draft"):
+        Engine.load(config(folder, 2, speculator="draft", draft_model=other))
+    with pytest.raises(ModelError, match="adapter"):
+        Engine.load(config(folder, 2, adapter=(f"adapter={tmp_path}",)))
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_without_a_port_for_stages_of_other_hosts_no_rank_is_started(deep, started):
+    with pytest.raises(ValueError, match="remote_stages: there is no port where ranks of other hosts could join"):
+        Engine.load(stages_of(deep, 3, remote_stages=1))
+    assert not started
 
 
 @pytest.mark.parametrize(
