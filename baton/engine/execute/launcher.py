@@ -13,7 +13,7 @@ from baton.engine import kernels, native
 from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, known_ids
 from baton.engine.core.config import EngineConfig
 from baton.engine.execute.activation_memory import activations_on
-from baton.engine.execute.graphs import CudaCapture, StepGraphs, chunk_sizes, ladder, widths
+from baton.engine.execute.graphs import CudaCapture, Outputs, StepGraphs, chunk_sizes, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.warm_up import warm_steps
@@ -319,11 +319,16 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
         return taken
     fitting = fitting_widths(config, speculates)
 
+    def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """Compute and wait, as a capture does: the buffer of these inputs is that of the graph after the next, too."""
+        outputs = run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.synchronize, outputs
+
     def every_graph() -> None:
         """Those of few sequences may take more than the largest: they split KV, and leave partial results."""
         StepGraphs(
-            model, pool, inputs, ladder(num_seqs), fitting, fitting_chunks(model, config), config.max_model_len,
-            lambda run: (torch.cuda.synchronize, run()),
+            model, pool, inputs, ladder(num_seqs), fitting, fitting_chunks(model, config), config.max_model_len, computed,
         )  # fmt: skip
 
     return taken + _peak_bytes(device, every_graph)

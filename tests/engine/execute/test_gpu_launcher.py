@@ -190,6 +190,24 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     ]
 
 
+def test_measuring_graphs_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
+    """As the warm-up does: no capture waits there."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
+        max_num_batched_tokens=68,
+    )  # fmt: skip
+    engine, done, send = Engine.load(config), [], launcher.StepInputs.send_padded
+    monkeypatch.setattr(launcher.StepInputs, "send_padded", lambda *given: done.append("send") or send(*given))
+    monkeypatch.setattr(launcher, "sampler_on", lambda device: SimpleNamespace(draw=lambda logits, rows: None))
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append("wait"))
+    with torch.inference_mode():
+        launcher.step_bytes(engine.runner.model, engine.config, False)
+    assert done.count("send") == 3 and "send send send" not in " ".join(done)
+
+
 def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
     """For the tokens of the step before, when they have landed; no operator in between asks the device for a value."""
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
