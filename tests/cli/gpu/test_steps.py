@@ -250,6 +250,25 @@ def test_steps_of_an_engine(monkeypatch, num_compiled, grown):
     assert " ms a step, " in table["batch 2, greedy"][1]
 
 
+def test_what_is_measured_takes_no_more_than_what_came_before(monkeypatch):
+    """With many prompts the first ones would end before the last ones are read: then no draw before is of all rows."""
+    rows = [0]
+
+    def make(*given, **options):
+        made = RandomEngine(*given, **options)
+        run = made.launcher.run
+        made.launcher.run = lambda batch, *rest: rows.append(len(batch.logit_rows)) or run(batch, *rest)
+        made.engine._multi_step = None
+        return made
+
+    monkeypatch.setattr(engine, "RandomEngine", make)
+    monkeypatch.setattr(engine, "PROMPT", 400)
+    monkeypatch.setattr(engine, "_held", lambda device: max(rows) << 20)  # an allocator keeps what the largest took
+    table = Table()
+    engine.check(table, None, CPU, TINY, batches=(40,), num_steps=12)
+    assert max(rows) == 40 and not table.wrong, table
+
+
 class Counting:
     """A watch that counts more each time it is read."""
 
