@@ -49,6 +49,7 @@ _SIGNATURES = {
     "cudaEventRecord": (c_void_p, c_void_p),
     "cudaEventQuery": (c_void_p,),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
+    "cudaGetLastError": (),
     "cudaMemcpy2DAsync": (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, c_void_p),
 }
 
@@ -71,7 +72,7 @@ class CudaRuntime:
     def num_devices(self) -> int:
         """0 where there is no driver."""
         count = c_int()
-        return count.value if self._library.cudaGetDeviceCount(byref(count)) == 0 else 0
+        return 0 if self._fails("cudaGetDeviceCount", byref(count)) else count.value
 
     def refusal(self) -> str:
         """Return why there is no GPU to compute on, with the versions found and needed; "" if there is one."""
@@ -130,7 +131,7 @@ class CudaRuntime:
     def reaches(self, device: int, pci_id: str) -> bool:
         """Return whether `device` can read memory of the GPU `pci_id`. False for one that this process does not see."""
         other, can = c_int(), c_int()
-        if self._library.cudaDeviceGetByPCIBusId(byref(other), pci_id.encode()):
+        if self._fails("cudaDeviceGetByPCIBusId", byref(other), pci_id.encode()):
             return False
         if other.value == device:
             return True
@@ -157,7 +158,7 @@ class CudaRuntime:
         self._call("cudaEventRecord", event, stream)
 
     def has_passed(self, event: int) -> bool:
-        code = self._library.cudaEventQuery(event)
+        code = self._fails("cudaEventQuery", event)
         if code not in (0, _NOT_READY):
             self._fail("cudaEventQuery", code)
         return code == 0
@@ -185,8 +186,15 @@ class CudaRuntime:
         self._call("cudaStreamSynchronize", stream)
 
     def _call(self, name: str, *arguments) -> None:
-        if code := getattr(self._library, name)(*arguments):
+        if code := self._fails(name, *arguments):
             self._fail(name, code)
+
+    def _fails(self, name: str, *arguments) -> int:
+        """Return the code of a call that fails, 0 of others. The thread keeps no error of it: torch asks for the last one
+        behind each of its kernels, and would take it for the kernel's."""
+        if code := getattr(self._library, name)(*arguments):
+            self._library.cudaGetLastError()
+        return code
 
     def _fail(self, name: str, code: int) -> None:
         text = self._library.cudaGetErrorString(code)

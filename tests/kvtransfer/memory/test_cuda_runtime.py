@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime, gpu_refusal
+from kvtransfer.memory.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime, find_runtime, gpu_refusal
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 
 CASES = {
@@ -28,3 +28,16 @@ def test_a_driver_serves_every_minor_version_of_its_cuda():
 
 def test_there_is_a_runtime_or_a_reason():
     assert (find_runtime() is None) == bool(gpu_refusal())
+
+
+def test_what_fails_leaves_no_error_in_its_thread():
+    """torch asks for the last error behind each kernel that it launches, and would take this one for the kernel's: of a
+    source in another container no range could be copied by way of host memory either."""
+    library = Cudart(Host())
+    runtime = CudaRuntime(library)
+    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle"):
+        runtime.open_handle(bytes(HANDLE_BYTES))
+    assert library.cudaGetLastError() == 0
+    assert not runtime.reaches(0, "0000:09:00.0") and library.cudaGetLastError() == 0
+    library = Cudart(Host(driver=0))
+    assert CudaRuntime(library).num_devices() == 0 and library.cudaGetLastError() == 0

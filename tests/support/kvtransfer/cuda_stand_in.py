@@ -37,14 +37,23 @@ class Host:
         self.open_s = 0.0  # to open another process's allocation
 
 
+class _Errors(threading.local):
+    """What the last call of a thread that failed has left there."""
+
+    last = 0
+
+
 class _Function:
     """Takes argtypes and restype as a ctypes function does."""
 
-    def __init__(self, call):
-        self._call = call
+    def __init__(self, call, errors: _Errors | None = None):
+        self._call, self._errors = call, errors
 
     def __call__(self, *arguments):
-        return self._call(*(each.value if isinstance(each, ctypes.c_void_p) else each for each in arguments))
+        code = self._call(*(each.value if isinstance(each, ctypes.c_void_p) else each for each in arguments))
+        if self._errors is not None and code not in (0, NOT_READY):
+            self._errors.last = code
+        return code
 
 
 class Cudart:
@@ -64,8 +73,14 @@ class Cudart:
         self.num_opened, self.opened_in = 0, set()  # the threads that opened
         self.fail_copy_at = -1
         self.cannot_open = False  # as in another container
+        self._errors = _Errors()
         for name in (name for name in dir(type(self)) if name.startswith("cuda")):
-            setattr(self, name, _Function(getattr(self, name)))
+            errors = None if name.startswith("cudaGet") and "Error" in name else self._errors
+            setattr(self, name, _Function(getattr(self, name), errors))
+
+    def cudaGetLastError(self):
+        code, self._errors.last = self._errors.last, 0
+        return code
 
     def cudaGetErrorString(self, code):
         return f"stand-in error {code}".encode()
