@@ -79,7 +79,10 @@ class Launcher:
         if on_hidden is not None:
             on_hidden(hidden)
         hidden = hidden[batch.logit_rows]
-        logits = self.model.logits(hidden)
+        if len(hidden):
+            logits = self.model.logits(hidden)
+        else:  # kernels for one row would read one
+            logits = hidden.new_empty(0, self.model.spec.vocab_size, dtype=torch.float32)
         self.activations.look()
         return (hidden if keeps_hidden else None), logits
 

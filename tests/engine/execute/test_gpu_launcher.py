@@ -129,6 +129,25 @@ def test_what_is_asked_of_each_token_of_a_prompt_is_read_in_no_graph(tmp_path, d
         assert found.prompt_logprobs or found.pooled
 
 
+def test_a_step_that_draws_nothing_asks_for_no_logits(tmp_path, device):
+    """A kernel for one row reads that row, of no rows too: an illegal access, behind which the worker ends."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=1, max_model_len=128,
+        max_num_batched_tokens=65,
+    )  # fmt: skip
+    engine, rows = Engine.load(config), []
+    model, head = engine.runner.model, engine.runner.model.head
+    engine.runner.launcher = GpuLauncher(model, engine.pool, engine.config, False)
+    model.head = lambda x: rows.append(len(x)) or head(x)
+    last = PoolingParams(Pooling.LAST)
+    run(engine, [make_request("chunks", random_ids(70, 1), 2)])
+    assert rows and 0 not in rows
+    rows.clear()
+    run(engine, [make_request("pooled", random_ids(11, 1), 0, named=False, pooling=last)])
+    assert not rows
+
+
 def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkeypatch, caplog):
     def refuse(run):
         raise RuntimeError("operation not permitted when stream is capturing")
