@@ -288,6 +288,16 @@ def test_the_copy_of_a_weight_is_made_before_the_pool(monkeypatch):
     assert kernel.num_bytes == before
 
 
+def test_a_measurement_keeps_no_memory(monkeypatch):
+    """What drives other weights out of the cache, 256 MiB, was kept as long as the model: of the pool."""
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(tuning, "FLUSH_BYTES", 1 << 10)
+    measure, runs = tuning.CudaMeasure(torch.device("cpu")), []
+    assert measure(lambda: runs.append(1)) == 1e-3 and len(runs) == 1 + tuning.NUM_RUNS
+    assert not any(isinstance(value, torch.Tensor) for value in vars(measure).values())
+
+
 def test_a_table_is_measured_once_and_read_again(tmp_path):
     calls = []
     slow = {"row": 1.0, "cublas": 3.0, "tile16": 2.0, "tile64": 4.0, "tile128": 5.0}

@@ -90,13 +90,14 @@ class CudaMeasure:
     """Median time of a run on the current device, the caches cold."""
 
     def __init__(self, device: torch.device):
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
 
     def __call__(self, run: Callable[[], object]) -> float:
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)  # not kept: the pool has its place
         run()
         seconds = []
         for _ in range(NUM_RUNS):
-            self._flush.zero_()
+            flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
