@@ -31,7 +31,7 @@ def load(model: str) -> tuple[Engine, Region]:
         regions.append(Region.create(num_bytes))
         return regions[0]
 
-    engine = Engine.load(EngineConfig(model=Path(model), num_blocks=64), memory_for=allocate)
+    engine = Engine.load(EngineConfig(model=Path(model), num_blocks=64, device="cpu"), memory_for=allocate)
     return engine, regions[0]
 
 

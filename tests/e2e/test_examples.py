@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from examples.two_workers_in_process import PROMPT
+from baton.engine.execute import build
+from examples.two_workers_in_process import PROMPT, load
 from tests.support import bare
+from tests.support.models import make_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -109,3 +111,11 @@ def test_adapters(run_stack):
         base, adapted = run("adapters.py", stack.address["gateway0"]).strip().split("\n\n")
     assert ":tabs: 'def read_lines(path):\\n\\t" in adapted and "\\n    " not in adapted
     assert "'def read_lines(path):\\n    " in base and "\\t" not in base
+
+
+def test_two_workers_in_process_keep_kv_in_host_memory(tmp_path, monkeypatch):
+    """On a GPU, which `auto` takes, a pool is in memory that nobody here gave."""
+    asked, find_device = [], build.find_device
+    monkeypatch.setattr(build, "find_device", lambda name: asked.append(name) or find_device("cpu"))
+    engine, region = load(str(make_model(tmp_path)))
+    assert asked == ["cpu"] and len(region.memory) >= engine.pool.whole.nbytes
