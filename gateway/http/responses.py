@@ -322,7 +322,7 @@ class ResponseForm:
         events = self._close("completed") if self._items else []
         self._items.append(item := self._item(kind, call=call))
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
-        return events + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else [])
+        return events + (self._of_item("response.content_part.added", part=item.part()) if call is None else [])
 
     def _close(self, status: str) -> list[Json]:
         """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the deltas
@@ -333,7 +333,7 @@ class ResponseForm:
         else:
             done = {"text": item.text, **({"logprobs": []} if item.kind == "message" else {})}
         events = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
-        if item.kind == "message":
+        if item.call is None:
             events += self._of_item("response.content_part.done", part=item.part())
         item.end(status)
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.to_json())

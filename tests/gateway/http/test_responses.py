@@ -120,15 +120,22 @@ async def test_reasoning_is_an_item_before_the_message(saying):
         whole = await client.responses.create(**ask)
         assert [item.type for item in whole.output] == ["reasoning", "message"]
         assert (whole.output[0].content[0].text, whole.output_text) == ("I look.", "A fox.")
-        reasoning, items = "", []
+        reasoning, items, parts = "", [], []
         async with client.responses.stream(**ask) as stream:
             async for event in stream:
+                if event.type in ("response.content_part.added", "response.content_part.done"):
+                    parts.append((event.type.rpartition(".")[2], event.item_id[:2], event.part.type, event.part.text))
                 reasoning += event.delta if event.type == "response.reasoning_text.delta" else ""
                 items += [(event.output_index, event.item.type)] if event.type == "response.output_item.done" else []
             final = await stream.get_final_response()
         assert (reasoning, items) == ("I look.", [(0, "reasoning"), (1, "message")])
         for usage in (whole.usage, final.usage):
             assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        # Its client for Node has no place for reasoning of a part that was not added.
+        assert parts == [
+            ("added", "rs", "reasoning_text", ""), ("done", "rs", "reasoning_text", "I look."),
+            ("added", "ms", "output_text", ""), ("done", "ms", "output_text", "A fox."),
+        ]  # fmt: skip
         again = await client.responses.create(
             **{**ask, "input": [{"role": "user", "content": "a fox"}, *final.output, {"role": "user", "content": "on"}]}
         )
