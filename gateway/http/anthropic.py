@@ -47,7 +47,7 @@ TOOL_CHOICES = {
     "tool": pb.TOOL_CHOICE_UNSPECIFIED,  # the one that is named
 }
 # Fields of a tool, and of each type of block that a role may have.
-TOOL_FIELDS = ("name", "description", "input_schema", "strict", "type", "cache_control")
+TOOL_FIELDS = ("name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming")
 _CHOICE = ("type", "name", "disable_parallel_tool_use")
 _DIRECT = {"type": "direct"}
 _TEXT = ("type", "text", "cache_control", "citations")
@@ -130,6 +130,8 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
         fields = read_fields(where, tool, TOOL_FIELDS)
         if fields.get("type", "custom") != "custom":
             raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
+        # Every stream has arguments as they are written.
+        read_as(f"{where}.eager_input_streaming", BOOLEAN, fields.get("eager_input_streaming", False))
         conversation.tools.append(read_tool(where, fields, "input_schema"))
         names[f"messages.{where}.parameters"] = f"{where}.input_schema"
     return conversation

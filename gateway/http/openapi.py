@@ -171,6 +171,7 @@ _ANTHROPIC = {
             input_schema=_OBJECT,
             strict=BOOLEAN.schema,
             cache_control=_OBJECT,
+            eager_input_streaming=BOOLEAN.schema,
         )
     ),
     "tool_choice": _closed(

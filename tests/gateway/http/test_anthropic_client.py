@@ -227,6 +227,15 @@ async def test_choices_of_tools(saying, capable):
             assert "find" in spec.constraint.grammar
 
 
+async def test_a_tool_may_ask_for_its_arguments_as_they_are_written(saying):
+    async with saying(CALL, http="127.0.0.1:0") as c, anthropic_client(c) as client:
+        tools = [{**FIND, "eager_input_streaming": True}]  # as the AI SDK asks in every stream
+        async with client.messages.stream(**{**TOOLS, "tools": tools}) as stream:
+            parts = [event.partial_json async for event in stream if event.type == "input_json"]
+        assert len(parts) > 2 and json.loads("".join(parts)) == {"text": "fox"}
+        assert (await client.messages.count_tokens(model="fake", messages=TOOLS["messages"], tools=tools)).input_tokens
+
+
 @pytest.mark.parametrize(
     "change, word",
     [
