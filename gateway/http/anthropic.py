@@ -8,6 +8,7 @@ from typing import Any
 from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import split_parts
+from gateway.http.constraints import read_constraint
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
 from gateway.http.fields import (
@@ -39,7 +40,7 @@ MESSAGES_NEUTRAL: Mapping[str, tuple] = {
     "thinking": ({"type": "disabled"},),  # told to the chat template
 }
 COUNT_NEUTRAL = {name: values for name, values in MESSAGES_NEUTRAL.items() if name != "service_tier"}
-_CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice")
+_CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice", "output_config")
 TOOL_CHOICES = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "any": pb.TOOL_CHOICE_REQUIRED,
@@ -84,6 +85,7 @@ def read_count(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str,
     """Read the body of /v1/messages/count_tokens; return the request and the words for its fields. Raises
     InvalidRequest."""
     check_known(values, (), COUNT_NEUTRAL, (*_CONVERSATION, "model"))
+    read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
     _check_objects(values, "cache_control")
     names = {**TOKENIZE_NAMES, **_NAMES}
     model = read_value(values, "model", STRING, "")

@@ -1,5 +1,5 @@
-"""What an answer may be, in OpenAI's forms (response_format, and text.format of a response) and in vLLM's
-(structured_outputs)."""
+"""What an answer may be, in OpenAI's forms (response_format, and text.format of a response), in Anthropic's
+(output_config.format) and in vLLM's (structured_outputs)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +17,8 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
     found = _of_format(values["response_format"]) if "response_format" in values else {}
     if "text" in values:
         found = _of_text(values["text"])
+    if "output_config" in values:
+        found = _of_output_config(values["output_config"])
     if "structured_outputs" in values:
         if found:
             raise InvalidRequest("structured_outputs", "is given beside response_format: send one of them")
@@ -52,6 +54,17 @@ def _of_text(value: object) -> dict[str, Any]:
             raise InvalidRequest(f"text.format.{min(unlike)}", f"is given beside type {kind}")
         return {"text.format.type": True} if kind == "json_object" else {}
     return {"text.format.schema": fields.get("schema")}
+
+
+def _of_output_config(value: object) -> dict[str, Any]:
+    """As _of_text, of a message of Anthropic's, whose one type is that of a schema."""
+    fields = _given("output_config", value, {"format"})
+    if "format" not in fields:
+        return {}
+    fields = _given("output_config.format", fields["format"], {"type", "schema"})
+    if fields.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format.type", "must be json_schema")
+    return {"output_config.format.schema": fields.get("schema")}
 
 
 def _kind(where: str, fields: Mapping[str, Any]) -> str:

@@ -201,14 +201,15 @@ EMBEDDING = (
 
 RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
 
-# What the answer may be: OpenAI's response_format, and text.format of a response, then vLLM's structured_outputs. One of
-# all of these.
+# What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then vLLM's
+# structured_outputs. One of all of these.
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 FORMATS = (
     Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
     Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("text.format.type", "constraint.json_object", TRUE),
     Field("text.format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("output_config.format.schema", "constraint.json_schema", JSON_SCHEMA),
 )
 CONSTRAINTS = (
     Field("structured_outputs.json", "constraint.json_schema", JSON_SCHEMA),

@@ -162,6 +162,9 @@ _ANTHROPIC = {
     ),
     "system": _CONTENT,
     "cache_control": _OBJECT,
+    "output_config": _closed(
+        [], format=_closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema)
+    ),
     "tools": _list_of(
         _closed(
             ["name", "input_schema"],

@@ -7,6 +7,7 @@ import sys
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
+from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import MessageForm, read_count, read_request
@@ -234,6 +235,39 @@ async def test_a_tool_may_ask_for_its_arguments_as_they_are_written(saying):
             parts = [event.partial_json async for event in stream if event.type == "input_json"]
         assert len(parts) > 2 and json.loads("".join(parts)) == {"text": "fox"}
         assert (await client.messages.count_tokens(model="fake", messages=TOOLS["messages"], tools=tools)).input_tokens
+
+
+class Fox(BaseModel):
+    legs: int
+
+
+async def test_an_output_format_is_a_constraint(saying, capable):
+    async with saying('{"legs": 4}', tool_call_parser="none", http="127.0.0.1:0") as c, anthropic_client(c) as client:
+        parsed = await client.messages.parse(**ASK | {"max_tokens": 400}, output_format=Fox)
+        async with client.messages.stream(**ASK | {"max_tokens": 400}, output_format=Fox) as stream:
+            final = await stream.get_final_message()
+        assert parsed.parsed_output == final.parsed_output == Fox(legs=4)
+        counted = await client.messages.count_tokens(model="fake", messages=ASK["messages"], output_format=Fox)
+        assert counted.input_tokens == parsed.usage.input_tokens
+        specs = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"]
+        assert [json.loads(each.constraint.json_schema)["required"] for each in specs] == [["legs"]] * 2
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"output_config": {"effort": "low"}}, "output_config.effort: "),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type: "),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema: "),
+        ({"output_config": "json"}, "output_config: "),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_an_output_format_is_told_in_its_words(asked, capable, change, word):
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**ASK, extra_body=change)
+        assert caught.value.body["error"]["message"].startswith(word)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.http.anthropic import read_request
 from gateway.http.errors import rename
 from gateway.http.fields import CONSTRAINTS, FORMATS
 from gateway.http.requests import parse, read_chat, read_completion
@@ -30,6 +31,10 @@ FORMS = {
         {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}},
         pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
     ),
+    "output_config.format.schema": (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
     "structured_outputs.json": (
         {"structured_outputs": {"json": SCHEMA}}, pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False))
     ),
@@ -47,9 +52,13 @@ FORMS = {
 @pytest.mark.parametrize("row", [*FORMATS, *CONSTRAINTS], ids=lambda row: row.name)
 def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
     body, wanted = FORMS[row.name]
-    of_responses = "text" in body
-    doors = (read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})) if not of_responses else ()
-    for asked in doors or (read_response({"input": "a", **body}),):
+    if "text" in body:
+        doors = [read_response({"input": "a", **body})]
+    elif "output_config" in body:
+        doors = [read_request({**PLAIN, "max_tokens": 4, **body})]
+    else:
+        doors = [read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})]
+    for asked in doors:
         assert all(request.constraint == wanted for request in asked.requests)
         assert rename(row.path, asked.names) == row.name
         assert rename(f"constraint.{wanted.WhichOneof('kind')}", asked.names) == row.name
