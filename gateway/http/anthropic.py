@@ -70,6 +70,8 @@ _MOST = sys.float_info.max
 
 def read_request(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/messages. Raises InvalidRequest."""
+    if "thread" in values:
+        raise _ThreadRefused
     check_known(values, MESSAGES, MESSAGES_NEUTRAL, (*_CONVERSATION, "stream", "metadata"))
     names = {**CHAT_NAMES, **_NAMES}
     request = pb.GenerateRequest(request_id=new_id(), messages=_conversation(values, names))
@@ -301,11 +303,22 @@ class MessageForm:
         return {**head, "content": content, "usage": usage}
 
 
+class _ThreadRefused(InvalidRequest):
+    """A conversation is to be stored, or one that was is to go on."""
+
+    def __init__(self) -> None:
+        super().__init__("thread", "is not supported here: nothing is stored, so messages have the whole conversation")
+
+
 def to_error(error: BatonError, names: Mapping[str, str]) -> Json:
-    """Return the body of an error; its types are the same words as OpenAI's, but for some."""
+    """Return the body of an error; its types are the same words as OpenAI's, but for some. That of a thread has what
+    lets clients go on without one, as they run tools."""
     told = to_json(error, names)["error"]
     kind = _ERROR_TYPES.get(status_of(error), told["type"])
-    return {"type": "error", "error": {"type": kind, "message": told["message"]}}
+    body: Json = {"type": kind, "message": told["message"]}
+    if isinstance(error, _ThreadRefused):
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def _event(kind: str, **values: object) -> bytes:

@@ -237,6 +237,18 @@ async def test_a_tool_may_ask_for_its_arguments_as_they_are_written(saying):
         assert (await client.messages.count_tokens(model="fake", messages=TOOLS["messages"], tools=tools)).input_tokens
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_so_that_clients_go_on_without_one(asked, thread):
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**ASK, extra_body={"thread": thread})
+        told = caught.value.body["error"]
+        assert told["message"].startswith("thread: ") and told["type"] == "invalid_request_error"
+        # By these the runners of tools of the clients know to bring the whole conversation instead.
+        assert told["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        await client.messages.create(**ASK, extra_body={"thread": None})
+
+
 class Fox(BaseModel):
     legs: int
 
