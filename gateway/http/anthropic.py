@@ -296,7 +296,8 @@ class MessageForm:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> bytes:
-        return _event("content_block_stop", index=len(self._blocks) - 1)
+        signed = self._delta({"type": "signature_delta", "signature": ""}) if self._blocks[-1] == "thinking" else b""
+        return signed + _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _message(self, content: list[Json], usage: Json) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}

@@ -318,6 +318,22 @@ def test_arguments_of_the_call_before_come_before_the_text():
     ]  # fmt: skip
 
 
+def test_reasoning_ends_with_its_signature_and_nothing_else_has_one():
+    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    messages = [
+        pb.GenerateResponse(reasoning="I "),
+        pb.GenerateResponse(reasoning="look."),
+        pb.GenerateResponse(text="so"),
+    ]
+    data = b"".join(form.chunk(0, each) for each in messages) + form.tail([pb.Usage()])
+    events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+    # Without it the AI SDK leaves the reasoning out of the next request.
+    assert [(each["index"], each.get("delta", {}).get("type", each["type"])) for each in events if "index" in each] == [
+        (0, "content_block_start"), (0, "thinking_delta"), (0, "thinking_delta"), (0, "signature_delta"),
+        (0, "content_block_stop"), (1, "content_block_start"), (1, "text_delta"), (1, "content_block_stop"),
+    ]  # fmt: skip
+
+
 def test_a_message_that_begins_tells_what_its_prompt_has():
     form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     begun = form.chunk(0, pb.GenerateResponse(text="a", prompt_tokens=77)).decode().splitlines()[1]
