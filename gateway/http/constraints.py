@@ -13,7 +13,9 @@ _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_
 
 
 def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
-    """Read the constraint of a body, if it has one, and its words for it into `names`. Raises InvalidRequest."""
+    """Read the constraint of a body, if it has one, and its words for it into `names`. A format is of the answer's text,
+    which one that has to be calls has not. Raises InvalidRequest."""
+    must_call = request.messages.tool_choice == pb.TOOL_CHOICE_REQUIRED or bool(request.messages.tool_name)
     found = _of_format(values["response_format"]) if "response_format" in values else {}
     if "text" in values:
         found = _of_text(values["text"])
@@ -25,7 +27,10 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
         found = _of_vllm(values["structured_outputs"])
     for row in (*FORMATS, *CONSTRAINTS):
         if row.name in found:
-            put(request, row.path, read_as(row.name, row.kind, found[row.name]))
+            value = read_as(row.name, row.kind, found[row.name])
+            if must_call and row in FORMATS:
+                return
+            put(request, row.path, value)
             names |= {row.path: row.name, ".".join(row.path.split(".")[:2]): row.name}
             names["constraint"] = row.name.partition(".")[0]
 

@@ -166,3 +166,26 @@ async def test_bad_ones_are_one_clear_400_while_a_stream_goes_on(served, capable
         assert error["param"] == f"structured_outputs.{word}" and words in error["message"]
         assert len(error["message"]) < 500 and "constraint" not in error["message"]
         assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
+
+
+CALLING = {"tools": [{"type": "function", "function": {"name": "find", "parameters": SCHEMA}}]}
+FLAT = {"tools": [{"type": "function", "name": "find", "parameters": SCHEMA}]}
+USING = {"tools": [{"name": "find", "input_schema": SCHEMA}]}
+
+
+@pytest.mark.parametrize(
+    "read, body, choice",
+    [
+        (read_chat, {**PLAIN, **CALLING, **FORMS["response_format.json_schema.schema"][0]}, "required"),
+        (read_chat, {**PLAIN, **CALLING, **FORMS["response_format.type"][0]}, {"type": "function", "function": {"name": "find"}}),
+        (read_response, {"input": "a", **FLAT, **FORMS["text.format.schema"][0]}, {"type": "function", "name": "find"}),
+        (read_request, {**PLAIN, **USING, "max_tokens": 4, **FORMS["output_config.format.schema"][0]}, {"type": "any"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_format_is_of_text_which_an_answer_that_has_to_be_calls_has_not(read, body, choice):
+    """As instructor sends it: a schema for the text, and the tool to call."""
+    assert read(body).requests[0].HasField("constraint")
+    assert not read({**body, "tool_choice": choice}).requests[0].HasField("constraint")
+    asked = {**PLAIN, **CALLING, "structured_outputs": {"regex": "a"}, "tool_choice": "required"}
+    assert read_chat(asked).requests[0].HasField("constraint")  # which is refused: vLLM's is of all that is written
