@@ -157,6 +157,9 @@ def _message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Message:
         content = read_content(f"{where}.output", fields.get("output", ""), PARTS)
         call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
         return pb.Message(role="tool", content=content, tool_call_id=call_id)
+    if kind == "item_reference":
+        told = "is not supported here: nothing is stored; with store: false clients send items themselves"
+        raise InvalidRequest(f"{where}.type", told)
     if kind != "message":
         told = "is not supported here: message, reasoning, function_call and function_call_output are"
         raise InvalidRequest(f"{where}.type", told)

@@ -104,6 +104,17 @@ async def test_what_is_refused_is_named(served, change, param):
         assert caught.value.param == param
 
 
+async def test_who_refers_to_what_is_not_stored_is_told_what_to_do(served):
+    """As the AI SDK does in the second request of a tool loop."""
+    items = [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "msg_1"}]
+    async with served() as (_, client):
+        with pytest.raises(
+            openai.BadRequestError, match="nothing is stored; with store: false clients send items"
+        ) as caught:
+            await client.responses.create(**{**ASK, "input": items})
+        assert caught.value.param == "input[1].type"
+
+
 async def test_what_fails_after_the_first_token_is_the_last_event(served):
     async with served() as (c, client):
         c.decode[0].hold("decode")
