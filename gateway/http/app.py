@@ -291,7 +291,7 @@ def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | N
 def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
     """Return the requests, each in a box that the handler takes it out of: a prompt is not kept for the length of its
     answer."""
-    call.names = asked.names
+    call.names, call.request_id = asked.names, asked.requests[0].request_id
     boxes = [[request] for request in asked.requests]
     asked.requests.clear()
     call.values.clear()

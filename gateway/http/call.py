@@ -18,12 +18,13 @@ from gateway.api.request_handler import CallContext
 from gateway.http.errors import headers_of, status_of
 from gateway.http.requests import parse
 from gateway.http.writing import Json, event, to_bytes
-from gateway.request.validation import MAX_REQUEST_BYTES
+from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read
 _LAST_PART_S = 30.0  # of an answer, or its first, to one that reads slowly: until then it holds its tenant's slot
+_ID_HEADERS = (b"x-request-id", b"request-id")  # where clients of OpenAI look for a request's id, and Anthropic's
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -40,13 +41,15 @@ ToError = Callable[[BatonError, Mapping[str, str]], Json]
 
 
 class HttpCall:
-    """A request and its answer. `names`: the client's words for fields of baton.v1, once its body was read."""
+    """A request and its answer. `names`: the client's words for fields of baton.v1, once its body was read, and
+    `request_id` what logs have of it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, to_error: ToError):
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
         self.values: dict[str, Any] = {}  # the body's, until they were read
         self.names: Mapping[str, str] = {}
+        self.request_id = ""
         self.has_begun = False  # its answer
         self._has_ended = False
         self._has_read_all = False
@@ -126,6 +129,8 @@ class HttpCall:
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.has_begun = True
+        if REQUEST_ID.fullmatch(self.request_id):
+            headers = (*headers, *((name, self.request_id.encode()) for name in _ID_HEADERS))
         # It waits for room in a connection whose client has not read the answer before.
         await self._within(_LAST_PART_S, {"type": "http.response.start", "status": status, "headers": list(headers)})
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import httpx2
 import pytest
 from openai import BadRequestError
 
@@ -371,3 +372,23 @@ async def test_requests_are_traced_and_counted_like_those_of_grpc(served, caplog
             )  # fmt: skip
         (line,) = [record.getMessage() for record in caplog.records if "request ended" in record.getMessage()]
         assert f"trace_id={trace}" in line and "request_id=mine" in line and "outcome=ok" in line
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_id_by_which_the_log_has_a_request_is_where_clients_look_for_it(served, caplog, streams):
+    caplog.set_level("INFO")
+    ask = {"messages": [{"role": "user", "content": "a fox"}], "max_tokens": 3, "stream": streams}
+    async with served() as (_, client), httpx2.AsyncClient(base_url=client.base_url) as raw:
+        for path, body in (
+            ("chat/completions", ask),
+            ("messages", ask),
+            ("responses", {"input": "a fox", "max_output_tokens": 3, "stream": streams}),
+            ("completions", {"prompt": ["a", "b"], "stream": streams, "request_id": "mine"}),
+        ):
+            answer = await raw.post(path, json={**body, "model": "fake"})
+            assert answer.headers["x-request-id"] == answer.headers["request-id"]
+            assert f"request_id={answer.headers['x-request-id']} " in caplog.text, answer.text
+            caplog.clear()
+        # Nothing of a client's own goes into the head that is no id.
+        answer = await raw.post("chat/completions", json={**ask, "model": "fake", "request_id": "a\r\nb: c"})
+        assert answer.status_code == 400 and "x-request-id" not in answer.headers and "b" not in answer.headers
