@@ -66,6 +66,7 @@ _NAMES = {"messages.tool_name": "tool_choice.name"}
 _STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
 _ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _MOST = sys.float_info.max
+_SIGNATURE = "unsigned"  # of reasoning: that is another service's, but clients send none back that has no signature
 
 
 def read_request(values: Mapping[str, Any]) -> Asked:
@@ -296,7 +297,8 @@ class MessageForm:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> bytes:
-        signed = self._delta({"type": "signature_delta", "signature": ""}) if self._blocks[-1] == "thinking" else b""
+        is_thinking = self._blocks[-1] == "thinking"
+        signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE}) if is_thinking else b""
         return signed + _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _message(self, content: list[Json], usage: Json) -> Json:
@@ -327,8 +329,9 @@ def _event(kind: str, **values: object) -> bytes:
 
 
 def _block(kind: str, text: str) -> Json:
-    """Return a block of content; clients look for the signature of a thinking one, which is another service's."""
-    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+    """Return a block of content; in a stream the signature of a thinking one comes at its end."""
+    signature = {"signature": _SIGNATURE if text else ""} if kind == "thinking" else {}
+    return {"type": kind, kind: text, **signature}
 
 
 def _use(call: pb.ToolCall) -> Json:
