@@ -11,7 +11,8 @@ from baton.constraints.json_numbers import check_numbers
 # Keyword -> what its value holds: nothing, one schema, a list of schemas, or schemas by name.
 _NOTHING, _SCHEMA, _LIST, _NAMED = range(4)
 SAYS_NOTHING = ("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example",
-                "deprecated", "readOnly", "writeOnly", "$anchor", "$dynamicAnchor", "$vocabulary")  # fmt: skip
+                "deprecated", "readOnly", "writeOnly", "$anchor", "$dynamicAnchor", "$vocabulary",
+                "discriminator")  # fmt: skip
 _BOUNDS = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "multipleOf", "maximum", "minimum",
            "exclusiveMaximum", "exclusiveMinimum", "maxLength", "minLength", "pattern", "format", "maxItems", "minItems",
            "uniqueItems", "maxContains", "minContains", "maxProperties", "minProperties", "required",

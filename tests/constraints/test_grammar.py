@@ -66,6 +66,21 @@ def test_a_class_of_a_pattern_has_no_characters_of_its_own(pattern, good, bad):
             assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
 
 
+def test_one_of_several_models_is_told_by_a_property_as_pydantic_says_it():
+    """`discriminator` is OpenAPI's, and says nothing that the constants do not."""
+    models = {
+        name: {"type": "object", "properties": {"kind": {"const": name}, name: {"type": "integer"}}, "required": ["kind", name]}
+        for name in ("a", "b")
+    }  # fmt: skip
+    told = {"propertyName": "kind", "mapping": {name: f"#/$defs/{name}" for name in models}}
+    one = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in models], "discriminator": told}
+    schema = {"type": "object", "properties": {"pet": one}, "required": ["pet"], "$defs": models}
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
+    for name, good in (("a", True), ("b", True), ("c", False)):
+        token_ids = ids_of(f'{{"pet": {{"kind": "{name}", "{name}": 1}}}}')
+        assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == good
+
+
 def test_no_name_of_a_property_is_written_with_escapes():
     """Beside names of others, which may be anything else."""
     inner = {"properties": {"a": {"type": "integer"}, "größe": {"type": "integer"}}, "type": "object"}
