@@ -179,14 +179,15 @@ class Scaler:
         peak = max(history.peak(seen.at_s), expected)
         self._nudge(role, seen, have)
         up = _holding(expected, _UP) + history.extra
-        down = _holding(peak, _DOWN) + history.extra
+        down = max(_holding(peak, _DOWN) + history.extra, self._bounds.least[role])
         if up > have:
             history.added_at = seen.at_s
             return up, f"{expected:.2f} workers' work is coming, {have} hold {have * MOST_BUSY * _UP:.2f}"
         if down < have:
             if seen.at_s - history.added_at < _STAY_S:
                 return have, "one was added less than 10 minutes ago"
-            return down, f"{peak:.2f} workers' work at most, the {down} that stay hold {down * MOST_BUSY * _DOWN:.2f}"
+            those = "1 that stays holds" if down == 1 else f"{down} that stay hold"
+            return down, f"{peak:.2f} workers' work at most, the {those} {down * MOST_BUSY * _DOWN:.2f}"
         return have, f"{expected:.2f} workers' work"
 
     def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:

@@ -104,6 +104,12 @@ def test_to_the_minimum_without_load():
     assert fleet.follow(0, prompt=NAN, output=NAN, minutes=30)[-1] == {"prefill": 1, "decode": 1}
 
 
+def test_those_that_stay_are_those_that_the_bounds_keep():
+    decision = Fleet(decode=3).ask(0)
+    assert decision is not None and decision.wanted == {"prefill": 1, "decode": 1}
+    assert "the 1 that stays holds 0.70" in decision.reasons["decode"], decision.reasons
+
+
 def test_a_load_after_none_is_known_at_once():
     fleet = Fleet()
     fleet.follow(0, prompt=NAN, output=NAN, minutes=5)
