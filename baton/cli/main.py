@@ -48,9 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    nearest = difflib.get_close_matches(word.partition("=")[0], flags, 1, 0.6)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+    name = word.partition("=")[0].lstrip("-")
+    role, _, plain = name.rpartition(".")
+    if role and plain in flags:  # a setting that gateway or workers have through a flag of the command itself
+        return f"; did you mean --{plain}?"
+    nearest = difflib.get_close_matches(name, flags, 1, 0.6)
+    return f"; did you mean --{nearest[0]}?" if nearest else ""
 
 
 if __name__ == "__main__":

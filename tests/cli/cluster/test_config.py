@@ -233,6 +233,20 @@ def test_a_mistyped_flag_gets_its_nearest_and_the_usage_of_its_command(capsys):
     assert "unrecognized arguments: --prefil 2; did you mean --prefill?" in told
 
 
+@pytest.mark.parametrize(
+    ("argv", "ending"),
+    [
+        (["bench", "--duration", "8"], "--duration 8\n"),  # dashes are no likeness: it had been --version
+        (["up", "--gateway.redis", "URL"], "--gateway.redis URL; did you mean --redis?\n"),
+        (["up", "--gateway.splt", "auto"], "--gateway.splt auto; did you mean --gateway.split?\n"),
+    ],
+)
+def test_what_is_suggested_is_alike(capsys, argv, ending):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {ending}")
+
+
 def test_help_fits_one_screen_and_help_all_has_every_flag(capsys):
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as raised:
