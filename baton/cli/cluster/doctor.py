@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from baton.cli.cluster.findings import (
     advice_for,
     describe_layout,
     describe_ranks,
+    describe_unreachable,
     describe_unused,
     describe_worker,
 )
@@ -25,7 +26,7 @@ from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
-from baton.service.net.client import open_channel
+from baton.service.net.client import open_channel, wrong_access
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
@@ -56,6 +57,7 @@ class Found:
     collector: str = ""
     models: dict[str, str] = field(default_factory=dict)
     unused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    undecided: str = "give --target or --decode-workers"  # what to do where no decode worker is known
 
 
 _EXAMPLES = """
@@ -153,7 +155,10 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
             stub = fleet_pb2_grpc.FleetStub(channel)
             fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            return report.warn("gateway", target, *_unreachable(error, "gateway", "--target"))
+            found.undecided = "the gateway does not tell, give --decode-workers"
+            told = await asyncio.to_thread(describe_unreachable, error, target, access, "gateway", "--target")
+            return report.warn("gateway", target, *told)
+    found.undecided = "start one that this gateway knows (--gateways), or give --decode-workers"
     if fleet.not_ready:
         report.warn("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
     else:
@@ -219,7 +224,10 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
     answers = await asyncio.gather(*(_describe(channels.to(address)) for _, address in asked), return_exceptions=True)
     for (role, address), answer in zip(asked, answers, strict=True):
         if isinstance(answer, grpc.aio.AioRpcError):
-            report.warn(role, address, *_unreachable(answer, f"{role} worker", f"--{role}-workers"))
+            told = await asyncio.to_thread(
+                describe_unreachable, answer, address, channels.access, f"{role} worker", f"--{role}-workers"
+            )
+            report.warn(role, address, *told)
             continue
         if isinstance(answer, BaseException):
             raise answer
@@ -233,7 +241,7 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
         for line in describe_ranks(hello.group):
             report.say("ranks", address, line)
     if not found.decode:
-        report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
+        report.warn("decode", "-", "no decode worker is known", found.undecided)
     return hellos
 
 
@@ -321,7 +329,8 @@ async def _requests(target: str, access: Access, report: Findings) -> bool:
         try:
             models = [info.name for info in await client.list_models()]
         except CallError as error:
-            report.fail("request", target, str(error), "look into the gateway's log")
+            wrong = await asyncio.to_thread(wrong_access, target, error.code(), error.message, access)
+            report.fail("request", target, *(wrong or (str(error), "look into the gateway's log")))
             return False
         return all(await asyncio.gather(*(_request(client, target, model, models, report) for model in models)))
 
@@ -346,7 +355,7 @@ class _Channels:
     """One channel an address, closed together."""
 
     def __init__(self, access: Access) -> None:
-        self._access = access
+        self.access = access
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> _Channels:
@@ -358,7 +367,7 @@ class _Channels:
 
     def to(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address, self._access, WORKER_NAME)
+            self._channels[address] = open_channel(address, self.access, WORKER_NAME)
         return self._channels[address]
 
 
@@ -374,21 +383,8 @@ async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
     return min(pings, key=lambda ping: ping[2])
 
 
-def _unreachable(error: grpc.aio.AioRpcError, what: str, flag: str) -> tuple[str, str]:
-    """(what is wrong, what to do)."""
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return f"something else than a {what} answers there", f"correct {flag}"
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return f"no {what} answers there", f"start it, or correct {flag}"
-    return f"{error.code().name}: {error.details()}", "look into its log"
-
-
 def _addresses(text: str) -> list[str]:
-    return [_address(part) for part in _parts(text)]
-
-
-def _parts(text: str) -> Iterable[str]:
-    return (part.strip() for part in text.split(",") if part.strip())
+    return [_address(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def _address(text: str) -> str:

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+import grpc
+
 from baton.service.logs import printable
+from baton.service.net.client import wrong_access
+from baton.service.security.access import Access
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 
@@ -88,6 +92,19 @@ _ADVICE: Sequence[tuple[str, str]] = (
     ("queue_full", "it has no room now: try again when it has less to do"),
     ("draining", "it is being stopped: start it again"),
 )
+
+
+def describe_unreachable(
+    error: grpc.aio.AioRpcError, target: str, access: Access, what: str, flag: str
+) -> tuple[str, str]:
+    """Return what is wrong with a call to `target`, which `flag` names, and what to do. Takes up to 4 s."""
+    if wrong := wrong_access(target, error.code(), error.details(), access):
+        return wrong
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return f"something else than a {what} answers there", f"correct {flag}"
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return f"no {what} answers there", f"start it, or correct {flag}"
+    return f"{error.code().name}: {error.details()}", "look into its log"
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
-from baton.service.net.client import open_channel
+from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.service.slo import parse_slo
@@ -225,5 +225,6 @@ async def _look(target: str, access: Access) -> GatewayLook | None:
                 await stub.ListRequests(fleet_pb2.ListRequestsRequest(), timeout=_LOOK_S),
             )
     except grpc.aio.AioRpcError as error:
-        print(f"baton scaler: {target}: {error.code().name}: {error.details()}", file=sys.stderr, flush=True)
+        told = await asyncio.to_thread(explain_failure, target, error.code(), error.details(), access)
+        print(f"baton scaler: {told}", file=sys.stderr, flush=True)
         return None

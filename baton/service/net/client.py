@@ -28,6 +28,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _PROBE_S = 2.0
+_TLS_OF_BOTH = "TLS for certificates"
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
@@ -58,35 +59,66 @@ async def _raise_failure(channel: grpc.aio.Channel) -> None:
 
 
 def explain_failure(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> str:
-    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or TLS is
-    spoken on one side only, else the status. Takes up to 4 s."""
-    if code is grpc.StatusCode.UNAVAILABLE:
-        spoken = _probe(target)
-        if spoken == "nothing":
-            return f"nothing listens at {target}: is `baton up` running?"
-        if spoken == "TLS" and access.tls_ca is None:
-            return f"{target} speaks TLS: give --tls-ca with the certificate of its authority"
-        if spoken == "plain text" and access.tls_ca is not None:
-            return f"{target} speaks no TLS: leave --tls-ca out, or correct the address"
-    if code is grpc.StatusCode.UNAUTHENTICATED and access.tls_cert is not None:
-        return (
-            f"{target} does not look at certificates: clients' keys count there (--api-key-file); "
-            "operators' certificates count at the address that `baton up` calls fleet="
-        )
+    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or its access is not
+    as the caller's, else the status. Takes up to 4 s."""
+    spoken = _probe(target) if code is grpc.StatusCode.UNAVAILABLE else ""
+    if spoken == "nothing":
+        return f"nothing listens at {target}: is `baton up` running?"
+    if wrong := _wrong_access(spoken, code, details, access):
+        return f"{target} {': '.join(wrong)}"
     return f"{target}: {code.name}: {printable(str(details))}"
 
 
+def wrong_access(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> tuple[str, str] | None:
+    """Return what of `access` a call to `target` failed by, and what to do; None: by something else. Takes up to 4 s."""
+    return _wrong_access(_probe(target) if code is grpc.StatusCode.UNAVAILABLE else "", code, details, access)
+
+
+def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, access: Access) -> tuple[str, str] | None:
+    pair = "--tls-cert and --tls-key"
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        if access.tls_cert is not None:
+            keys = "clients' keys count there (--api-key-file)"
+            return (
+                "does not look at certificates",
+                f"{keys}; operators' certificates count at the address that `baton up` calls fleet=",
+            )
+        return (
+            f"says {code.name}, {printable(str(details))}",
+            f"give a valid --api-key-file, or {pair} at the address that `baton up` calls fleet=",
+        )
+    if spoken.startswith("TLS") and access.tls_ca is None:
+        also = f", and {pair}" if spoken == _TLS_OF_BOTH else ""
+        return "speaks TLS", f"give --tls-ca with the certificate of its authority{also}"
+    if spoken == _TLS_OF_BOTH and access.tls_cert is None:
+        return "asks for a certificate", f"give {pair}, as `baton certs` makes them for operators"
+    if spoken == "plain text" and access.tls_ca is not None:
+        return "speaks no TLS", "leave --tls-ca out, or correct the address"
+    return None
+
+
 def _probe(target: str) -> str:
-    """Return what is spoken there: TLS, plain text or nothing."""
+    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
     context.set_alpn_protocols(["h2"])
     try:
         with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
             try:
-                with context.wrap_socket(sock):
-                    return "TLS"
+                tls = context.wrap_socket(sock)
             except OSError:  # also of a server that waits for the rest of something else
                 return "plain text"
+            with tls:
+                return "TLS" if _is_greeted(tls) else _TLS_OF_BOTH
     except (OSError, ListenError, ValueError):
         return "nothing"
+
+
+def _is_greeted(tls: ssl.SSLSocket) -> bool:
+    """Return whether a server goes on with who shows no certificate: in HTTP/2 it speaks first."""
+    try:
+        return bool(tls.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False

@@ -116,6 +116,7 @@ def test_doctor_with_a_client_s_key_sees_less_and_its_request_works(up, capsys):
     assert baton(["doctor", "--target", up.target, *flags(up.access())]) == 0
     said = capsys.readouterr().out
     assert "WARN  gateway" in said and "UNAUTHENTICATED" in said and "a request works; 2 warnings" in said
+    assert "calls fleet=" in said and "give --target" not in said
 
 
 def test_variables_do_as_well_as_flags(up, monkeypatch):

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from baton.cli.main import main
+from baton.cli.planning import scaler
 from baton.service.net.client import explain_failure
 from baton.service.security.access import Access
 from baton.v1 import fleet_pb2 as pb
@@ -36,13 +37,16 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
 
 @pytest.fixture(scope="module")
 def targets(certs):
-    """A server without TLS and one with it."""
+    """A server without TLS, one with it, and one that asks for certificates."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
     fleet_pb2_grpc.add_FleetServicer_to_server(Fleet(), server)
     pair = ((certs / "gateway.key").read_bytes(), (certs / "gateway.crt").read_bytes())
     ports = {
         "plain": server.add_insecure_port("127.0.0.1:0"),
         "tls": server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair])),
+        "both": server.add_secure_port(
+            "127.0.0.1:0", grpc.ssl_server_credentials([pair], (certs / "ca.crt").read_bytes(), True)
+        ),
     }
     server.start()
     yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
@@ -65,6 +69,25 @@ def test_tls_on_one_side_only(targets, certs):
     assert explain_failure(targets["plain"], UNAVAILABLE, "gone", Access()) == f"{targets['plain']}: UNAVAILABLE: gone"
 
 
+def test_no_certificate_at_the_port_of_certificates(targets, certs, capsys):
+    trusting = Access(tls_ca=certs / "ca.crt")
+    told = explain_failure(targets["both"], UNAVAILABLE, "Socket closed", trusting)
+    assert told.startswith(f"{targets['both']} asks for a certificate: give --tls-cert and --tls-key"), told
+    told = explain_failure(targets["both"], UNAVAILABLE, "Socket closed", Access())
+    assert told.endswith("give --tls-ca with the certificate of its authority, and --tls-cert and --tls-key"), told
+    operator = Access(*(certs / name for name in ("ca.crt", "operator.crt", "operator.key")))
+    assert explain_failure(targets["both"], UNAVAILABLE, "gone", operator) == f"{targets['both']}: UNAVAILABLE: gone"
+    assert main(["top", "--once", "--target", targets["both"], "--tls-ca", str(certs / "ca.crt")]) == 1
+    assert "asks for a certificate: give --tls-cert" in capsys.readouterr().err
+
+
+def test_no_credential():
+    told = explain_failure("h:1", grpc.StatusCode.UNAUTHENTICATED, "the key has expired", Access())
+    assert (
+        "UNAUTHENTICATED, the key has expired: give a valid --api-key-file, or --tls-cert" in told and "fleet=" in told
+    )
+
+
 def test_a_certificate_at_the_port_of_keys(certs):
     access = Access(*(certs / name for name in ("ca.crt", "operator.crt", "operator.key")))
     told = explain_failure("h:1", grpc.StatusCode.UNAUTHENTICATED, "x", access)
@@ -80,6 +103,22 @@ def test_what_a_server_says_is_printable():
 def test_commands_say_it(command, capsys):
     assert main([*command, "127.0.0.1:9"]) == 1
     assert "nothing listens at 127.0.0.1:9: is `baton up` running?" in capsys.readouterr().err
+
+
+def test_doctor_says_it(targets, certs, capsys):
+    """And not that a gateway which answers has to be started, or that --target is to be given where it was."""
+    assert main(["doctor", "--target", targets["tls"]]) == 1
+    told = capsys.readouterr().out
+    assert told.count("speaks TLS: give --tls-ca with the certificate of its authority") == 2, told
+    assert main(["doctor", "--target", targets["both"], "--tls-ca", str(certs / "ca.crt")]) == 1
+    told = capsys.readouterr().out
+    assert told.count("asks for a certificate: give --tls-cert and --tls-key") == 2, told
+    assert "no gateway answers" not in told and "no decode worker is known: the gateway does not tell" in told
+
+
+async def test_the_scaler_says_it(targets, capsys):
+    assert await scaler._look(targets["tls"], Access()) is None
+    assert "speaks TLS: give --tls-ca" in capsys.readouterr().err
 
 
 def test_drain_of_what_is_no_worker(targets, capsys):
