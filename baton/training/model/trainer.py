@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,18 +85,24 @@ class Trainer:
         return max(self.seconds / (60 * self.plan.minutes), self.num_tokens / self.plan.max_tokens)
 
     def run(self, name: str) -> dict:
-        """Train to the end of the plan, showing a bar called `name`; returns tokens, steps, minutes and last loss."""
+        """Train to the end of the plan, showing a bar called `name`; returns tokens, steps, minutes and last loss.
+        Raises KeyboardInterrupt once a step that Ctrl-C came in has ended and is saved."""
         saved = last = time.monotonic()
-        with tqdm(total=1000, initial=self._per_mille(), desc=name, **_bar_style()) as bar:
+        with (
+            _HeldInterrupt() as interrupt,
+            tqdm(total=1000, initial=self._per_mille(), desc=name, **_bar_style()) as bar,
+        ):
             while self.progress < 1.0:
                 self._step()
                 now = time.monotonic()
                 self.seconds, last = self.seconds + now - last, now
                 bar.set_postfix_str(f"loss {self.recent_loss:.3f} tokens {self.num_tokens:,}", refresh=False)
                 bar.update(self._per_mille() - bar.n)
-                if now - saved > self.plan.checkpoint_seconds:
+                if interrupt.came or now - saved > self.plan.checkpoint_seconds:
                     self._save()
                     saved = now
+                if interrupt.came:
+                    raise KeyboardInterrupt
         self._save()
         return {
             "num_tokens": self.num_tokens,
@@ -159,6 +167,27 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self.num_tokens, self.num_steps, self.seconds, self.recent_loss = counters
+
+
+class _HeldInterrupt:
+    """Ctrl-C amid a step, held back until its end, where all that is saved is of one step; a second one is not held back."""
+
+    def __enter__(self) -> _HeldInterrupt:
+        self.came = False
+        # Where it is ignored, as in the background of a script, it stays so.
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_held = is_ours and threading.current_thread() is threading.main_thread()
+        if self._is_held:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._is_held:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, *_) -> None:
+        self.came = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def autocast() -> torch.autocast:

@@ -3,14 +3,17 @@
 import argparse
 import json
 import shutil
+import signal
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from baton.cli.models import train_draft
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.training.model.trainer import Trainer
 from tests.support.heads import TEXT, make_learned_model
 
 
@@ -65,6 +68,37 @@ def test_an_interrupted_run_goes_on(model, text, tmp_path, monkeypatch, capsys):
     assert call(*command, "--resume") == 0
     assert json.loads((out / "config.json").read_text())["speculator"] == "medusa"
     assert not (out / ".training").exists()
+
+
+def test_ctrl_c_keeps_what_was_learned(model, text, tmp_path, monkeypatch, capsys):
+    """Also before the first two minutes are over, amid a step, which ends first."""
+    out, ends = tmp_path / "heads", []
+    command = ("--kind", "medusa", "--model", model, "--text", text, "--out", out, "--minutes", 0.02)
+    step = Trainer._step
+
+    def interrupted(trainer):
+        signal.raise_signal(signal.SIGINT)
+        step(trainer)
+        ends.append(trainer.num_steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        assert call(*command) == 1
+    assert "--resume" in capsys.readouterr().err and ends == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with safe_open(out / ".training" / "medusa.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["counters"])[1] == 1
+    assert call(*command, "--resume") == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(model, text, tmp_path, monkeypatch):
+    def interrupted(_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(Trainer, "_step", interrupted)
+    assert call("--kind", "medusa", "--model", model, "--text", text, "--out", tmp_path / "heads") == 1
 
 
 def test_a_run_for_another_target_does_not_go_on(model, text, tmp_path, monkeypatch, capsys):
