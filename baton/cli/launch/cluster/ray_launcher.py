@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -309,16 +310,19 @@ def _connect(address: str) -> None:
     """Join the cluster as a driver. Raises StartError."""
     if ray.is_initialized():
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, named = signal.getsignal(signal.SIGTERM), address
     try:
-        if ":" in address:  # where nothing listens Ray would try for a minute
+        # Ray has no public name for it. A URL, as ray://HOST:PORT, is its own to try.
+        if address == "auto" and "://" not in (found := get_ray_address_from_environment(address, None)):
+            address, named = found, f"auto, which is {found}"
+        if ":" in address:  # where nothing listens Ray would try for minutes
             socket.create_connection(split_address(address), _CONNECT_S).close()
         found = ray.init(
             address, include_dashboard=False if address == "local" else None, logging_level=logging.WARNING
         )
     except (ListenError, OSError, RuntimeError, ValueError) as error:
         hint = "start one on each node: ray start --head --include-dashboard=false, ray start --address HOST:6379"
-        raise StartError(f"--launcher ray: no cluster at --address {address}: {_line(error)}; {hint}", 1) from None
+        raise StartError(f"--launcher ray: no cluster at --address {named}: {_line(error)}; {hint}", 1) from None
     finally:
         signal.signal(signal.SIGTERM, handler)  # ours drains, Ray's ends the process
     if dashboard := found.dashboard_url:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from baton import client
+from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import Resources, WorkerProgram
 from baton.service.security.access import Access
 from baton.service.security.tls import GATEWAY_NAME
@@ -98,3 +99,16 @@ async def test_whatever_ray_says_a_place_is_kept(cluster, tmp_path, monkeypatch)
         await until(launcher, all_serve(1))
     finally:
         assert await launcher.close()
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch):
+    """`auto` finds the address of the last one that was started here, at which Ray would try for minutes."""
+    import ray
+
+    from baton.cli.launch.cluster import ray_launcher
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray was asked"))
+    with pytest.raises(StartError, match="no cluster at --address auto, which is 127.0.0.1:9: .* ray start --head"):
+        ray_launcher._connect("auto")
