@@ -70,6 +70,15 @@ def test_an_interrupted_run_goes_on(model, text, tmp_path, monkeypatch, capsys):
     assert not (out / ".training").exists()
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """Where the tests run in the background it is ignored, and then by the program too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_keeps_what_was_learned(model, text, tmp_path, monkeypatch, capsys):
     """Also before the first two minutes are over, amid a step, which ends first."""
     out, ends = tmp_path / "heads", []
@@ -91,6 +100,7 @@ def test_ctrl_c_keeps_what_was_learned(model, text, tmp_path, monkeypatch, capsy
     assert call(*command, "--resume") == 0
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait_for_the_step(model, text, tmp_path, monkeypatch):
     def interrupted(_):
         signal.raise_signal(signal.SIGINT)
