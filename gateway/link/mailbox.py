@@ -131,12 +131,12 @@ class Mailbox:
         self._waiting = loop.create_future()
         return self._waiting
 
-    def bound(self, timeout: asyncio.Timeout, at: float) -> None:
+    def set_timeout(self, timeout: asyncio.Timeout, at: float) -> None:
         """End what the reader does elsewhere by `timeout`, at `at` (time.monotonic()). It has no timer of its own, which
-        would be 0.7 KB of an open stream: see `hold`."""
+        would be 0.7 KB of an open stream: see `arm_timeout`."""
         self._timeout, self._timeout_at = timeout, at
 
-    def hold(self) -> None:
+    def arm_timeout(self) -> None:
         """The reader may be away for long: make sure that a timer rings by then."""
         if self._timer is None and self._timeout is not None:
             self._set_timer(asyncio.get_running_loop(), self._timeout_at)
@@ -182,4 +182,4 @@ class Mailbox:
         elif self._timeout is not None and now() >= self._timeout_at:
             self._timeout.reschedule(0.0)
         else:
-            self.hold()
+            self.arm_timeout()

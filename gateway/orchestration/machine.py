@@ -96,7 +96,7 @@ class RequestMachine:
         steps_out = place.is_in_line and answer.has_due
         if steps_out:
             place.leave(served=False)
-        self.request.mailbox.hold()
+        self.request.mailbox.arm_timeout()
         await answer.flush()
         if steps_out and self.state in _IN_LINE:
             self.happen(RequestEvent.ROOM)

@@ -89,10 +89,10 @@ class Pipeline:
             try:
                 # Every other wait in there ends at the deadline by itself, a client that does not read holds its writes.
                 async with asyncio.timeout(None) as timeout:
-                    request.mailbox.bound(timeout, deadline + _UNREAD_S)
+                    request.mailbox.set_timeout(timeout, deadline + _UNREAD_S)
                     await machine.run()
                     _note_waits(request, self.loop_watch.delay)
-                    request.mailbox.hold()
+                    request.mailbox.arm_timeout()
                     await request.answer.finish(record.num_cached_tokens, record.measured)
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed while the client did not read") from None
@@ -300,7 +300,7 @@ class Pipeline:
 
 def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emit:
     """Return `emit`, before which the tenant pays for what is beyond its reservation: of an answer that may become as long
-    as the context nobody knows how much to set aside. No coroutine, as one is a kilobyte of an open stream."""
+    as the context nobody knows how much to set aside. No coroutine around `emit`, which each message would run through."""
     num_paid = num_prompt_tokens
 
     def pay_and_emit(message: pb.GenerateResponse) -> Awaitable[None]:

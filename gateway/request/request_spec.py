@@ -90,8 +90,8 @@ class SpecBuilder:
         return spec
 
     def forget_spans(self) -> None:
-        """Name the prompt's spans anew if there is another attempt: they would be a third of what an open stream takes for
-        a long prompt."""
+        """Name the prompt's spans anew if there is another attempt: a name has 73 bytes, beside the 256 of its token
+        ids."""
         self._prompt_spans = None
 
     def _named_prompt(self) -> Named:

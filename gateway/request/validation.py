@@ -53,9 +53,8 @@ class Checked:
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
     num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
-    asks_for_prompt_logprobs: bool = (
-        False  # they are still to be had: a client that has a token of the answer has them too
-    )
+    # They are still to be had: a client that has a token of the answer has them too.
+    asks_for_prompt_logprobs: bool = False
     stream_interval_s: float = 0.0  # between two messages of a choice
     adapter: bytes = b""  # identity of the one to answer with; empty: none
 

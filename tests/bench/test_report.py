@@ -54,6 +54,12 @@ def test_the_file_names_no_host_and_no_path(tmp_path):
     assert socket.gethostname() not in text and str(ROOT) not in text and str(Path.home()) not in text
 
 
+def run_program(program: str, path: Path) -> tuple[subprocess.CompletedProcess, dict]:
+    """Run a bench that writes its report to `path`, and read it."""
+    argv = [sys.executable, "-c", program, "--json", str(path)]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True), json.loads(path.read_text())
+
+
 def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
     """And with the reason in one line, and exit status 1."""
     program = (
@@ -62,11 +68,9 @@ def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
         "report.add('measured', 1.0, 's')\n"
         "raise RuntimeError('the machine is\\nbusy')\n"
     )
-    argv = [sys.executable, "-c", program, "--json", str(tmp_path / "report.json")]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    done, written = run_program(program, tmp_path / "report.json")
     assert done.returncode == 1 and not done.stderr
     assert done.stdout.splitlines()[-1] == "ended early at <string>:4, 1 rows: RuntimeError: the machine is busy"
-    written = json.loads((tmp_path / "report.json").read_text())
     assert written["failed"] == "RuntimeError: the machine is busy" and written["rows"][0]["row"] == "measured"
 
 
@@ -81,10 +85,8 @@ def test_requests_that_failed_end_a_bench_with_its_rows(tmp_path):
         "says = f'print({json.dumps(dict(failed=[\"UNAVAILABLE: x\"]))!r})'\n"
         "seen(subprocess.Popen([sys.executable, '-c', says], stdout=subprocess.PIPE, text=True))\n"
     )
-    argv = [sys.executable, "-c", program, "--json", str(tmp_path / "report.json")]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    done, written = run_program(program, tmp_path / "report.json")
     assert done.returncode == 1, done.stderr
-    written = json.loads((tmp_path / "report.json").read_text())
     assert "1 requests failed, the first with UNAVAILABLE: x" in written["failed"]
     assert written["rows"][0]["row"] == "measured"
 

@@ -1,5 +1,5 @@
-"""The SDK's exporter of spans, with an encoding of its own: of 12 attributes the SDK's takes 50 us, this one 8, and most of what
-a traced request costs was that. Loaded only where spans are sent."""
+"""The SDK's exporter of spans, with an encoding of its own: of 12 attributes the SDK's took 47 us on an EPYC, this one 15.
+Loaded only where spans are sent."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -73,15 +73,19 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
 
 
-def test_the_warm_up_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
-    """There are two for the inputs of steps: a third one would be written where the first is still copied from."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+def small_engine(folder) -> Engine:
+    make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
     config = EngineConfig(
-        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
+        folder, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
         max_num_batched_tokens=68,
     )  # fmt: skip
+    return Engine.load(config)
+
+
+def test_the_warm_up_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
+    """There are two for the inputs of steps: a third one would be written where the first is still copied from."""
     monkeypatch.setattr(launcher, "warm_steps", lambda *sizes: warm_steps(*sizes)[:3])
-    engine = Engine.load(config)
+    engine = small_engine(tmp_path)
     made = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
     done, send, wait = [], made._inputs.send, made.wait
     monkeypatch.setattr(made._inputs, "send", lambda *given: done.append("send") or send(*given))
@@ -184,12 +188,7 @@ def test_graphs_leave_their_outputs_in_one_buffer(tmp_path, device, monkeypatch)
 
 def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, device, monkeypatch):
     """Each is allocated behind the pool: the scores of a top_p draw of all rows, and what the largest graph keeps."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
-    config = EngineConfig(
-        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
-        max_num_batched_tokens=68,
-    )  # fmt: skip
-    engine = Engine.load(config)
+    engine = small_engine(tmp_path)
     drawn, graphs, allocated = [], [], iter([100, 5, 200, 70])
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [most])
     draw = SimpleNamespace(draw=lambda logits, rows: drawn.append((logits.shape[0], rows[0].params.top_p)))
@@ -211,12 +210,7 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
 
 def test_measuring_graphs_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
     """As the warm-up does: no capture waits there."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
-    config = EngineConfig(
-        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
-        max_num_batched_tokens=68,
-    )  # fmt: skip
-    engine, done, send = Engine.load(config), [], launcher.StepInputs.send_padded
+    engine, done, send = small_engine(tmp_path), [], launcher.StepInputs.send_padded
     monkeypatch.setattr(launcher.StepInputs, "send_padded", lambda *given: done.append("send") or send(*given))
     monkeypatch.setattr(launcher, "sampler_on", lambda device: SimpleNamespace(draw=lambda logits, rows: None))
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):

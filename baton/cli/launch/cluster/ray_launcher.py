@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -312,8 +311,8 @@ def _connect(address: str) -> None:
         return
     handler, named = signal.getsignal(signal.SIGTERM), address
     try:
-        # Ray has no public name for it. A URL, as ray://HOST:PORT, is its own to try.
-        if address == "auto" and "://" not in (found := get_ray_address_from_environment(address, None)):
+        # A URL, as ray://HOST:PORT, is Ray's own to try.
+        if address == "auto" and "://" not in (found := _found_by_ray()):
             address, named = found, f"auto, which is {found}"
         if ":" in address:  # where nothing listens Ray would try for minutes
             socket.create_connection(split_address(address), _CONNECT_S).close()
@@ -327,6 +326,16 @@ def _connect(address: str) -> None:
         signal.signal(signal.SIGTERM, handler)  # ours drains, Ray's ends the process
     if dashboard := found.dashboard_url:
         _say(f"baton: Ray's dashboard is on: who reaches {dashboard} runs code on every node")
+
+
+def _found_by_ray() -> str:
+    """Return the address that Ray finds for `auto`. Where this Ray has not its function for that, which is private as there is no
+    public one, return `auto`: Ray then looks by itself, for minutes where the cluster has gone."""
+    try:
+        from ray._private.services import get_ray_address_from_environment
+    except ImportError:
+        return "auto"
+    return get_ray_address_from_environment("auto", None)
 
 
 def _reachable(gateway: str, nodes: set[str]) -> str:
