@@ -90,7 +90,8 @@ async def test_how_long_an_answer_may_take(cluster, asked_s, given_s):
     async with cluster() as c:
         await read(c.stub.Generate(make_request(PROMPT, max_tokens=2), timeout=asked_s))
         admit = next(message for kind, message in c.decode[0].commands if kind == "admit")
-        assert given_s - patience(10) < admit.spec.budget_ms / 1e3 <= given_s
+        most_s = given_s * 1.02 if asked_s == given_s else given_s  # gRPC rounds what a client names up to few digits
+        assert given_s - patience(10) < admit.spec.budget_ms / 1e3 <= most_s
 
 
 @pytest.mark.parametrize("gate", ["accept", "prefill", "fetch"])
