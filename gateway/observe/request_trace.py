@@ -10,6 +10,7 @@ A failure is on the span that it happened in and on the root, not on earlier one
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from baton.sampling_params import SAMPLING_PARAMS
 from baton.service.errors import BatonError
@@ -28,40 +29,54 @@ _LOST = {
 }
 
 
+class _Outcome(NamedTuple):
+    """How a request ended. Not the exception: its traceback holds all that the request had."""
+
+    is_error: bool
+    status: str
+    attributes: dict[str, object]
+
+
 def draw(record: RequestRecord, error: BaseException | None) -> None:
-    """Draw the spans of a request that has ended, by its stamps. Workers draw their own."""
-    if not (telemetry.enabled() and record.context.sampled):
-        return
+    """Draw the spans of a request that has ended, by its stamps, within a second. Workers draw their own."""
+    if telemetry.enabled() and record.context.sampled:
+        outcome = _Outcome(error is not None, _status(error), _error_attributes(error))
+        telemetry.draw_later(_draw, record, outcome)
+
+
+def _draw(record: RequestRecord, outcome: _Outcome) -> None:
     stamps = record.stamps
     emit_span(
         f"{record.operation} {record.model}",
         record.parent,
         CLOCK.wall_ns(stamps.received),
         CLOCK.wall_ns(stamps.ended),
-        _attributes(record, error),
-        _status(error),
+        _attributes(record, outcome),
+        outcome.status,
         span_id=record.context.span_id,
         kind="server",
-        events=_events(record),
+        events=list(_events(record)),
     )
     if stamps.tokenized is None:
         if record.checked is not None:
-            _draw_child(record, "tokenize", stamps.received, None, {}, error)
+            _draw_child(record, "tokenize", stamps.received, None, {}, outcome)
         return
-    _draw_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), error)
+    _draw_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), outcome)
     if stamps.routed is not None:
-        _draw_child(record, "admit", stamps.routed, stamps.granted, {}, error)
+        _draw_child(record, "admit", stamps.routed, stamps.granted, {}, outcome)
     if stamps.granted is not None and _waited(record):
-        _draw_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, error)
+        _draw_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, outcome)
     for failure in record.failures:
         if not failure.is_reported:
             _draw_lost(record, failure)
 
 
-def _draw_child(record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, error) -> None:
+def _draw_child(
+    record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, outcome: _Outcome
+) -> None:
     """Draw a phase; `end` None: the request ended in it."""
-    status = "ok" if end is not None else _status(error)
-    attributes = attributes | _error_attributes(error) if end is None else attributes
+    status = "ok" if end is not None else outcome.status
+    attributes = attributes | outcome.attributes if end is None else attributes
     window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
     emit_span(name, record.context, *window_ns, attributes, status)
 
@@ -109,7 +124,7 @@ def _status(error: BaseException | None) -> str:
     return "error" if isinstance(error, Exception) else "cancelled"
 
 
-def _attributes(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
+def _attributes(record: RequestRecord, outcome: _Outcome) -> dict[str, object]:
     measured, stamps = record.measured, record.stamps
     attributes: dict[str, object] = {
         "gen_ai.operation.name": record.operation,
@@ -123,12 +138,12 @@ def _attributes(record: RequestRecord, error: BaseException | None) -> dict[str,
         "baton.tenant": record.tenant,
         "baton.num_attempts": record.num_attempts,
         "baton.batch_size": record.batch_size or None,
-        "baton.phase": None if error is None else record.phase,
+        "baton.phase": record.phase if outcome.is_error else None,
         "baton.transfer_s": measured.transfer_s or None,
         "baton.ttft_s": record.ttft_s,
     }
     attributes |= {f"baton.phase.{name}_s": spent for name, spent in breakdown(stamps, measured).items()}
-    attributes |= _error_attributes(error)
+    attributes |= outcome.attributes
     if record.checked is not None:
         attributes |= _request_attributes(record)
     return attributes

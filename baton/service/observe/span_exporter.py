@@ -1,67 +1,101 @@
 """The SDK's exporter of spans, with an encoding of its own: of 12 attributes the SDK's took 47 us on an EPYC, this one 15.
-Loaded only where spans are sent."""
+Loaded only where spans are sent: the SDK costs 0.2 s and 20 MB."""
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1 import trace_pb2
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.proto.trace.v1.trace_pb2 import SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK, Span, Status
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SpanExportResult
 
-_KINDS = {kind: trace_pb2.Span.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind}
-_CODES = {code: trace_pb2.Status.StatusCode.Value(f"STATUS_CODE_{code.name}") for code in StatusCode}
-_LOCAL = (
-    trace_pb2.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
-)  # where a parent is, is known: in this trace, and not said further
+_KINDS = {
+    "internal": Span.SPAN_KIND_INTERNAL,
+    "server": Span.SPAN_KIND_SERVER,
+    "client": Span.SPAN_KIND_CLIENT,
+}
+_LOCAL = SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK  # where a parent is, is known: in this trace, and not said further
 _MAX_KNOWN = 512  # attributes that come again and again: names of models, workers, tenants, small numbers
+_RUN = 16  # spans that are encoded before other threads may have the interpreter
+
+
+class FinishedSpan(NamedTuple):
+    """A span that has ended. `status`: ok, error or cancelled; `kind`: internal, server or client. `links` have a trace_id
+    and a span_id, `events` a name, wall_ns and attributes. Attributes that are None are left out."""
+
+    name: str
+    trace_id: int
+    span_id: int
+    parent_id: int  # 0: it is the root
+    start_wall_ns: int
+    end_wall_ns: int
+    attributes: Mapping[str, object]
+    status: str
+    kind: str
+    links: Iterable[Any]
+    events: Iterable[Any]
 
 
 class SpanExporter(OTLPSpanExporter):
-    """Export spans of one resource and scope. Where the SDK asks for them no more in this way, it encodes them by itself."""
+    """Export FinishedSpans of this process, as `service_name`."""
 
-    _empty: ExportTraceServiceRequest | None = None
+    def __init__(self, service_name: str, **options: Any):
+        super().__init__(**options)
+        resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
+        self._head, self._request = ExportTraceServiceRequest(), ExportTraceServiceRequest()
+        _add_attributes(self._head.resource_spans.add().resource.attributes, resource.attributes)
 
-    def _translate_data(self, data: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-        if self._empty is None:
-            self._empty = encode_spans(data[:1])
-            self._empty.resource_spans[0].scope_spans[0].ClearField("spans")
+    def send(self, spans: Sequence[FinishedSpan]) -> bool:
+        """Send them, encoded once, however often that is tried; return whether the collector took them."""
+        self._request = self.encode(spans)
+        return self.export(cast(Any, spans)) is SpanExportResult.SUCCESS
+
+    def encode(self, spans: Sequence[FinishedSpan]) -> ExportTraceServiceRequest:
+        """Return the message that a collector takes."""
         request = ExportTraceServiceRequest()
-        request.CopyFrom(self._empty)
-        messages = request.resource_spans[0].scope_spans[0].spans
-        for span in data:
-            _encode(span, messages.add())
+        request.CopyFrom(self._head)
+        scope = request.resource_spans[0].scope_spans.add()
+        scope.scope.name = "baton"
+        for index, span in enumerate(spans):
+            _encode(span, scope.spans.add())
+            if index % _RUN == 0:
+                time.sleep(0)
         return request
 
+    def _translate_data(self, data: object) -> ExportTraceServiceRequest:
+        return self._request
 
-def _encode(span: ReadableSpan, message: trace_pb2.Span) -> None:
-    message.trace_id, message.span_id = _ids(span.context)
-    if span.parent is not None:
-        message.parent_span_id = _ids(span.parent)[1]
+
+def _encode(span: FinishedSpan, message: Span) -> None:
+    trace_id = span.trace_id.to_bytes(16, "big")
+    message.trace_id, message.span_id = trace_id, span.span_id.to_bytes(8, "big")
+    if span.parent_id:
+        message.parent_span_id = span.parent_id.to_bytes(8, "big")
     message.name, message.kind, message.flags = span.name, _KINDS[span.kind], _LOCAL
-    message.start_time_unix_nano, message.end_time_unix_nano = span.start_time or 0, span.end_time or 0
-    message.status.code = _CODES[span.status.status_code]
+    message.start_time_unix_nano = span.start_wall_ns
+    message.end_time_unix_nano = max(span.start_wall_ns, span.end_wall_ns)
+    # A cancelled call is no error, and gRPC instrumentation elsewhere leaves it unmarked: say it.
+    message.status.code = Status.STATUS_CODE_ERROR if span.status == "error" else Status.STATUS_CODE_UNSET
     _add_attributes(message.attributes, span.attributes)
+    message.attributes.append(_known("baton.status", span.status))
     for event in span.events:
-        added = message.events.add(name=event.name, time_unix_nano=event.timestamp)
+        added = message.events.add(name=event.name, time_unix_nano=event.wall_ns)
         _add_attributes(added.attributes, event.attributes)
     for link in span.links:
-        trace_id, span_id = _ids(link.context)
-        message.links.add(trace_id=trace_id, span_id=span_id, flags=_LOCAL)
+        link_trace_id = link.trace_id.to_bytes(16, "big")
+        message.links.add(trace_id=link_trace_id, span_id=link.span_id.to_bytes(8, "big"), flags=_LOCAL)
 
 
-def _ids(context) -> tuple[bytes, bytes]:
-    return context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
-
-
-def _add_attributes(messages, attributes: Mapping[str, object] | None) -> None:
-    for key, value in (attributes or {}).items():
+def _add_attributes(messages, attributes: Mapping[str, object]) -> None:
+    for key, value in attributes.items():
         if isinstance(value, str | int):
             messages.append(_known(key, value))
-        else:
+        elif value is not None:
             _set(messages.add(key=key).value, value)
 
 

@@ -1,5 +1,5 @@
 """Traces over OTLP/gRPC. Spans are drawn after the fact from stamps that were taken anyway, so a request pays nothing
-while it runs. Without an endpoint nothing is loaded and nothing is sent; trace ids still flow, for logs and errors."""
+while it runs, and in the thread that sends them. Without an endpoint nothing is loaded and nothing is sent; trace ids still flow, for logs and errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from baton.service.observe.span_sender import SpanSender
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # spans arrive within this time, and exit waits no longer for a collector
-_DELAY_MS, _BATCH, _QUEUE = 1000, 512, 16_384  # the SDK's default queue of 2,048 drops spans in bursts
 EXPORT_TIMEOUT_S = 3
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _LOW_64 = (1 << 64) - 1
 _STATUSES = ("ok", "error", "cancelled")
+NO_ATTRIBUTES: Mapping[str, object] = MappingProxyType({})
 
 
 class TraceContext(NamedTuple):
@@ -37,7 +41,7 @@ class SpanEvent(NamedTuple):
 
     name: str
     wall_ns: int
-    attributes: Mapping[str, object] = {}
+    attributes: Mapping[str, object] = NO_ATTRIBUTES
 
 
 class Clock:
@@ -86,7 +90,7 @@ def format_traceparent(context: TraceContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.sampled):02x}"
 
 
-_sender: _SpanSender | None = None
+_sender: SpanSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
@@ -96,7 +100,11 @@ def setup(service_name: str, endpoint: str | None = None) -> bool:
     endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
     if endpoint:
-        _sender = _SpanSender(service_name, endpoint)
+        from baton.service.observe.span_exporter import SpanExporter
+        from baton.service.observe.span_sender import SpanSender
+
+        options = {"endpoint": endpoint, "insecure": is_insecure(endpoint), "timeout": EXPORT_TIMEOUT_S}
+        _sender = SpanSender(SpanExporter(service_name, **options))
     return _sender is not None
 
 
@@ -105,12 +113,19 @@ def enabled() -> bool:
     return _sender is not None
 
 
+def draw_later(draw: Callable[..., object], *args: object) -> None:
+    """Call `draw(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing it
+    reads may change any more."""
+    if _sender:
+        _sender.draw_later(draw, *args)
+
+
 def emit_span(
     name: str,
     parent: TraceContext,
     start_wall_ns: int,
     end_wall_ns: int,
-    attributes: Mapping[str, object] | None = None,
+    attributes: Mapping[str, object] = NO_ATTRIBUTES,
     status: str = "ok",
     span_id: int | None = None,
     kind: str = "internal",
@@ -124,18 +139,16 @@ def emit_span(
     if status not in _STATUSES:
         raise ValueError(f"unknown span status {status!r}")
     if _sender and parent.sampled:
-        window_ns = start_wall_ns, max(start_wall_ns, end_wall_ns)
-        _sender.send(name, parent, span_id, window_ns, _present(attributes or {}), status, kind, links, events)
+        _sender.add(
+            name, parent.trace_id, span_id, parent.span_id, start_wall_ns, end_wall_ns, attributes, status, kind, links,
+            events,
+        )  # fmt: skip
     return span_id
-
-
-def _present(attributes: Mapping[str, object]) -> dict[str, Any]:
-    return {key: value for key, value in attributes.items() if value is not None}
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
     """Send what is queued; False when it took longer than `timeout_s`."""
-    return _sender is None or within(_sender.processor.force_flush, timeout_s)
+    return _sender is None or within(_sender.flush, timeout_s)
 
 
 def within(work: Callable[[], object], timeout_s: float) -> bool:
@@ -153,56 +166,9 @@ def is_insecure(endpoint: str) -> bool:
 def shut_down(timeout_s: float = FLUSH_S) -> None:
     """Flush and turn telemetry off; runs by itself at exit."""
     global _sender
-    sender, _sender = _sender, None
-    if sender and not within(sender.processor.shutdown, timeout_s):
+    if _sender and not within(_sender.shut_down, timeout_s):
         log.warning("telemetry: the collector did not take all spans within %.0f s", timeout_s)
+    _sender = None  # what was to be drawn until then is emitted through it
 
 
 atexit.register(shut_down)
-
-
-class _SpanSender:
-    """The SDK's batching exporter, fed with spans that are finished already. The SDK is loaded here and only here:
-    it costs 0.2 s and 20 MB."""
-
-    def __init__(self, service_name: str, endpoint: str):
-        from opentelemetry import trace
-        from opentelemetry.sdk import trace as sdk
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
-        from baton.service.observe.span_exporter import SpanExporter
-
-        self._api, self._span, self._event = trace, sdk.ReadableSpan, sdk.Event
-        self._resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
-        self._scope = InstrumentationScope("baton")
-        exporter = SpanExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
-        self.processor = BatchSpanProcessor(
-            exporter, max_queue_size=_QUEUE, schedule_delay_millis=_DELAY_MS, max_export_batch_size=_BATCH
-        )
-
-    def send(self, name, parent, span_id, window_ns, attributes, status, kind, links, events) -> None:
-        api = self._api
-        failed = api.Status(api.StatusCode.ERROR) if status == "error" else api.Status(api.StatusCode.UNSET)
-        self.processor.on_end(
-            self._span(
-                name,
-                context=self._context(parent.trace_id, span_id),
-                parent=self._context(parent.trace_id, parent.span_id) if parent.span_id else None,
-                resource=self._resource,
-                # A cancelled call is no error, and gRPC instrumentation elsewhere leaves it unmarked: say it.
-                attributes={**attributes, "baton.status": status},
-                links=[api.Link(self._context(link.trace_id, link.span_id)) for link in links],
-                events=[self._event(event.name, _present(event.attributes), event.wall_ns) for event in events],
-                kind=api.SpanKind[kind.upper()],
-                status=failed,
-                start_time=window_ns[0],
-                end_time=window_ns[1],
-                instrumentation_scope=self._scope,
-            )
-        )
-
-    def _context(self, trace_id: int, span_id: int):
-        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
-        return self._api.SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)

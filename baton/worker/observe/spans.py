@@ -23,13 +23,14 @@ class Spans:
         self._model_name = model_name
 
     def draw(self, leg: Leg) -> None:
-        """Draw the spans of a key that has just ended."""
+        """Draw the spans of a key that has just ended, within a second."""
         if leg.request is None or not telemetry.enabled():
             return
         parent = telemetry.parse_traceparent(leg.traceparent)
-        if parent is None or not parent.sampled:
-            return
-        ended_at = time.monotonic()
+        if parent is not None and parent.sampled:
+            telemetry.draw_later(self._draw, leg, parent, time.monotonic())
+
+    def _draw(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         if leg.prefill_at is not None:
             self._draw_prefill(leg, parent, ended_at)
         if leg.fetch_at is not None:

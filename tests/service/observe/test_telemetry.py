@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.observe.telemetry import TraceContext
 from tests.support.observe.otlp import Receiver
+from tests.support.pace import patience
 
 
 @pytest.fixture(autouse=True)
@@ -41,27 +43,72 @@ def test_one_trace_with_parents_and_links():
     assert spans["root"].duration_s == pytest.approx(0.25) and spans["root"].service == "tested"
 
 
-def test_spans_are_encoded_as_by_the_sdk(monkeypatch):
+def _readable(span):
+    """As the SDK has it, for its own encoder."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import Event, ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    def context(trace_id: int, span_id: int):
+        return trace.SpanContext(trace_id, span_id, is_remote=False)
+
+    def present(attributes):
+        return {key: value for key, value in attributes.items() if value is not None}
+
+    return ReadableSpan(
+        span.name,
+        context=context(span.trace_id, span.span_id),
+        parent=context(span.trace_id, span.parent_id) if span.parent_id else None,
+        resource=Resource.create({"service.name": "tested", "process.pid": os.getpid()}),
+        attributes={**present(span.attributes), "baton.status": span.status},
+        events=[Event(event.name, present(event.attributes), event.wall_ns) for event in span.events],
+        links=[trace.Link(context(link.trace_id, link.span_id)) for link in span.links],
+        kind=trace.SpanKind[span.kind.upper()],
+        instrumentation_scope=InstrumentationScope("baton"),
+        status=trace.Status(trace.StatusCode.ERROR if span.status == "error" else trace.StatusCode.UNSET),
+        start_time=span.start_wall_ns,
+        end_time=max(span.start_wall_ns, span.end_wall_ns),
+    )
+
+
+def test_spans_are_encoded_as_by_the_sdk():
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-    from baton.service.observe.span_exporter import OTLPSpanExporter, SpanExporter
+    from baton.service.observe.span_exporter import FinishedSpan, OTLPSpanExporter, SpanExporter
 
-    drawn, root, other = [], telemetry.new_context(), telemetry.new_context()
-    with Receiver() as receiver:
-        telemetry.setup("tested", receiver.endpoint)
-        monkeypatch.setattr(telemetry._sender.processor, "on_end", drawn.append)
-        for value in ("text", "", "é\u2028", 0, 1, -5, 2**62, True, False, 0.0, 1.0, float("inf"), [], ["a", 2, 0.5]):
-            telemetry.emit_span("span", root, 1, 2, {"value": value, "more": value, "n": 1})
-        events = [telemetry.SpanEvent("retry", 3, {"baton.worker": "w"}), telemetry.SpanEvent("bare", 4)]
-        telemetry.emit_span("all", root, 5, 4, None, "error", kind="server", links=[other], events=events)
-        telemetry.emit_span("root", TraceContext(root.trace_id, 0), 0, 2**62, kind="client", status="cancelled")
-        exporter = SpanExporter(endpoint=receiver.endpoint, insecure=True)
-        assert exporter._translate_data(drawn[:3]) == encode_spans(drawn[:3])
-        assert exporter._translate_data(drawn) == encode_spans(drawn)
-        exporter.shutdown()
-    assert "_translate_data" in vars(OTLPSpanExporter), (
-        "the SDK no longer asks for it: all spans are encoded by the SDK"
-    )
+    root, other = telemetry.new_context(), telemetry.new_context()
+    events = [telemetry.SpanEvent("retry", 3, {"baton.worker": "w", "unset": None}), telemetry.SpanEvent("bare", 4)]
+    spans = [
+        FinishedSpan(
+            "span",
+            *root[:2],
+            5,
+            1,
+            2,
+            {"value": value, "more": value, "n": 1, "unset": None},
+            *("ok", "internal"),
+            [],
+            [],
+        )
+        for value in ("text", "", "é\u2028", 0, 1, -5, 2**62, True, False, 0.0, 1.0, float("inf"), [], ["a", 2, 0.5])
+    ]
+    spans.append(FinishedSpan("all", *root[:2], 7, 5, 4, {}, "error", "server", [other], events))
+    spans.append(FinishedSpan("root", *root[:2], 0, 0, 2**62, {}, "cancelled", "client", [], []))
+    exporter = SpanExporter("tested", endpoint="http://127.0.0.1:1", insecure=True)
+    for part in (spans[:3], spans):
+        assert _without_instance(exporter.encode(part)) == _without_instance(encode_spans([*map(_readable, part)]))
+    exporter.shutdown()
+    assert "_translate_data" in vars(OTLPSpanExporter), "the SDK no longer asks for it: no span is sent"
+
+
+def _without_instance(request):
+    """An id that is drawn anew with each resource."""
+    attributes = request.resource_spans[0].resource.attributes
+    kept = [each for each in attributes if each.key != "service.instance.id"]
+    del attributes[:]
+    attributes.extend(sorted(kept, key=lambda each: each.key))
+    return request
 
 
 def test_spans_arrive_without_a_flush():
@@ -69,6 +116,47 @@ def test_spans_arrive_without_a_flush():
         telemetry.setup("tested", receiver.endpoint)
         telemetry.emit_span("alone", telemetry.new_context(), 1, 2)
         receiver.wait_for(lambda spans: len(spans) == 1, telemetry.FLUSH_S)
+
+
+def test_what_is_drawn_later_arrives_and_what_cannot_be_drawn_is_told(caplog):
+    def draw(name: str) -> None:
+        telemetry.emit_span(name, telemetry.new_context(), 1, 1 // len(name))
+
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        for name in ("first", "", "second"):
+            telemetry.draw_later(draw, name)
+        receiver.wait_for(lambda spans: len(spans) == 2, telemetry.FLUSH_S)
+        telemetry.draw_later(draw, "at the end")
+        telemetry.shut_down()
+        assert [span.name for span in receiver.wait_for(lambda spans: spans)] == ["first", "second", "at the end"]
+    assert "ZeroDivisionError" in caplog.text and "could not be drawn" in caplog.text
+
+
+def test_a_collector_that_takes_nothing_is_tried_less_often(monkeypatch):
+    from baton.service.observe import span_sender
+
+    class Exporter:
+        """One that fails twice."""
+
+        tried: ClassVar[list[tuple[float, int]]] = []
+
+        def send(self, spans):
+            self.tried.append((time.monotonic(), len(spans)))
+            return len(self.tried) > 2
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(span_sender, "_INTERVAL_S", 0.02)
+    sender = span_sender.SpanSender(cast(Any, Exporter()))
+    deadline = time.monotonic() + patience(10)
+    while len(Exporter.tried) < 4 and time.monotonic() < deadline:
+        sender.add(*[None] * 11)
+        time.sleep(0.005)
+    sender.shut_down()
+    first, second, third, fourth, *_ = (at for at, _ in Exporter.tried)
+    assert second - first >= 0.04 and third - second >= 0.08 and fourth - third >= 0.02
 
 
 def test_not_sampled_by_the_caller_is_not_sent():

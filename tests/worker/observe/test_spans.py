@@ -23,6 +23,7 @@ def drawn(monkeypatch) -> dict[str, tuple[int, int]]:
         spans[name] = begin, end
 
     monkeypatch.setattr(telemetry, "enabled", lambda: True)
+    monkeypatch.setattr(telemetry, "draw_later", lambda draw, *args: draw(*args))
     monkeypatch.setattr(telemetry, "emit_span", emit)
     return spans
 

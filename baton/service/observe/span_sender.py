@@ -1,0 +1,80 @@
+"""Draw the spans of what has ended, and send them, in a thread of their own, once a second.
+
+Drawn one after another they take a third of the CPU that each takes right behind its request, in caches that hold other
+things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from baton.service.observe.span_exporter import FinishedSpan, SpanExporter
+
+_INTERVAL_S = 1.0
+_MAX_INTERVAL_S = 8.0  # between two tries of a collector that takes nothing: each costs a connection, 5 ms of CPU
+_BATCH = 512
+_MAX_WAITING = 16_384  # spans
+_MAX_UNDRAWN = 4_096  # requests and keys
+
+log = logging.getLogger(__name__)
+
+
+class SpanSender:
+    """Hold what is to be drawn and sent; the oldest is dropped where a collector takes nothing for long."""
+
+    def __init__(self, exporter: SpanExporter):
+        self._exporter = exporter
+        self._undrawn: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNDRAWN)
+        self._waiting: deque[FinishedSpan] = deque(maxlen=_MAX_WAITING)
+        self._sending = threading.Lock()
+        self._closing = threading.Event()
+        self._interval_s, self._next_at = _INTERVAL_S, 0.0
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def draw_later(self, draw: Callable[..., object], *args: object) -> None:
+        """Call `draw(*args)`, which adds spans, within a second."""
+        self._undrawn.append((draw, args))
+
+    def add(self, *fields) -> None:
+        """Send the FinishedSpan of these fields with the next ones."""
+        self._waiting.append(FinishedSpan(*fields))
+
+    def flush(self) -> None:
+        """Send all that there is now, however often the collector took nothing. It may take the time of an export."""
+        with self._sending:
+            self._draw()
+            self._export()
+
+    def shut_down(self) -> None:
+        """Send what there is, and end."""
+        self._closing.set()
+        self._thread.join()
+        self.flush()
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_INTERVAL_S):
+            with self._sending:
+                self._draw()
+                if time.monotonic() >= self._next_at:
+                    self._export()
+
+    def _draw(self) -> None:
+        while self._undrawn:
+            draw, args = self._undrawn.popleft()
+            try:
+                draw(*args)
+            except Exception:
+                log.exception("telemetry: spans could not be drawn")
+            time.sleep(0)  # an event loop that waits for the interpreter goes on after one, not after 5 ms
+
+    def _export(self) -> None:
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+            if not self._exporter.send(batch):
+                self._interval_s = min(2 * self._interval_s, _MAX_INTERVAL_S)
+                self._next_at = time.monotonic() + self._interval_s
+                return
+            self._interval_s, self._next_at = _INTERVAL_S, 0.0
