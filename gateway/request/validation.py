@@ -72,8 +72,10 @@ class Checked:
         """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
         sampling = self.sampling
         sampling.ClearField("logit_bias")
-        kept = replace(self, text=None, token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString())
-        return replace(kept, stops=(), stop_token_ids=_NO_IDS, constraint=None)
+        return replace(
+            self, text=None, token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString(), stops=(),
+            stop_token_ids=_NO_IDS, constraint=None,
+        )  # fmt: skip
 
 
 def check_model(asked: str, served: ServedModel) -> bytes:
