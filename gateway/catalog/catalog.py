@@ -160,10 +160,12 @@ class Catalog:
             raise FailedPrecondition("this gateway has no --model-root: it adds no model while it runs")
         try:
             found = (root / path).resolve()
-        except (ValueError, RuntimeError, OSError):  # a NUL in it; links in a circle
+        except (ValueError, RuntimeError, OSError):  # a NUL in it; links in a circle, until Python 3.12
             raise InvalidRequest("path", "names no folder") from None
         if not path or not found.is_relative_to(root.resolve()):
             raise InvalidRequest("path", "is not below --model-root")
+        if not found.is_dir():
+            raise InvalidRequest("path", "names no folder")
         return found
 
 

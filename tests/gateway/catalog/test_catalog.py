@@ -343,6 +343,7 @@ async def test_one_that_was_removed_is_added_again_with_its_workers(serving, is_
         (dict(name="b", path="../x"), "INVALID_ARGUMENT", "path: is not below --model-root"),
         (dict(name="b", path="b\0"), "INVALID_ARGUMENT", "path: names no folder"),
         (dict(name="b", path="circle"), "INVALID_ARGUMENT", "path: names no folder"),
+        (dict(name="b", path="nowhere"), "INVALID_ARGUMENT", "path: names no folder"),
         (dict(name="b", path="outside"), "INVALID_ARGUMENT", "path: is not below --model-root"),
         (dict(name="b", path="broken"), "INVALID_ARGUMENT", "config.json: No such file"),
         (dict(name="b", path="b", identity="12"), "INVALID_ARGUMENT", "identity: is not 64 hex digits"),
