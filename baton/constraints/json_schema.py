@@ -3,7 +3,7 @@ library would not keep to as it stands is refused too, or written otherwise."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from baton.constraints.json_numbers import check_numbers
@@ -67,6 +67,16 @@ def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]
             yield f"{where}/{name[:40]}", each
     elif kind == _SCHEMA:
         yield where, value
+
+
+def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the value of a keyword with what `change` makes of each schema that it holds."""
+    kind = KEYWORDS.get(keyword, _NOTHING)
+    if kind == _NAMED and isinstance(value, dict):
+        return {name: change(each) for name, each in value.items()}
+    if kind in (_LIST, _SCHEMA) and isinstance(value, list):
+        return [change(each) for each in value]
+    return change(value) if kind == _SCHEMA else value
 
 
 def rewrite_schema(schema: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from baton.constraints.constraint import MAX_BYTES, Constraint
 from baton.constraints.json_schema import check_schema
+from baton.constraints.loosening import loosened
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.answer_parser import NO_SPELLINGS, AnswerParser
@@ -44,10 +45,15 @@ class AnswerReader:
         self._detokenizer = Detokenizer(tokenizer, characters)
 
     def form_of(
-        self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None = None
+        self,
+        conversation: Conversation | None,
+        prompt_ids: Sequence[int],
+        constraint: Constraint | None = None,
+        keeps_loose: bool = True,
     ) -> ReaderForm:
-        """Return how an answer to this prompt is read. What continues a text has no form. Raises InvalidRequest for what
-        the model's form cannot do."""
+        """Return how an answer to this prompt is read. What continues a text has no form. Calls of tools that are not strict
+        keep to their schemas as far as they can; `keeps_loose` False: not at all. Raises InvalidRequest for what the
+        model's form cannot do."""
         form = self._form
         if conversation is None:
             return ReaderForm(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
@@ -61,10 +67,14 @@ class AnswerReader:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
         # What continues a text keeps to its constraint alone, and in harmony has no calls.
         if not options.continues or (constraint is None and not form.is_harmony):
-            bound = tuple(tools) if options.must_call or constraint is not None else options.strict_tools
+            bound = set(options.strict_tools)
+            if keeps_loose and (options.must_call or constraint is not None):
+                bound |= tools.keys()
             schemas = {name: each if name in bound else None for name, each in tools.items()} if form.calls else {}
             _check_tools(options, [name for name, each in schemas.items() if each is not None])
-            asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint)
+            loose = bound.difference(options.strict_tools)
+            schemas |= {name: loosened(tools[name]) for name in loose & schemas.keys()}
+            asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint, loose)
             grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
@@ -96,6 +106,8 @@ def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
     if num_bytes > MAX_BYTES:  # 720 kB took 0.45 s to walk
         raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
     for index, tool in called:
+        if tool["name"] not in options.strict_tools:
+            continue
         where, types = f"messages.tools[{index}].parameters", tool["parameters"].get("type", "object")
         if problem := check_schema(tool["parameters"]):
             place, reason = problem

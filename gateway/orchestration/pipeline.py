@@ -159,11 +159,26 @@ class Pipeline:
         record.num_prompt_tokens = len(prompt_ids)
         if checked.constraint is not None:
             await self.text.check_constraint(checked.constraint, record.tenant, deadline)
-        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint)
-        if form.constraint is not None and form.constraint != checked.constraint:
-            await self.text.check_constraint(form.constraint, record.tenant, deadline, "messages.tools")
+        form = await self._form_of(checked, prompt_ids, record.tenant, deadline)
+        if form.constraint is not None:
             checked = replace(checked, constraint=form.constraint)
         return checked, prompt_ids, form
+
+    async def _form_of(self, checked: Checked, prompt_ids: Sequence[int], tenant: str, deadline: float) -> ReaderForm:
+        """Return how the answer is read. Where the schemas of its tools cannot be kept to, those that are not strict are
+        given up, whichever it was: their calls have any arguments. Raises BatonError."""
+        try:
+            return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=True)
+        except InvalidRequest:
+            return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=False)
+
+    async def _form_with(
+        self, checked: Checked, prompt_ids: Sequence[int], tenant: str, deadline: float, keeps_loose: bool
+    ) -> ReaderForm:
+        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint, keeps_loose)
+        if form.constraint is not None and form.constraint != checked.constraint:
+            await self.text.check_constraint(form.constraint, tenant, deadline, "messages.tools")
+        return form
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""

@@ -1,10 +1,10 @@
 """The grammar of an answer: made of its tools, their choice and its constraint."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from gateway.parsers.formats import AnswerFormat
-from gateway.parsers.grammars import GrammarWriter, Tools, constrained, either, reasoned, text_or_calls
+from gateway.parsers.grammars import ArgumentsSchema, GrammarWriter, constrained, either, reasoned, text_or_calls
 
 _ANALYSIS, _PREAMBLE, _END = "<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>", "<|end|>"
 _FINAL = "<|channel|>final<|message|>"
@@ -12,12 +12,14 @@ _FINAL = "<|channel|>final<|message|>"
 
 class GrammarAsked(NamedTuple):
     """`tools`: schemas of those that may be called, None of one whose arguments are any object; `must_call`: the answer is
-    calls; `constraint`: kind and text of what the answer keeps to otherwise, None: it is any text."""
+    calls; `constraint`: kind and text of what the answer keeps to otherwise, None: it is any text; `loose`: tools whose
+    schemas are kept to as far as they can be."""
 
-    tools: Tools
+    tools: Mapping[str, Mapping[str, Any] | None]
     must_call: bool
     is_parallel: bool
     constraint: tuple[str, str] | None
+    loose: Collection[str] = ()
 
 
 def answer_grammar(
@@ -31,7 +33,10 @@ def answer_grammar(
     writer, ways = GrammarWriter(control_ids), list[str]()
     if asked.tools and form.calls:
         # A schema may say nothing of the type, and arguments that are no object would be no call.
-        tools = {name: None if each is None else {**each, "type": "object"} for name, each in asked.tools.items()}
+        tools = {
+            name: each if each is None else ArgumentsSchema({**each, "type": "object"}, name not in asked.loose)
+            for name, each in asked.tools.items()
+        }
         ways.append(form.calls(writer, tools, asked.is_parallel))
     if not asked.must_call and (constraint or form.is_harmony):
         answer = constrained(writer, *constraint) if constraint else writer.any_text()

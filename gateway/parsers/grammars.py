@@ -4,20 +4,23 @@ either. So nothing has to be switched on within an answer, where speculation may
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from baton.constraints.constraint import MAX_BYTES
-from baton.constraints.json_schema import SAYS_NOTHING, rewrite_schema
+from baton.constraints.constraint import JSON_OPTIONS, MAX_BYTES
+from baton.constraints.json_schema import KEYWORDS, SAYS_NOTHING, rewrite_schema
 from baton.service.errors import InvalidRequest
 from gateway.parsers.schema_types import listed, referred, types_of
 from gateway.parsers.text_schemas import TextSchemas, quoted, regex
 
-# Between two words of JSON, as constraints have it.
-_GUIDANCE = {
-    "x-guidance": {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
-}
 _ANY_TEXT = "/(?s:.*)/"
 _BLANKS = r"/[ \n]{0,4}/"
+
+
+class ArgumentsSchema(NamedTuple):
+    """What the arguments of a call keep to: `is_strict`: to all of it, or it is an error; else as far as they can."""
+
+    schema: Mapping[str, Any]
+    is_strict: bool = True
 
 
 class GrammarWriter:
@@ -62,11 +65,15 @@ class GrammarWriter:
         """Return an expression for any text."""
         return self.terminal("ANY", _ANY_TEXT)
 
-    def json(self, schema: Mapping[str, Any] | None) -> str:
-        """Return an expression for a value of JSON; None: any object."""
-        schema = {"type": "object"} if schema is None else schema
+    def json(self, schema: Mapping[str, Any], is_strict: bool = True) -> str:
+        """Return an expression for a value of JSON. `is_strict` False: what the library has no grammar for is left out."""
         self._counted(json.dumps(schema))  # before it is walked, which takes longer
-        return f"%json {json.dumps({**rewrite_schema(schema), **_GUIDANCE})}"
+        options = {**JSON_OPTIONS, "lenient": not is_strict}
+        return f"%json {json.dumps({**rewrite_schema(schema), 'x-guidance': options})}"
+
+    def arguments(self, tool: ArgumentsSchema | None) -> str:
+        """Return an expression for arguments in JSON; None: any object."""
+        return self.json({"type": "object"}) if tool is None else self.json(*tool)
 
     def grammar(self, start: str) -> str:
         """Return the grammar."""
@@ -88,8 +95,8 @@ def either(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
 
 
-Tools = Mapping[str, Mapping[str, Any] | None]
-"""Schemas of arguments by name; None: they are any object."""
+Tools = Mapping[str, ArgumentsSchema | None]
+"""What arguments keep to, by name of the tool; None: they are any object."""
 CallsWriter = Callable[[GrammarWriter, Tools, bool], str]
 """Returns an expression for calls of tools: one or, if the last is true, several."""
 
@@ -120,9 +127,9 @@ def object_calls(begin: str, key: str, end: str, separator: str) -> CallsWriter:
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         calls = []
-        for name, schema in tools.items():
+        for name, tool in tools.items():
             head = f'{{"name": {json.dumps(name)}, {json.dumps(key)}: '
-            calls.append(f"{quoted(head)} {writer.json(schema)}")
+            calls.append(f"{quoted(head)} {writer.arguments(tool)}")
         call = " ".join(filter(None, (writer.text(begin), either(calls), writer.text("}" + end))))
         return repeated(call, writer.text(separator), is_parallel)
 
@@ -134,7 +141,7 @@ def named_calls(begin: str, behind_name: str, end: str) -> CallsWriter:
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         calls = either(
-            f"{quoted(name)} {writer.text(behind_name)} {writer.json(schema)}" for name, schema in tools.items()
+            f"{quoted(name)} {writer.text(behind_name)} {writer.arguments(tool)}" for name, tool in tools.items()
         )
         return repeated(f"{writer.text(begin)} {calls} {writer.text(end)}", "", is_parallel)
 
@@ -154,10 +161,11 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     """Write calls of Qwen3-Coder: a tag around each argument, in the order of the schema."""
     calls = []
     writer.terminal(_LINES, " & ".join(map(_lines_unlike, _TAGS)))
-    for name, schema in tools.items():
+    writer.terminal(_KEY, r"/[^>\n]{1,64}/")
+    for name, tool in tools.items():
         head = writer.text(f"<function={name}>\n")
         try:
-            calls.append(f"{head} {_tagged_arguments(writer, schema)}")
+            calls.append(f"{head} {_tagged_arguments(writer, tool)}")
         except ValueError as error:
             raise InvalidRequest("messages.tools", f"{name}: {error}") from None
     call = f"{writer.text(_OPEN)} {either(calls)} {writer.text(_CLOSE)}"
@@ -167,51 +175,70 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
 _OPEN, _CLOSE, _PARAMETER, _PARAMETER_END = (
     "<tool_call>\n", "</function>\n</tool_call>", "<parameter={}>\n", "\n</parameter>\n",
 )  # fmt: skip
-_LINES = "LINES"  # the texts that an argument may be
+_LINES, _KEY = "LINES", "KEY"  # the texts that an argument may be, and a name of one
 _TAGS = ("<parameter=", "</parameter>", "</function>")
 # What tags around arguments keep to, beside keywords that bind nothing.
 _KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 
 
-def _tagged_arguments(writer: GrammarWriter, root: Mapping[str, Any] | None) -> str:
+def _tagged_arguments(writer: GrammarWriter, tool: ArgumentsSchema | None) -> str:
     """Return an expression for arguments. Raises ValueError for what tags cannot keep to."""
-    if root is None:
-        begin, behind_name = (writer.text(part) for part in _PARAMETER.split("{}"))
-        name = writer.terminal("KEY", r"/[^>\n]{1,64}/")
-        return f"({begin} {name} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
-    schema = _arguments_schema(root)
-    properties, required = schema.get("properties"), listed(schema.get("required"))
-    properties = properties if isinstance(properties, dict) else {}
-    if missing := next((key for key in required if key not in properties), None):
-        raise ValueError(f"requires {str(missing)[:40]!r}, which is not in its properties")
-    parts = []
-    for key, each in properties.items():
+    if tool is None:
+        return _any_tagged(writer)
+    root, is_strict = tool
+    try:
+        schema = _arguments_schema(root, is_strict)
+    except ValueError:
+        if is_strict:
+            raise
+        return _any_tagged(writer)
+    parts, required = [], listed(schema.get("required"))
+    for key, each in _properties(schema).items():
         try:
-            part = f"{writer.text(_PARAMETER.format(key))} {_tagged_value(writer, each, root)}"
+            value = _tagged_value(writer, each, tool)
         except ValueError as error:
-            raise ValueError(f"{key[:40]!r} {error}") from None
+            if is_strict:
+                raise ValueError(f"{key[:40]!r} {error}") from None
+            value = writer.until(_PARAMETER_END, _LINES)
+        part = f"{writer.text(_PARAMETER.format(key))} {value}"
         parts.append(part if key in required else f"({part})?")
     return " ".join(parts)
 
 
-def _arguments_schema(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that says what arguments there are: the root, or the one that it is a reference to."""
+def _any_tagged(writer: GrammarWriter) -> str:
+    begin, behind_name = (writer.text(part) for part in _PARAMETER.split("{}"))
+    return f"({begin} {_KEY} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
+
+
+def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, Any]:
+    """Return the schema that says what arguments there are: the root, or the one that it is a reference to. Raises
+    ValueError for one that says it otherwise."""
     schema = root
     if "$ref" in root and "properties" not in root:
         schema = referred(root["$ref"], root)
         root = {key: value for key, value in root.items() if key != "$ref"}
     for keyword in (*root, *(schema if isinstance(schema, dict) else ("$ref",))):
-        if keyword not in _KEPT and keyword not in SAYS_NOTHING:
+        is_word = is_strict or keyword in KEYWORDS
+        if is_word and keyword not in _KEPT and keyword not in SAYS_NOTHING:
             raise ValueError(f"has {keyword} at its root, which the form of this model's calls cannot keep to")
+    properties = _properties(schema)
+    if missing := next((key for key in listed(schema.get("required")) if key not in properties), None):
+        raise ValueError(f"requires {str(missing)[:40]!r}, which is not in its properties")
     return schema
 
 
-def _tagged_value(writer: GrammarWriter, schema: Any, root: Mapping[str, Any]) -> str:
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _tagged_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
     """Return an expression for an argument and its end: text as it is, JSON for all else. What may be text is text."""
+    root, is_strict = tool
     types = types_of(schema, root)
     if types and "string" not in types:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{writer.json({**schema, **shared})} {writer.text(_PARAMETER_END)}"
+        return f"{writer.json({**schema, **shared}, is_strict)} {writer.text(_PARAMETER_END)}"
     texts = TextSchemas(root, writer.count).expression(schema)
     if texts is None:
         raise ValueError("has a schema that no text keeps to")
@@ -231,9 +258,9 @@ def _lines_unlike(begin: str) -> str:
 def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     """Write a call of gpt-oss, which ends its turn with the first."""
     calls = []
-    for name, schema in tools.items():
+    for name, tool in tools.items():
         head = f" to=functions.{name} <|constrain|>json<|message|>"
-        calls.append(f"{writer.text(head)} {writer.json(schema)}")
+        calls.append(f"{writer.text(head)} {writer.arguments(tool)}")
     return f"{writer.text('<|channel|>commentary')} {either(calls)}"
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokens
 
+from baton.constraints.constraint import MAX_BYTES
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
@@ -114,9 +115,24 @@ def test_schemas_that_take_long_to_walk_are_refused_before():
 
 def test_arguments_that_must_be_none_are_refused():
     tools = ({"name": "find", "parameters": {}}, {"name": "stop", "parameters": {"type": ["array", "null"]}})
-    options = ChatOptions(tools, callable_tools=("find", "stop"), must_call=True)
+    options = ChatOptions(tools, callable_tools=("find", "stop"), must_call=True, strict_tools=("stop",))
     with pytest.raises(InvalidRequest, match=r"tools\[1\]\.parameters: /type: must be object"):
         form(conversation=CONVERSATION._replace(options=options))
+
+
+def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone():
+    big = {"name": "big", "parameters": {"enum": ["x" * MAX_BYTES]}}
+    tools = ({"name": "find", "parameters": {"minimun": 3, "type": "array"}}, big)
+    options = ChatOptions(tools, callable_tools=("find",), must_call=True)
+    bound = form(conversation=CONVERSATION._replace(options=options)).constraint
+    assert bound is not None and '"minimun": 3, "type": "object"' in bound.text
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]\.parameters: /minimun: is no keyword"):
+        form(conversation=CONVERSATION._replace(options=options._replace(strict_tools=("find",))))
+    both = CONVERSATION._replace(options=options._replace(callable_tools=("find", "big")))
+    with pytest.raises(InvalidRequest, match="have parameters of"):
+        READER.form_of(both, [0])
+    free = READER.form_of(both, [0], keeps_loose=False).constraint
+    assert free is not None and "minimun" not in free.text and free.text.count('%json {"type": "object"') == 4
 
 
 def test_calls_of_strict_tools_are_bound_alone():

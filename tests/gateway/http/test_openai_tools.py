@@ -1,9 +1,12 @@
 """Tools, calls and reasoning with OpenAI's own client, whole and streamed."""
 
 import json
+from decimal import Decimal
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.gateway.http.conftest import openai_client
 
@@ -115,3 +118,28 @@ async def test_choices_of_tools(saying, capable):
             await client.chat.completions.create(**{**ASK, **fields})
             spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
             assert ("find" in spec.constraint.grammar) == is_bound
+
+
+class Order(BaseModel):
+    price: Decimal  # a pattern with look-around
+    marks: set[int]
+    size: Literal["small", "large"]
+
+
+EMPTY = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 3}}, "required": ["n"]}
+
+
+async def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone(saying, capable):
+    def tool(schema, **fields) -> dict:
+        return {"type": "function", "function": {"name": "find", "parameters": schema, **fields}}
+
+    async with saying(CALL, http="127.0.0.1:0") as c, openai_client(c) as client:
+        for schema, word in ((Order.model_json_schema(), '"large"'), (EMPTY, '{"type": "object", "x-guidance"')):
+            for choice in ("required", NAMED):
+                asked = {**ASK, "tools": [tool(schema)], "tool_choice": choice}
+                assert (await client.chat.completions.create(**asked)).choices[0].message.tool_calls
+                spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+                assert word in spec.constraint.grammar
+            with pytest.raises(openai.BadRequestError, match="uniqueItems|nsatisfiable") as error:
+                await client.chat.completions.create(**{**asked, "tools": [tool(schema, strict=True)]})
+            assert error.value.param == "tools"

@@ -104,25 +104,40 @@ async def test_a_constraint_and_tools_are_one_grammar(saying, capable):
         assert '"yes" | "no"' in grammar and "find" in grammar
 
 
-BAD_TOOL = pb.Tool(name="find", parameters='{"properties": {"a": {"minimun": 1}}}')
-BAD_ENUM = pb.Tool(name="find", parameters='{"properties": {"a": {"type": "string", "enum": 5}}}')
+BAD_TOOL = pb.Tool(name="find", parameters='{"properties": {"a": {"minimun": 1}}}', strict=True)
+BAD_ENUM = pb.Tool(name="find", parameters='{"properties": {"a": {"type": "string", "enum": 5}}}', strict=True)
+BAD_TYPE = pb.Tool(name="find", parameters='{"type": 7}', strict=True)
+BAD_SHAPE = pb.Tool(name="find", parameters='{"properties": 5}', strict=True)
+UNKEPT = [
+    ("hermes", (BAD_TOOL,), "messages.tools[0].parameters"),
+    ("hermes", (BAD_SHAPE,), "messages.tools"),
+    ("qwen-xml", (BAD_TYPE,), "messages.tools[0].parameters"),
+    ("qwen-xml", (pb.Tool(name="a", parameters="{}"), BAD_TOOL), "messages.tools[1].parameters"),
+    ("qwen-xml", (BAD_ENUM,), "messages.tools[0].parameters"),
+]
 REFUSED = [
-    ("hermes", asked(BAD_TOOL, tool_name="find"), "messages.tools[0].parameters"),
-    ("hermes", asked(pb.Tool(name="find", parameters='{"properties": 5}'), tool_name="find"), "messages.tools"),
-    ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), tool_name="a"), "messages.tools[0].parameters"),
-    ("qwen-xml", asked(pb.Tool(name="a", parameters="{}"), BAD_TOOL, tool_name="find"), "messages.tools[1].parameters"),
-    ("qwen-xml", asked(BAD_ENUM, tool_name="find"), "messages.tools[0].parameters"),
+    *((parser, asked(*tools, tool_name="find"), field) for parser, tools, field in UNKEPT),
     ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("hermes", asked(*TOOLS, tool_name="find", constraint=pb.Constraint(json_object=True)), "constraint"),
-]  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("parser", "tools", "_"), UNKEPT)
+async def test_one_that_is_not_strict_keeps_to_what_can_be_kept(cluster, capable, parser, tools, _):
+    loose = [pb.Tool(name=tool.name, parameters=tool.parameters) for tool in tools]
+    async with cluster(tool_call_parser=parser) as c:
+        assert (await c.stub.Complete(asked(*loose, tool_name="find"), timeout=20)).choices
 
 
 JSON_OBJECT = pb.Constraint(json_object=True)
 NOT_CALLED = [
     ("hermes", asked(BAD_TOOL, pb.Tool(name="b"), tool_name="b")),
     ("hermes", asked(BAD_TOOL, tool_choice=pb.TOOL_CHOICE_NONE, constraint=JSON_OBJECT)),
-    ("pythonic", asked(BAD_TOOL, constraint=JSON_OBJECT)),  # whose calls have no grammar
+    (
+        "pythonic",
+        asked(pb.Tool(name="find", parameters=BAD_TOOL.parameters), constraint=JSON_OBJECT),
+    ),  # whose calls have no grammar
 ]
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.constraints.constraint import MAX_CHOICES, Constraint
 from baton.constraints.grammar import Vocabulary
+from baton.constraints.loosening import loosened
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.formats import FORMATS, format_named
@@ -26,6 +27,7 @@ TOOLS = {
     },
     "stop": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+STRING = {"type": "string"}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 WITH_CALLS = [form.name for form in FORMATS if form.calls]
 _CHARACTERS = 0x10F000
@@ -165,6 +167,64 @@ def test_one_that_is_not_strict_takes_any_arguments(name, head, others):
             assert (grammar.cursor().num_valid(ids) == len(ids)) != is_kept, text
 
 
+LOOKING = {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}  # pydantic's Decimal
+UNKEPT = {  # what no grammar has, beside what one has
+    "type": "object",
+    "properties": {
+        "price": {"anyOf": [{"type": "number"}, LOOKING]},
+        "marks": {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}},
+        "name": {"type": "string", "format": "rhyme", "not": {"const": "x"}, "enum": ["x", "y"]},
+        "kind": {"enum": ["a", "b"], "hint": "an unknown word"},
+    },
+    "required": ["price", "marks", "name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if name != "qwen-xml"])  # its texts end by no chance
+def test_a_schema_is_kept_to_as_far_as_can_be(name):
+    model, kinds = Model(name), {"kind": {"enum": ["a", "b"]}, "marks": {"items": {"enum": [1, 2]}}}
+    tools = {"find": loosened(UNKEPT), "stop": TOOLS["stop"]}
+    grammar = model.grammar(GrammarAsked(tools, True, False, None, loose=("find",)))
+    texts = [text for seed in range(120) if (text := model.draw(grammar, seed)) is not None]
+    calls = [call for text in texts for call in model.parse(text)[1] if call.name == "find"]
+    assert len(calls) > 3
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), {"required": UNKEPT["required"], "properties": kinds})
+
+
+def test_arguments_between_tags_are_kept_to_as_far_as_can_be():
+    model = Model("qwen-xml")
+    grammar = model.grammar(GrammarAsked({"find": loosened(UNKEPT)}, True, False, None, loose=("find",)))
+    for marks, kind in (("[1, 1]", "a"), ("[3]", "a"), ("[1]", "c")):
+        arguments = {"price": "1.5", "marks": marks, "name": "z", "kind": kind}
+        parts = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        answer = f"<tool_call>\n<function=find>\n{parts}</function>\n</tool_call>"
+        assert is_accepted(model, grammar, answer) == (marks == "[1, 1]")
+
+
+def test_several_tools_may_take_any_arguments():
+    """The name of an argument was a word that the grammar said twice."""
+    for name in WITH_CALLS:
+        Model(name).grammar(GrammarAsked(TOOLS | {"find": None, "look": None}, False, True, None))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": ["a"]},
+        {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]},
+        {"properties": {"a": {"not": {"const": "x"}}}},
+        {"properties": {"a": STRING | {"enum": [1]}}},
+    ],
+)
+def test_what_tags_cannot_keep_to_binds_nothing_of_a_tool_that_is_not_strict(schema):
+    model = Model("qwen-xml")
+    grammar = model.grammar(GrammarAsked({"find": schema}, True, False, None, loose=("find",)))
+    answer = "<tool_call>\n<function=find>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert is_accepted(model, grammar, answer)
+
+
 CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 LLAMA_CALL = '{"name": "stop", "parameters": {}}'
 HARMONY_CALL = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
@@ -249,7 +309,6 @@ def test_nothing_is_bound_where_nothing_has_to_be():
     assert answer_grammar(plain.form, plain.control_ids, "", asked) is None
 
 
-STRING = {"type": "string"}
 CHOSEN = {"C": {"enum": ["a", "b"], "type": "string"}, "N": {"type": "integer"}}
 TEXTS = [  # a schema, and texts that keep to it, and others
     (STRING | {"pattern": "^[0-9]{2}$"}, ["12"], ["1", "123", "x"]),

@@ -1,0 +1,79 @@
+"""A schema that is kept to as far as it can be: a keyword that is certain not to be is left out where it stands, and the
+others stay. What the library has no grammar for otherwise, it leaves out itself where it is asked to be lenient."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from baton.constraints.json_numbers import check_numbers
+from baton.constraints.json_schema import with_inner
+
+_TYPES = ("string", "boolean", "integer", "number", "array", "object", "null")
+_UNLIKE_GRAMMAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: look-around, and references back
+_MAX_DIGITS = 9  # of a place in a list
+# Where the patterns of names are left out, names that they would allow must not be forbidden.
+_OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties")
+
+
+def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema without what it says that cannot be kept to."""
+
+    def loosen(schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema if isinstance(schema, bool) else True
+        kept = {keyword: value for keyword, value in schema.items() if _is_kept(keyword, value, root)}
+        if "patternProperties" in schema and "patternProperties" not in kept:
+            kept = {keyword: value for keyword, value in kept.items() if keyword not in _OF_NAMES}
+        while problem := check_numbers(kept):
+            place, _ = problem
+            del kept[place.split("/")[1]]
+        return {keyword: with_inner(keyword, value, loosen) for keyword, value in kept.items()}
+
+    loose: dict[str, Any] = loosen(root)
+    return loose
+
+
+def _is_kept(keyword: str, value: Any, root: Mapping[str, Any]) -> bool:
+    if keyword == "$ref":
+        return isinstance(value, str) and (not value.startswith("#/") or _leads_somewhere(value, root))
+    return keyword not in _SHAPES or _SHAPES[keyword](value)
+
+
+def _leads_somewhere(reference: str, root: Mapping[str, Any]) -> bool:
+    found: Any = root
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and len(name) <= _MAX_DIGITS and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return False
+    return True
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) and value in _TYPES
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and not _UNLIKE_GRAMMAR.search(value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    "type": lambda value: all(map(_is_type, value)) if _is_list(value) else _is_type(value),
+    "pattern": _is_pattern,
+    "patternProperties": lambda value: _is_object(value) and all(map(_is_pattern, value)),
+    "required": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    **dict.fromkeys(("enum", "anyOf", "oneOf", "allOf"), _is_list),
+    **dict.fromkeys(("properties", "$defs", "definitions"), _is_object),
+}
