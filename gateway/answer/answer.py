@@ -183,6 +183,7 @@ class Answer:
             output_tokens=self.num_output_tokens,
             draft_tokens=sum(measured.decode.proposed_by_position),
             accepted_tokens=sum(measured.decode.accepted_by_position),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
         )
         durations = timing(self._stamps, measured, self.num_longest)
         durations.bound_s.update(bound_seconds(self._stamps, measured))

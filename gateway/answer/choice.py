@@ -7,7 +7,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.answer.tool_calls import ToolCalls
-from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.answer_parser import AnswerParser, Parsed
 from gateway.text.detokenizer import TextDecoder
 
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
@@ -32,6 +32,8 @@ class Choice:
         "_matched_stop",
         "_parser",
         "_reasoning",
+        "_num_unread",
+        "_num_reasoning",
         "_calls",
         "_streams_arguments",
         "_request_id",
@@ -67,6 +69,8 @@ class Choice:
         self._matched_stop = ""
         self._parser = form.new_parser and form.new_parser()
         self._reasoning = ""
+        self._num_unread = 0  # tokens of which the parser has said nothing yet
+        self._num_reasoning = 0.0
         self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
@@ -85,6 +89,11 @@ class Choice:
         """Return whether what has come goes out: its first message, its last, and others if the one before went out by
         `latest` (time.monotonic())."""
         return self.sent_at is None or self.finished or self.sent_at <= latest
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return how many of its tokens are reasoning, tags aside that nothing else came with."""
+        return round(self._num_reasoning)
 
     @property
     def _has_whole_call(self) -> bool:
@@ -138,6 +147,7 @@ class Choice:
                 text += self._stops.finish()
             self.finish_reason = ended
         if self._parser is not None:
+            self._num_unread += len(token_ids)
             text = self._parsed(self._parser, text, is_new)
         if is_new:
             self._text += text
@@ -158,11 +168,20 @@ class Choice:
                     self._calls.add(part, is_new)
             if is_new:
                 self._reasoning += each.reasoning
+        self._count(found)
         if self._has_whole_call and self._ends_with_call and not self.finish_reason:
             self.ended_here, self.finish_reason = True, TOOL_CALLS
         elif self.finish_reason == STOP and self._has_whole_call and not self._matched_stop:
             self.finish_reason = TOOL_CALLS
         return "".join(each.content for each in found)
+
+    def _count(self, found: Sequence[Parsed]) -> None:
+        """Count tokens of reasoning: where other text comes with it, as large a part as of the text."""
+        num_thought = sum(len(each.reasoning) for each in found)
+        num_said = sum(len(each.content) + sum(len(part.arguments) for part in each.calls) for each in found)
+        if num_all := num_thought + num_said:
+            self._num_reasoning += self._num_unread * num_thought / num_all
+            self._num_unread = 0
 
     def _said(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""

@@ -150,6 +150,7 @@ class AnswerForm:
         usage.prompt_tokens += message.prompt_tokens
         usage.output_tokens += len(message.token_ids)
         usage.cached_tokens += message.usage.cached_tokens
+        usage.reasoning_tokens += message.usage.reasoning_tokens
 
     def _head(self, what: str) -> Json:
         return {"id": self._asked.id, "object": what, "created": self._created, "model": self._model}
@@ -342,10 +343,14 @@ def _call(call: pb.ToolCall) -> Json:
 def _usage(usages: Iterable[pb.Usage]) -> Json:
     """Return the sum, in OpenAI's words."""
     usages = list(usages)
-    num_prompt, num_output = (sum(getattr(u, name) for u in usages) for name in ("prompt_tokens", "output_tokens"))
+    num_prompt, num_cached, num_output, num_reasoning = (
+        sum(getattr(usage, f"{name}_tokens") for usage in usages)
+        for name in ("prompt", "cached", "output", "reasoning")
+    )
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }

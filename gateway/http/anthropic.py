@@ -355,4 +355,5 @@ def _usage(usage: pb.Usage) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }

@@ -236,7 +236,6 @@ class ResponseForm:
         self._has_begun = False  # a stream
         self._has_logprobs = False  # so that events have iterators
         self._usage = pb.Usage()  # of an answer in one object
-        self._num_reasoning = 0  # tokens
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "parallel_tool_calls": True, "previous_response_id": None,
@@ -287,7 +286,6 @@ class ResponseForm:
         """Return the events for what a message says."""
         events = list[Json]()
         self._reason = message.finish_reason or self._reason
-        self._num_reasoning += _num_reasoning(message)
         arguments, calls = split_parts(message)
         if arguments:
             events += self._said(arguments)
@@ -360,7 +358,7 @@ class ResponseForm:
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": [item.to_json(self._tokens) for item in self._items],
-            "usage": _usage(usage, self._num_reasoning),
+            "usage": _usage(usage),
         }
 
     def _of_item(self, kind: str, **values: object) -> list[Json]:
@@ -375,19 +373,11 @@ class ResponseForm:
         return [{"type": kind, "sequence_number": next(self._numbers), **values}]
 
 
-def _num_reasoning(message: pb.GenerateResponse) -> int:
-    """Return how many of its tokens are reasoning: of one in which that ends, as large a part as of its text."""
-    if not message.reasoning:
-        return 0
-    num_others = len(message.text) + sum(len(call.arguments) for call in message.tool_calls)
-    return round(len(message.token_ids) * len(message.reasoning) / (len(message.reasoning) + num_others))
-
-
-def _usage(usage: pb.Usage, num_reasoning: int) -> Json:
+def _usage(usage: pb.Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

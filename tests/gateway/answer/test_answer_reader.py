@@ -93,6 +93,20 @@ def test_a_client_that_resumes_gets_the_rest(num_received):
         assert joined(before + messages_of([], num_received, asked)) == WHOLE
 
 
+@pytest.mark.parametrize("num_at_once", [1, 3, len(IDS)])
+def test_tokens_of_the_reasoning_are_counted(num_at_once):
+    choice = Choice(0, form(), None, 0)
+    for begin in range(0, len(IDS), num_at_once):
+        end = begin + num_at_once
+        choice.push(IDS[begin:end], (), pb.FINISH_REASON_STOP if end >= len(IDS) else 0)
+    expected = IDS.index(TOKENS.token_to_id("</think>")) + 1
+    if num_at_once == len(IDS):  # as large a part as of the text
+        reasoning, content, calls, _ = WHOLE
+        num_said = len(content) + sum(len(json.dumps(call[2], ensure_ascii=False)) for call in calls)
+        expected = len(IDS) * len(reasoning) / (len(reasoning) + num_said)
+    assert abs(choice.num_reasoning_tokens - expected) <= 2
+
+
 def test_plain_where_there_is_no_conversation():
     assert joined(messages_of([], asked=form(conversation=None)))[0] == ""
     assert "<tool_call>" in joined(messages_of([], asked=form(conversation=None)))[1]

@@ -168,6 +168,8 @@ async def test_reasoning_is_a_block_before_the_text(saying):
         async with client.messages.stream(**ask) as stream:
             final = await stream.get_final_message()
         assert [block.type for block in final.content] == ["thinking", "text"]
+        for usage in (whole.usage, final.usage):
+            assert 0 < usage.output_tokens_details.thinking_tokens < usage.output_tokens
         assert final.content[0] == whole.content[0] and final.content[1].text == "A fox."
         messages = [*ask["messages"], {"role": "assistant", "content": final.content}, *ask["messages"]]
         assert (await client.messages.create(**{**ask, "messages": messages})).content[1].text == "A fox."

@@ -58,6 +58,18 @@ async def test_calls_streamed(saying):
         assert ids[0] == call.id and len(ids) > 2 and not any(ids[1:])
 
 
+async def test_usage_tells_how_many_tokens_the_reasoning_took(saying):
+    async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
+        whole = (await client.chat.completions.create(**ASK)).usage
+        async with client.chat.completions.stream(**ASK, stream_options={"include_usage": True}) as stream:
+            streamed = (await stream.get_final_completion()).usage
+        response = await client.responses.create(model="fake", input="a fox", max_output_tokens=400)
+        for usage in (whole, streamed):
+            details = usage.completion_tokens_details
+            assert 0 < details.reasoning_tokens < usage.completion_tokens
+            assert details.reasoning_tokens == response.usage.output_tokens_details.reasoning_tokens
+
+
 async def test_a_call_alone_has_no_content(saying):
     async with saying(CALL, http="127.0.0.1:0") as c, openai_client(c) as client:
         message = (await client.chat.completions.create(**ASK)).choices[0].message

@@ -354,14 +354,6 @@ async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_
     assert len(final["response"]["output"][0]["content"][0]["logprobs"]) == 1000
 
 
-def test_tokens_of_the_reasoning_are_told():
-    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace())
-    form.add(pb.GenerateResponse(reasoning="so it", token_ids=[1, 2, 3]))
-    form.add(pb.GenerateResponse(reasoning="is", text="a fox", token_ids=[4, 5, 6, 7, 8, 9, 10]))  # 2 of 7 characters
-    form.add(pb.GenerateResponse(text=".", token_ids=[11], usage=pb.Usage(output_tokens=11)))
-    assert form.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
-
-
 async def test_an_answer_that_comes_back_is_as_the_document_has_it():
     form = ResponseForm(
         Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
