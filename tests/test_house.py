@@ -144,7 +144,8 @@ FOLDERS = {
         "catalog": "config request fleet orchestration",
         "observe": "prefix request queue link fleet catalog",
         "api": "config prefix queue discovery text request answer fleet catalog observe",
-        "http": "request api",
+        "http.wire": "",
+        "http": "request api http.wire",
         ".": "store model parsers config text prefix queue link discovery request answer fleet observe orchestration catalog api http",
     },
     "baton.engine": {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
-from gateway.http.writing import Data, Json, event, to_bytes, to_bytes_in_turns, to_text
+from gateway.http.wire.writing import Data, Json, event, to_bytes, to_bytes_in_turns, to_text
 
 
 class SequenceDecoder(Protocol):

@@ -10,7 +10,6 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import split_parts
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
-from gateway.http.errors import status_of, to_json
 from gateway.http.fields import (
     BOOLEAN,
     INTEGER,
@@ -24,7 +23,8 @@ from gateway.http.fields import (
     without_nulls,
 )
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
-from gateway.http.writing import Json, named_event
+from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.writing import Json, named_event
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, WITHOUT_THINKING
 
 MESSAGES = (

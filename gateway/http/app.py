@@ -35,7 +35,6 @@ from gateway.http.answers import (
 )
 from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
 from gateway.http.call import BadCall, HttpCall, ToError
-from gateway.http.errors import status_of, to_json
 from gateway.http.openapi import document
 from gateway.http.requests import (
     DETOKENIZE_NAMES,
@@ -48,8 +47,9 @@ from gateway.http.requests import (
     read_rerank,
     read_tokenize,
 )
-from gateway.http.responses import NUM_LEVELS, ResponseForm, read_response
-from gateway.http.writing import Json, to_bytes, to_bytes_in_turns
+from gateway.http.responses import NUM_LEVELS, ResponseForm, read_input_tokens, read_response
+from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
@@ -81,6 +81,12 @@ class HttpApi:
             return await self._stream(call, context, form, boxes)
         await self._handler.gather(boxes[0], context, form.add)
         await call.reply_json(await to_bytes_in_turns(form.whole(), NUM_LEVELS))
+
+    async def input_tokens(self, call: HttpCall) -> None:
+        """POST /v1/responses/input_tokens."""
+        request, call.names = read_input_tokens(call.values)
+        num_tokens = len((await self._handler.tokenize(request, call.context)).token_ids)
+        await call.reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
@@ -241,6 +247,7 @@ def make_app(
         route("/v1/chat/completions", api.chat_completions, "Generate"),
         route("/v1/completions", api.completions, "Generate"),
         route("/v1/responses", api.responses, "Generate"),
+        route("/v1/responses/input_tokens", api.input_tokens, "Tokenize"),
         route(_MESSAGES, api.messages, "Generate", tell=to_error),
         route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/embeddings", api.embeddings, "Embed"),

@@ -1,12 +1,14 @@
-"""Conversations in OpenAI's form, read into messages of baton.v1: messages, tools, and what goes with them."""
+"""Conversations in OpenAI's forms, read into messages of baton.v1: messages, the items of a response's input, tools, and what
+goes with them."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import BOOLEAN, OBJECT_TEXT, STRING, ValueKind, read_as
-from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from gateway.http.fields import BOOLEAN, EFFORT, OBJECT, OBJECT_TEXT, STRING, ValueKind, read_as, without_nulls
+from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, THINKING
 
 # Words for fields of baton.v1.Messages.
 CONVERSATION_NAMES = {
@@ -16,8 +18,8 @@ CONVERSATION_NAMES = {
     "messages.tool_name": "tool_choice.function.name",
 }
 CONVERSATION = (
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message",
-    "add_generation_prompt",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
+    "continue_final_message", "add_generation_prompt",
 )  # fmt: skip
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
@@ -25,6 +27,13 @@ _MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", "reasoning"
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
+# Of an item of a response's input; an answer comes back with all of them.
+ITEM_ROLES = ("system", "developer", "user", "assistant")
+ITEM_PARTS = ("input_text", "output_text")
+ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")
+CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
+OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
+_MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 
 
 def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
@@ -48,7 +57,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
             _tool(f"tools[{index}]", tool)
             for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS))
         ],
-        chat_template_kwargs=read_object_text("chat_template_kwargs", values),
+        chat_template_kwargs=read_template_kwargs(values, "reasoning_effort", values.get("reasoning_effort")),
         continue_final_message=continues,
     )
 
@@ -82,6 +91,16 @@ def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> s
     """Return the object in a field as text, an empty one where it has nothing."""
     text = read_as(where + name, OBJECT_TEXT, fields.get(name, {}))
     return "" if text == "{}" else text
+
+
+def read_template_kwargs(values: Mapping[str, Any], where: str, effort: object) -> str:
+    """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
+    words of templates how much the model is to reason. `where`: the field that `effort` is from, None: it is not given."""
+    if effort is None:
+        return read_object_text("chat_template_kwargs", values)
+    thinks = read_as(where, EFFORT, effort) != "none"
+    own = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
+    return json.dumps({"reasoning_effort": effort, **dict.fromkeys(THINKING, thinks), **own})
 
 
 def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:
@@ -152,3 +171,79 @@ def _tool(where: str, tool: object) -> pb.Tool:
         raise InvalidRequest(f"{where}.type", 'must be "function"')
     function = read_fields(f"{where}.function", fields.get("function"), TOOL_FIELDS)
     return read_tool(f"{where}.function", function, "parameters")
+
+
+def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
+    """Read the input of a response into the conversation, and its words for messages into `names`. Raises
+    InvalidRequest."""
+    items, messages = values.get("input"), conversation.messages
+    if items is None:
+        raise InvalidRequest("input", "is missing")
+    if isinstance(items, str):
+        messages.add(role="user", content=read_as("input", STRING, items))
+        return
+    if not isinstance(items, list) or not items:
+        raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
+    read_list("input", items, _MAX_ITEMS)
+    thoughts, num_before = list[str](), len(messages)
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(where, "must be an object with role and content")
+        item = without_nulls(item)
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            if thought := read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",)):
+                thoughts.append(thought)
+            continue
+        is_call = kind == "function_call"
+        # An answer's reasoning, text and calls are items, and one message.
+        if not (is_call and not thoughts and len(messages) > num_before and messages[-1].role == "assistant"):
+            message = pb.Message(role="assistant") if is_call else _item_message(where, kind, item)
+            if thoughts and message.role != "assistant":
+                messages.add(role="assistant", reasoning="\n".join(thoughts))  # of an answer that ended in it
+                thoughts.clear()
+            messages.append(message)
+            here = f"messages.messages[{len(messages) - 1}]"
+            names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
+        if is_call:
+            here = f"messages.messages[{len(messages) - 1}].tool_calls[{len(messages[-1].tool_calls)}]"
+            messages[-1].tool_calls.append(_item_call(where, item))
+            names |= {here: where, f"{here}.id": f"{where}.call_id"}
+        if messages[-1].role == "assistant" and thoughts:
+            messages[-1].reasoning = "\n".join(thoughts)
+            thoughts.clear()
+    if len(messages) == num_before:
+        raise InvalidRequest("input", "has no message")
+    if thoughts:
+        messages.add(role="assistant", reasoning="\n".join(thoughts))
+
+
+def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
+    fields = read_fields(where, item, CALL_FIELDS)
+    return pb.ToolCall(
+        id=read_as(f"{where}.call_id", STRING, fields.get("call_id")),
+        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        arguments=read_as(f"{where}.arguments", STRING, fields.get("arguments")),
+    )
+
+
+def _item_message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Message:
+    if kind == "function_call_output":
+        fields = read_fields(where, item, OUTPUT_FIELDS)
+        content = read_content(f"{where}.output", fields.get("output", ""), ITEM_PARTS)
+        call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
+        return pb.Message(role="tool", content=content, tool_call_id=call_id)
+    if kind == "item_reference":
+        told = "is not supported here: nothing is stored; with store: false clients send items themselves"
+        raise InvalidRequest(f"{where}.type", told)
+    if kind != "message":
+        told = "is not supported here: message, reasoning, function_call and function_call_output are"
+        raise InvalidRequest(f"{where}.type", told)
+    for name in item:
+        if name not in ITEM_FIELDS:
+            raise InvalidRequest(f"{where}.{name[:80]}", "is not known here")
+    if item.get("role") not in ITEM_ROLES:
+        raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ITEM_ROLES)}")
+    role = "system" if item["role"] == "developer" else item["role"]
+    return pb.Message(role=role, content=read_content(f"{where}.content", item.get("content"), ITEM_PARTS))

@@ -107,6 +107,12 @@ def _notes(value: object) -> dict[str, str]:
     return {_string(name): _string(each) for name, each in value.items()}
 
 
+def _effort(value: object) -> str:
+    if value not in EFFORTS:
+        raise ValueError
+    return _string(value)
+
+
 def _true(value: object) -> bool:
     if value is not True:
         raise TypeError
@@ -138,6 +144,8 @@ STRINGS = ValueKind(
 )
 POOLINGS = {name.removeprefix("POOLING_").lower(): number for name, number in pb.Pooling.items() if number}
 POOLING = ValueKind(f"one of {', '.join(POOLINGS)}", {"enum": [*POOLINGS]}, _pooling)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORT = ValueKind(f"one of {', '.join(EFFORTS)}", {"enum": EFFORTS}, _effort)
 TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
 JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)
@@ -242,11 +250,11 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "conversation": (),  # nothing is stored
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({},),
     "service_tier": _TIERS,
     "store": (False,),
     "truncation": ("disabled",),
 }
+INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "suffix": ("",)}
 
 

@@ -1,20 +1,17 @@
 """The OpenAPI document, made from the table by which requests are read."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from baton.protocol import MAX_INPUTS
-from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, TOOL_CHOICES
+from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL
 from gateway.http.fields import (
     BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
     COMPLETION,
     COMPLETION_NEUTRAL,
-    CONSTRAINTS,
     EMBEDDING,
-    FORMAT_TYPES,
-    JSON_SCHEMA,
+    INPUT_NEUTRAL,
     NOTES,
     RERANK,
     RESPONSE,
@@ -25,9 +22,9 @@ from gateway.http.fields import (
     Field,
 )
 from gateway.http.requests import ENCODINGS, MAX_PROMPTS
-from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, OUTPUT_FIELDS, PARTS, ROLES
-
-Json = dict[str, Any]
+from gateway.http.responses import INCLUDED
+from gateway.http.schemas import ANTHROPIC, CONVERSATION, FORMAT, OBJECT, OF_RESPONSES, STRUCTURED, closed, prompts
+from gateway.http.wire.writing import Json
 
 _STATUSES = {
     400: "The request is not acceptable; `param` names the field.",
@@ -103,209 +100,34 @@ _RANKED = {
     "required": ["id", "model", "results", "usage"],
     "properties": {"results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"]}}},
 }
-_OBJECT = {"type": "object"}
 _NOTES = {name: kind.schema for name, kind in NOTES.items()}
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
-
-
-def _closed(required: Sequence[str], **properties: Json) -> Json:
-    """Return the schema of an object with these properties and no others."""
-    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
-
-
-def _list_of(kind: Json, *others: Json, **bounds: int) -> Json:
-    return {"type": "array", "items": {"anyOf": [kind, *others]} if others else kind, **bounds}
-
-
-def _parts(*kinds: str, **others: Json) -> Json:
-    return _closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=_OBJECT, **others)
-
-
-def _content(*kinds: str) -> Json:
-    notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
-    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes))]}
-
-
-_CONTENT = _content("text")
-
-
-def _conversation(message: Json, *others: Json) -> Json:
-    return _list_of(message, *others, minItems=1)
-
-
-def _message(*roles: str, content: Json, **others: Json) -> Json:
-    return _closed(["role", "content"], role={"enum": roles}, content=content, **others)
-
-
-_TOOL_RESULT = _closed(
-    ["type", "tool_use_id"],
-    type={"const": "tool_result"},
-    tool_use_id=STRING.schema,
-    content=_CONTENT,
-    is_error=BOOLEAN.schema,
-    cache_control=_OBJECT,
-)
-_TOOL_USE = _closed(
-    ["type", "id", "name", "input"],
-    type={"const": "tool_use"},
-    id=STRING.schema,
-    name=_NAME,
-    input=_OBJECT,
-    cache_control=_OBJECT,
-)
-_THINKING = _closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
-_ANTHROPIC = {
-    "messages": _conversation(
-        _message("system", content=_CONTENT),
-        _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _TOOL_RESULT)]}),
-        _message("assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _TOOL_USE)]}),
-    ),
-    "system": _CONTENT,
-    "cache_control": _OBJECT,
-    "output_config": _closed(
-        [], format=_closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema)
-    ),
-    "tools": _list_of(
-        _closed(
-            ["name", "input_schema"],
-            type={"const": "custom"},
-            name=_NAME,
-            description=STRING.schema,
-            input_schema=_OBJECT,
-            strict=BOOLEAN.schema,
-            cache_control=_OBJECT,
-            eager_input_streaming=BOOLEAN.schema,
-        )
-    ),
-    "tool_choice": _closed(
-        ["type"], type={"enum": [*TOOL_CHOICES]}, name=_NAME, disable_parallel_tool_use=BOOLEAN.schema
-    ),
-}
-_FUNCTION = {"name": _NAME, "description": STRING.schema, "parameters": _OBJECT, "strict": BOOLEAN.schema}
-_ITEMS = _conversation(
-    _message(
-        *ROLES,
-        content=_content(*PARTS),
-        type={"const": "message"},
-        **{name: STRING.schema for name in ITEM_FIELDS if name not in ("type", "role", "content")},
-    ),
-    _closed(
-        ["type", "call_id", "name", "arguments"],
-        type={"const": "function_call"},
-        **{name: STRING.schema for name in CALL_FIELDS if name != "type"},
-    ),
-    _closed(
-        ["type", "call_id", "output"],
-        **{
-            **dict.fromkeys(OUTPUT_FIELDS, STRING.schema),
-            "type": {"const": "function_call_output"},
-            "output": _content(*PARTS),
-        },
-    ),
-    {
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": {"const": "reasoning"}, "content": _content("reasoning_text")},
-    },
-)
-_OF_RESPONSES = {
-    "input": {"anyOf": [STRING.schema, _ITEMS]},
-    "instructions": STRING.schema,
-    "include": _list_of({"const": LOGPROBS}),
-    "chat_template_kwargs": _OBJECT,
-    "tools": _list_of(_closed(["type", "name"], type={"const": "function"}, **_FUNCTION)),
-    "tool_choice": {
-        "anyOf": [
-            {"enum": ["none", "auto", "required"]},
-            _closed(["type", "name"], type={"const": "function"}, name=_NAME),
-        ]
-    },
-    "parallel_tool_calls": BOOLEAN.schema,
-    "text": _closed(
-        [],
-        format=_closed(
-            ["type"],
-            type={"enum": FORMAT_TYPES},
-            name=STRING.schema,
-            description=STRING.schema,
-            schema=JSON_SCHEMA.schema,
-            strict=BOOLEAN.schema,
-        ),
-    ),
-    "stream": BOOLEAN.schema,
-    "stream_options": _closed([], include_obfuscation=BOOLEAN.schema),
-    **_NOTES,
-}
-_CALL = _closed(
-    ["id", "function"],
-    id=STRING.schema,
-    index={"type": "integer"},
-    type={"const": "function"},
-    function=_closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
-)
-_TEXT_OR_NULL = {"type": ["string", "null"]}
-_MESSAGES = _conversation(
-    _closed(
-        ["role"],
-        role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-        name=_TEXT_OR_NULL,
-        content={"anyOf": [_CONTENT, {"type": "null"}]},
-        reasoning_content=_TEXT_OR_NULL,
-        reasoning=_TEXT_OR_NULL,
-        tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
-        tool_call_id=_TEXT_OR_NULL,
-    ),
-)
-_TOOL = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], **_FUNCTION))
-_NAMED_CHOICE = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], name=_NAME))
-_CONVERSATION = {
-    "messages": _MESSAGES,
-    "tools": _list_of(_TOOL),
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
-    "parallel_tool_calls": BOOLEAN.schema,
-    "chat_template_kwargs": _OBJECT,
-    "continue_final_message": BOOLEAN.schema,
-    "add_generation_prompt": BOOLEAN.schema,
-}
-_TOKENS = {**TOKEN_IDS.schema, "minItems": 1}
-
-
-def _prompts(most: int) -> Json:
-    """Return the schema of one prompt, or of several."""
-    text = {"type": "string", "minLength": 1}
-    several = [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in (text, _TOKENS)]
-    return {"anyOf": [text, _TOKENS, *several]}
-
-
-_NAMED_SCHEMA = _closed(
-    ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
-)
-_FORMAT = _closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA)
-_STRUCTURED = {
-    **_closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
-    "minProperties": 1,
-    "maxProperties": 1,
-}
 _STREAMED = {
-    "response_format": _FORMAT,
-    "structured_outputs": _STRUCTURED,
+    "response_format": FORMAT,
+    "structured_outputs": STRUCTURED,
     "stream": BOOLEAN.schema,
-    "stream_options": _closed(
+    "stream_options": closed(
         [], include_usage=BOOLEAN.schema, continuous_usage_stats=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema
     ),
     **_NOTES,
     "return_token_ids": BOOLEAN.schema,
 }
-_OF_CHAT = {**_CONVERSATION, "logprobs": BOOLEAN.schema, "prediction": _OBJECT, **_STREAMED}
-_OF_MESSAGES = {**_ANTHROPIC, "metadata": _OBJECT, "stream": BOOLEAN.schema}
+_OF_CHAT = {**CONVERSATION, "logprobs": BOOLEAN.schema, "prediction": OBJECT, **_STREAMED}
+_OF_RESPONSE = {
+    **OF_RESPONSES,
+    "include": {"type": "array", "items": {"enum": INCLUDED}},
+    "stream": BOOLEAN.schema,
+    "stream_options": closed([], include_obfuscation=BOOLEAN.schema),
+    **_NOTES,
+}
+_OF_MESSAGES = {**ANTHROPIC, "metadata": OBJECT, "stream": BOOLEAN.schema}
 
 
 def document() -> Json:
     """Return the document."""
     chat = _body(_OF_CHAT, ["messages"], CHAT, CHAT_NEUTRAL)
-    completion = _body({"prompt": _prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
+    completion = _body({"prompt": prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
     embeddings = _body(
-        {"input": _prompts(MAX_INPUTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
+        {"input": prompts(MAX_INPUTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
         ["input"],
         EMBEDDING,
     )
@@ -319,11 +141,12 @@ def document() -> Json:
         ["query", "documents"],
         RERANK,
     )
-    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **_CONVERSATION}, [])
+    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
-    response = _body(_OF_RESPONSES, ["input"], RESPONSE, RESPONSE_NEUTRAL)
+    response = _body(_OF_RESPONSE, ["input"], RESPONSE, RESPONSE_NEUTRAL)
+    count_input = _body({**OF_RESPONSES, "model": STRING.schema}, ["input"], neutral=INPUT_NEUTRAL)
     message = _body(_OF_MESSAGES, ["messages", "max_tokens"], MESSAGES, MESSAGES_NEUTRAL)
-    count = _body({**_ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
+    count = _body({**ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
     counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}}
     statuses = {"200": {"description": "Requests are served."}, "503": {"description": "Not now."}}
     paths = {
@@ -342,6 +165,7 @@ def document() -> Json:
             "post": _operation("How many tokens a conversation has.", counted, count, error=_ANTHROPIC_ERROR)
         },
         "/v1/responses": {"post": _operation("Answer; nothing is stored.", _RESPONSE, response, streams=True)},
+        "/v1/responses/input_tokens": {"post": _operation("How many tokens an input has.", counted, count_input)},
         "/v1/embeddings": {"post": _operation("Vectors of texts.", _EMBEDDINGS, embeddings)},
         "/v1/rerank": {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)},
         "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},

@@ -11,28 +11,28 @@ from typing import Any
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import TokenTexts, split_parts, token_logprobs
+from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
     TOOL_FIELDS,
-    read_content,
     read_fields,
+    read_input,
     read_list,
-    read_object_text,
+    read_template_kwargs,
     read_tool,
     read_tool_choice,
 )
-from gateway.http.fields import BOOLEAN, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as, without_nulls
+from gateway.http.fields import BOOLEAN, INPUT_NEUTRAL, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING
 from gateway.http.requests import Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
-from gateway.http.writing import Data, Json, named_event, named_events_in_turns, to_bytes
-from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS
+from gateway.http.wire.writing import Data, Json, named_event, named_events_in_turns, to_bytes
+from gateway.request.messages import MAX_TOOLS
 
-ROLES = ("system", "developer", "user", "assistant")
-PARTS = ("input_text", "output_text")
-ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")  # an answer comes back with all of them
-CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
-OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes back as the text that it is
+SUMMARIES, SUMMARY_KINDS = (
+    ("summary", "generate_summary"),
+    ("auto", "concise", "detailed"),
+)  # of reasoning: none is made
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
-_MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 _NAMES = {
     "messages.messages": "input",
     "messages": "input",
@@ -43,9 +43,7 @@ _NAMES = {
     "messages.chat_template_kwargs": "chat_template_kwargs",
 }
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
-_OTHERS = (
-    "input", "instructions", "include", "stream", "stream_options", "text", "chat_template_kwargs", *_TOOLS, *NOTES,
-)  # fmt: skip
+_CONVERSATION = ("input", "instructions", "text", "chat_template_kwargs", "reasoning", *_TOOLS)
 _TOLD = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
     *(name for name in NOTES if name != "prompt_cache_options"),  # an object of any depth
@@ -54,12 +52,9 @@ _TOLD = (
 
 def read_response(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/responses. Raises InvalidRequest."""
-    check_known(values, RESPONSE, RESPONSE_NEUTRAL, _OTHERS)
+    check_known(values, RESPONSE, RESPONSE_NEUTRAL, (*_CONVERSATION, "include", "stream", "stream_options", *NOTES))
     names = dict(_NAMES)
-    request = pb.GenerateRequest(messages=_tools(values))
-    if "instructions" in values:
-        request.messages.messages.add(role="system", content=read_value(values, "instructions", STRING))
-    _read_input(values, request.messages, names)
+    request = pb.GenerateRequest(messages=_conversation(values, names))
     fill(request, values, RESPONSE, names)
     if _has_logprobs(values):
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
@@ -72,12 +67,35 @@ def read_response(values: Mapping[str, Any]) -> Asked:
     return Asked(f"resp_{request.request_id}", [request], names, stream)
 
 
+def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
+    """Read the body of /v1/responses/input_tokens; return the request and the words for its fields. Raises
+    InvalidRequest."""
+    check_known(values, (), INPUT_NEUTRAL, (*_CONVERSATION, "model"))
+    read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
+    names = dict(_NAMES)
+    model = read_value(values, "model", STRING, "")
+    return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
+
+
+def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
+    """Read a conversation, and its words for messages into `names`."""
+    conversation = _tools(values)
+    fields = read_part_of(values, "reasoning", ("effort", *SUMMARIES))
+    for name in SUMMARIES:
+        if fields.get(name, SUMMARY_KINDS[0]) not in SUMMARY_KINDS:
+            raise InvalidRequest(f"reasoning.{name}", f"must be one of {', '.join(SUMMARY_KINDS)}")
+    conversation.chat_template_kwargs = read_template_kwargs(values, "reasoning.effort", fields.get("effort"))
+    if "instructions" in values:
+        conversation.messages.add(role="system", content=read_value(values, "instructions", STRING))
+    read_input(values, conversation, names)
+    return conversation
+
+
 def _tools(values: Mapping[str, Any]) -> pb.Messages:
-    """Return a conversation with its tools, and variables of the template, alone."""
+    """Return a conversation with its tools alone."""
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
-    conversation.chat_template_kwargs = read_object_text("chat_template_kwargs", values)
     for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -92,84 +110,9 @@ def _has_logprobs(values: Mapping[str, Any]) -> bool:
     if not isinstance(include, list):
         raise InvalidRequest("include", "must be a list")
     for index, each in enumerate(include):
-        if each != LOGPROBS:
-            raise InvalidRequest(f"include[{index}]", f"is not supported here; {LOGPROBS} is")
-    return bool(include)
-
-
-def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
-    """Read the input into the conversation, and its words for messages into `names`."""
-    items, messages = values.get("input"), conversation.messages
-    if items is None:
-        raise InvalidRequest("input", "is missing")
-    if isinstance(items, str):
-        messages.add(role="user", content=read_value(values, "input", STRING))
-        return
-    if not isinstance(items, list) or not items:
-        raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
-    read_list("input", items, _MAX_ITEMS)
-    thoughts, num_before = list[str](), len(messages)
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise InvalidRequest(where, "must be an object with role and content")
-        item = without_nulls(item)
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            if thought := read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",)):
-                thoughts.append(thought)
-            continue
-        is_call = kind == "function_call"
-        # An answer's reasoning, text and calls are items, and one message.
-        if not (is_call and not thoughts and len(messages) > num_before and messages[-1].role == "assistant"):
-            message = pb.Message(role="assistant") if is_call else _message(where, kind, item)
-            if thoughts and message.role != "assistant":
-                messages.add(role="assistant", reasoning="\n".join(thoughts))  # of an answer that ended in it
-                thoughts.clear()
-            messages.append(message)
-            here = f"messages.messages[{len(messages) - 1}]"
-            names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
-        if is_call:
-            here = f"messages.messages[{len(messages) - 1}].tool_calls[{len(messages[-1].tool_calls)}]"
-            messages[-1].tool_calls.append(_call(where, item))
-            names |= {here: where, f"{here}.id": f"{where}.call_id"}
-        if messages[-1].role == "assistant" and thoughts:
-            messages[-1].reasoning = "\n".join(thoughts)
-            thoughts.clear()
-    if len(messages) == num_before:
-        raise InvalidRequest("input", "has no message")
-    if thoughts:
-        messages.add(role="assistant", reasoning="\n".join(thoughts))
-
-
-def _call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
-    fields = read_fields(where, item, CALL_FIELDS)
-    return pb.ToolCall(
-        id=read_as(f"{where}.call_id", STRING, fields.get("call_id")),
-        name=read_as(f"{where}.name", STRING, fields.get("name")),
-        arguments=read_as(f"{where}.arguments", STRING, fields.get("arguments")),
-    )
-
-
-def _message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Message:
-    if kind == "function_call_output":
-        fields = read_fields(where, item, OUTPUT_FIELDS)
-        content = read_content(f"{where}.output", fields.get("output", ""), PARTS)
-        call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
-        return pb.Message(role="tool", content=content, tool_call_id=call_id)
-    if kind == "item_reference":
-        told = "is not supported here: nothing is stored; with store: false clients send items themselves"
-        raise InvalidRequest(f"{where}.type", told)
-    if kind != "message":
-        told = "is not supported here: message, reasoning, function_call and function_call_output are"
-        raise InvalidRequest(f"{where}.type", told)
-    for name in item:
-        if name not in ITEM_FIELDS:
-            raise InvalidRequest(f"{where}.{name[:80]}", "is not known here")
-    if item.get("role") not in ROLES:
-        raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    role = "system" if item["role"] == "developer" else item["role"]
-    return pb.Message(role=role, content=read_content(f"{where}.content", item.get("content"), PARTS))
+        if each not in INCLUDED:
+            raise InvalidRequest(f"include[{index}]", f"is not supported here; {' and '.join(INCLUDED)} are")
+    return LOGPROBS in include
 
 
 @dataclass
@@ -239,7 +182,7 @@ class ResponseForm:
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "parallel_tool_calls": True, "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None}, "store": False, "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None}, "store": False, "text": {"format": {"type": "text"}},
             "tool_choice": "auto", "tools": [], "truncation": "disabled",
             "service_tier": "default" if "service_tier" in values else None,
             **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},

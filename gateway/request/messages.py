@@ -12,7 +12,8 @@ from gateway.config.served_model import PRESETS, RequestLimits
 from gateway.text.templates import ChatMessage, ChatOptions, ChatToolCall, Conversation, JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-WITHOUT_THINKING = '{"enable_thinking": false}'  # variables for the templates of models that can do without
+THINKING = ("enable_thinking", "thinking")  # variables by which templates let a model reason, or not
+WITHOUT_THINKING = json.dumps(dict.fromkeys(THINKING, False))
 MAX_MESSAGES = max(limits.messages for limits in PRESETS.values())
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message

@@ -21,7 +21,7 @@ from baton.client import AsyncClient, CallError, RetryPolicy
 from baton.service.arguments import add_command, positive, whole
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
-from gateway.http.writing import to_bytes
+from gateway.http.wire.writing import to_bytes
 
 # A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
 _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0, counts_refusals=False)

@@ -14,10 +14,10 @@ from baton.client import AsyncClient, CallError
 from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import AnswerForm, ChatForm, CompletionForm
-from gateway.http.errors import status_of, to_json
 from gateway.http.fields import without_nulls
 from gateway.http.requests import Asked, parse, read_chat, read_completion
-from gateway.http.writing import with_lists
+from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.writing import with_lists
 
 _KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
 _SLO_CLASS = "batch"  # where a body names none

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import MessageForm, read_count, read_request
 from gateway.http.requests import Asked
-from gateway.http.writing import to_bytes
+from gateway.http.wire.writing import to_bytes
 from tests.gateway.http.test_openai_client import over_grpc
 from tests.support.pace import patience
 
@@ -304,7 +304,7 @@ async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word
 
 def test_a_model_is_told_not_to_think():
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-    for thinking, kwargs in ((None, ""), ({"type": "disabled"}, '{"enable_thinking": false}')):
+    for thinking, kwargs in ((None, ""), ({"type": "disabled"}, '{"enable_thinking": false, "thinking": false}')):
         (asked,) = read_request({**body, **({"thinking": thinking} if thinking else {})}).requests
         counted, _ = read_count({"messages": body["messages"], **({"thinking": thinking} if thinking else {})})
         assert asked.messages.chat_template_kwargs == counted.messages.chat_template_kwargs == kwargs

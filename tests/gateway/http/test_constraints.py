@@ -9,10 +9,10 @@ from pydantic import BaseModel
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import read_request
-from gateway.http.errors import rename
 from gateway.http.fields import CONSTRAINTS, FORMATS
 from gateway.http.requests import parse, read_chat, read_completion
 from gateway.http.responses import read_response
+from gateway.http.wire.errors import rename
 from gateway.text import constraint_checks
 from tests.support.pace import patience
 

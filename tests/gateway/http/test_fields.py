@@ -1,6 +1,7 @@
 """The table, both ways: a value lands in its field of baton.v1 and in no other, and what is wrong with that field is
 told in the client's own word for it."""
 
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import RequestLimits
 from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
-from gateway.http.errors import rename, status_of, to_json
+from gateway.http.conversations import CONVERSATION
 from gateway.http.fields import (
     CHAT,
     CHAT_NEUTRAL,
@@ -33,7 +34,8 @@ from gateway.http.requests import (
     read_rerank,
     read_tokenize,
 )
-from gateway.http.responses import LOGPROBS, read_response
+from gateway.http.responses import INCLUDED, LOGPROBS, read_input_tokens, read_response
+from gateway.http.wire.errors import rename, status_of, to_json
 from gateway.orchestration.retry_budget import poison
 from gateway.request.messages import check_conversation
 from gateway.request.validation import check
@@ -235,7 +237,16 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_response, {"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
         (read_response, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         (read_response, {"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
-        (read_response, {"input": "a", "include": ["reasoning.encrypted_content"]}, "include[0]"),
+        (read_response, {"input": "a", "include": ["file_search_call.results"]}, "include[0]"),
+        (read_response, {"input": "a", "reasoning": {"effort": "much"}}, "reasoning.effort"),
+        (read_response, {"input": "a", "reasoning": {"summary": True}}, "reasoning.summary"),
+        (read_response, {"input": "a", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        (read_response, {"input": "a", "reasoning": "low"}, "reasoning"),
+        (read_chat, {**READERS["chat"][1], "reasoning_effort": "much"}, "reasoning_effort"),
+        (read_input_tokens, {"input": "a", "max_output_tokens": 1}, "max_output_tokens"),
+        (read_input_tokens, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (read_input_tokens, {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        (read_input_tokens, {}, "input"),
         (read_response, {"input": "a", "top_logprobs": 2}, "top_logprobs"),
         (read_response, {"input": "a", "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         (read_response, {"input": "a", "n": 2}, "n"),
@@ -376,6 +387,26 @@ def test_template_variables_of_a_response_are_those_of_a_chat():
     assert rename("messages.chat_template_kwargs", asked.names) == "chat_template_kwargs"
     with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
         read_response({"input": "hi", "chat_template_kwargs": 7})
+
+
+@pytest.mark.parametrize(
+    ("effort", "own", "variables"),
+    [
+        ("none", {}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        ("high", {}, {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}),
+        ("low", {"enable_thinking": False, "a": 1}, {"reasoning_effort": "low", "enable_thinking": False, "thinking": True, "a": 1}),
+    ],
+)  # fmt: skip
+def test_an_effort_to_reason_is_told_in_the_words_of_templates(effort, own, variables):
+    chat = {**READERS["chat"][1], "reasoning_effort": effort, "chat_template_kwargs": own}
+    response = {"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}, "chat_template_kwargs": own}
+    for asked in (
+        read_chat(chat).requests[0],
+        read_tokenize({name: value for name, value in chat.items() if name in CONVERSATION}),
+        read_response({**response, "include": [*INCLUDED]}).requests[0],
+        read_input_tokens(response)[0],
+    ):
+        assert json.loads(asked.messages.chat_template_kwargs) == variables
 
 
 @pytest.mark.parametrize("num_chars", [1, 61, 62, 63, 64])

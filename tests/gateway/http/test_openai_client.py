@@ -13,7 +13,7 @@ from openai import BadRequestError
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import ChatForm, CompletionForm
 from gateway.http.requests import read_completion
-from gateway.http.writing import to_bytes_in_turns
+from gateway.http.wire.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.orchestration.test_answers import read

@@ -63,11 +63,12 @@ async def test_usage_tells_how_many_tokens_the_reasoning_took(saying):
         whole = (await client.chat.completions.create(**ASK)).usage
         async with client.chat.completions.stream(**ASK, stream_options={"include_usage": True}) as stream:
             streamed = (await stream.get_final_completion()).usage
-        response = await client.responses.create(model="fake", input="a fox", max_output_tokens=400)
+        response = (await client.responses.create(model="fake", input="a fox", max_output_tokens=400)).usage
         for usage in (whole, streamed):
-            details = usage.completion_tokens_details
-            assert 0 < details.reasoning_tokens < usage.completion_tokens
-            assert details.reasoning_tokens == response.usage.output_tokens_details.reasoning_tokens
+            num_reasoning = usage.completion_tokens_details.reasoning_tokens
+            assert 0 < num_reasoning < usage.completion_tokens / 2
+            # Of tokens that come together with the last of it, a part.
+            assert abs(num_reasoning - response.output_tokens_details.reasoning_tokens) <= 4
 
 
 async def test_a_call_alone_has_no_content(saying):

@@ -1,6 +1,7 @@
 """The Responses API by OpenAI's own client, against what the gRPC door says of the same request."""
 
 import json
+import shutil
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -15,7 +16,7 @@ from gateway.http.app import HttpApi
 from gateway.http.openapi import document
 from gateway.http.requests import Asked
 from gateway.http.responses import LOGPROBS, NUM_LEVELS, ResponseForm, read_response
-from gateway.http.writing import to_bytes_in_turns
+from gateway.http.wire.writing import to_bytes_in_turns
 from tests.gateway.http.conftest import openai_client
 from tests.gateway.http.test_openai_client import over_grpc, turns
 
@@ -208,6 +209,38 @@ async def test_calls_are_items_and_so_are_their_outputs(saying):
         assert prompt.endswith(
             "One moment." + '{"name": "find", "arguments": {"text": "fox"}}' * 2 + "<|tool|>here" * 2
         )
+
+
+async def test_input_tokens_are_those_of_the_answer_s_usage(saying):
+    async with saying(CALL, http="127.0.0.1:0") as c, openai_client(c) as client:
+        asked = {"model": "fake", "input": "a fox", "instructions": "be brief", "tools": [FIND], "tool_choice": "auto"}
+        counted = await client.responses.input_tokens.count(**asked, reasoning={"effort": "low"}, truncation="disabled")
+        assert counted.object == "response.input_tokens"
+        usage = (await client.responses.create(**asked, reasoning={"effort": "low"}, max_output_tokens=400)).usage
+        assert counted.input_tokens == usage.input_tokens > 5
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.responses.input_tokens.count(**{**asked, "input": [{"role": "robot", "content": "x"}]})
+        assert error.value.param == "input[0].role"
+
+
+async def test_an_effort_to_reason_reaches_the_template(cluster, folder, tmp_path):
+    shutil.copytree(folder, model := tmp_path / "fake")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{% if enable_thinking %}{{ 'Reasoning: ' + reasoning_effort }}{% endif %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    async with cluster(model=model, http="127.0.0.1:0") as c, openai_client(c) as client:
+        for effort, behind in (("none", ""), ("high", "Reasoning: high"), (None, "")):
+            asked = {"reasoning_effort": effort} if effort else {}
+            await client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=2, **asked
+            )
+            said = await client.responses.create(
+                model="fake", input="hi", max_output_tokens=2, reasoning={"effort": effort}
+            )
+            assert said.reasoning.effort == effort
+            for spec in [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-2:]:
+                prompt = c.pipeline.text.detokenizer.decode(spec.token_ids[: spec.num_prompt_tokens])
+                assert prompt == f"hi{behind}"
 
 
 async def test_a_call_alone_is_the_only_item(saying):

@@ -1,0 +1,190 @@
+"""JSON schemas of what bodies have in common: conversations, prompts and constraints."""
+
+from collections.abc import Sequence
+
+from gateway.http.anthropic import TOOL_CHOICES
+from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
+from gateway.http.fields import BOOLEAN, CONSTRAINTS, EFFORT, FORMAT_TYPES, JSON_SCHEMA, STRING, TOKEN_IDS
+from gateway.http.responses import SUMMARIES, SUMMARY_KINDS
+from gateway.http.wire.writing import Json
+
+OBJECT = {"type": "object"}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
+
+
+def closed(required: Sequence[str], **properties: Json) -> Json:
+    """Return the schema of an object with these properties and no others."""
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+def _list_of(kind: Json, *others: Json, **bounds: int) -> Json:
+    return {"type": "array", "items": {"anyOf": [kind, *others]} if others else kind, **bounds}
+
+
+def _parts(*kinds: str, **others: Json) -> Json:
+    return closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=OBJECT, **others)
+
+
+def _content(*kinds: str) -> Json:
+    notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
+    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes))]}
+
+
+_CONTENT = _content("text")
+
+
+def _conversation(message: Json, *others: Json) -> Json:
+    return _list_of(message, *others, minItems=1)
+
+
+def _message(*roles: str, content: Json, **others: Json) -> Json:
+    return closed(["role", "content"], role={"enum": roles}, content=content, **others)
+
+
+_TOOL_RESULT = closed(
+    ["type", "tool_use_id"],
+    type={"const": "tool_result"},
+    tool_use_id=STRING.schema,
+    content=_CONTENT,
+    is_error=BOOLEAN.schema,
+    cache_control=OBJECT,
+)
+_TOOL_USE = closed(
+    ["type", "id", "name", "input"],
+    type={"const": "tool_use"},
+    id=STRING.schema,
+    name=_NAME,
+    input=OBJECT,
+    cache_control=OBJECT,
+)
+_THINKING = closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
+ANTHROPIC = {
+    "messages": _conversation(
+        _message("system", content=_CONTENT),
+        _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _TOOL_RESULT)]}),
+        _message("assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _TOOL_USE)]}),
+    ),
+    "system": _CONTENT,
+    "cache_control": OBJECT,
+    "output_config": closed(
+        [], format=closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema)
+    ),
+    "tools": _list_of(
+        closed(
+            ["name", "input_schema"],
+            type={"const": "custom"},
+            name=_NAME,
+            description=STRING.schema,
+            input_schema=OBJECT,
+            strict=BOOLEAN.schema,
+            cache_control=OBJECT,
+            eager_input_streaming=BOOLEAN.schema,
+        )
+    ),
+    "tool_choice": closed(
+        ["type"], type={"enum": [*TOOL_CHOICES]}, name=_NAME, disable_parallel_tool_use=BOOLEAN.schema
+    ),
+}
+_FUNCTION = {"name": _NAME, "description": STRING.schema, "parameters": OBJECT, "strict": BOOLEAN.schema}
+_ITEMS = _conversation(
+    _message(
+        *ITEM_ROLES,
+        content=_content(*ITEM_PARTS),
+        type={"const": "message"},
+        **{name: STRING.schema for name in ITEM_FIELDS if name not in ("type", "role", "content")},
+    ),
+    closed(
+        ["type", "call_id", "name", "arguments"],
+        type={"const": "function_call"},
+        **{name: STRING.schema for name in CALL_FIELDS if name != "type"},
+    ),
+    closed(
+        ["type", "call_id", "output"],
+        **{
+            **dict.fromkeys(OUTPUT_FIELDS, STRING.schema),
+            "type": {"const": "function_call_output"},
+            "output": _content(*ITEM_PARTS),
+        },
+    ),
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"const": "reasoning"}, "content": _content("reasoning_text")},
+    },
+)
+OF_RESPONSES = {
+    "input": {"anyOf": [STRING.schema, _ITEMS]},
+    "instructions": STRING.schema,
+    "chat_template_kwargs": OBJECT,
+    "reasoning": closed([], effort=EFFORT.schema, **{key: {"enum": SUMMARY_KINDS} for key in SUMMARIES}),
+    "tools": _list_of(closed(["type", "name"], type={"const": "function"}, **_FUNCTION)),
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            closed(["type", "name"], type={"const": "function"}, name=_NAME),
+        ]
+    },
+    "parallel_tool_calls": BOOLEAN.schema,
+    "text": closed(
+        [],
+        format=closed(
+            ["type"],
+            type={"enum": FORMAT_TYPES},
+            name=STRING.schema,
+            description=STRING.schema,
+            schema=JSON_SCHEMA.schema,
+            strict=BOOLEAN.schema,
+        ),
+    ),
+}
+_CALL = closed(
+    ["id", "function"],
+    id=STRING.schema,
+    index={"type": "integer"},
+    type={"const": "function"},
+    function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
+)
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_MESSAGES = _conversation(
+    closed(
+        ["role"],
+        role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+        name=_TEXT_OR_NULL,
+        content={"anyOf": [_CONTENT, {"type": "null"}]},
+        reasoning_content=_TEXT_OR_NULL,
+        reasoning=_TEXT_OR_NULL,
+        tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
+        tool_call_id=_TEXT_OR_NULL,
+    ),
+)
+_TOOL = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], **_FUNCTION))
+_NAMED_CHOICE = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], name=_NAME))
+CONVERSATION = {
+    "messages": _MESSAGES,
+    "tools": _list_of(_TOOL),
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
+    "parallel_tool_calls": BOOLEAN.schema,
+    "chat_template_kwargs": OBJECT,
+    "reasoning_effort": EFFORT.schema,
+    "continue_final_message": BOOLEAN.schema,
+    "add_generation_prompt": BOOLEAN.schema,
+}
+_TOKENS = {**TOKEN_IDS.schema, "minItems": 1}
+
+
+def prompts(most: int) -> Json:
+    """Return the schema of one prompt, or of several."""
+    text = {"type": "string", "minLength": 1}
+    several = [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in (text, _TOKENS)]
+    return {"anyOf": [text, _TOKENS, *several]}
+
+
+_NAMED_SCHEMA = closed(
+    ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
+)
+FORMAT = closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA)
+STRUCTURED = {
+    **closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
+    "minProperties": 1,
+    "maxProperties": 1,
+}
