@@ -87,6 +87,7 @@ class WorkerServicer(object):
 
     def LoadAdapter(self, request, context):
         """Read an adapter from a folder below the worker's --adapter-root; a name that is taken stands for this one from then on.
+        Workers of the model that start later with this root hold it too, until it is unloaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

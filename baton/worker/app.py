@@ -209,7 +209,7 @@ class Worker:
             ranks.when_lost(leave_for_lost_rank)
         exits.push_async_callback(self._transfer.stop)
         await self._transfer.start()
-        self._add_services()
+        await self._add_services().restore()
         exits.callback(self._loop.stop)
         self._loop.start()
         if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:
@@ -226,7 +226,7 @@ class Worker:
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
             self._run("registrations", partial(register, settings.gateways, where, access))
 
-    def _add_services(self) -> None:
+    def _add_services(self) -> LiveAdapters:
         settings = self._settings
         hello = make_hello(self.engine, self._role, self._identity, self._digest, self._transfer)
         adapters = LiveAdapters(self.engine, self.sessions, hello)
@@ -234,6 +234,7 @@ class Worker:
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._bound.server)
         if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._bound.server, [SERVICE_NAME])
+        return adapters
 
     def _run(self, name: str, work, **options) -> None:
         """Run a task until the worker ends."""

@@ -117,7 +117,8 @@ class EngineConfig:
         "adapters that are ready to be applied at once; others wait as they were read (default: all are ready)", None
     )
     adapter_root: Path | None = _knob(
-        "folder below which operators may load adapters while the worker runs (default: none may be)",
+        "folder below which operators may load adapters while the worker runs; what they load is noted there, for workers "
+        "that start later (default: none may be)",
         None,
         metavar="DIR",
     )

@@ -1,4 +1,5 @@
-"""Adapters that operators load and unload while the worker runs; every gateway is told by another Hello."""
+"""Adapters that operators load and unload while the worker runs; every gateway is told by another Hello, and
+records say to workers that start later which there are."""
 
 import asyncio
 import logging
@@ -10,49 +11,101 @@ from baton.protocol import check_model_name
 from baton.service.errors import FailedPrecondition, InvalidRequest, NotFound
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
+from baton.worker.session.adapter_records import AdapterRecords
 from baton.worker.session.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
 
 class LiveAdapters:
-    """Belongs to the event loop; one is read at a time, in a thread."""
+    """Belongs to the event loop; one is read or taken away at a time."""
 
     def __init__(self, engine: Engine, sessions: Sessions, hello: pb.Hello):
         """`hello`: what the worker says of itself; its list of adapters is kept true."""
         self._engine, self._sessions, self._hello = engine, sessions, hello
         self._turn = asyncio.Lock()
+        root = engine.config.adapter_root
+        self._records = None if root is None else AdapterRecords(root, engine.model_name, engine.model_identity)
+
+    async def restore(self) -> None:
+        """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
+        not held."""
+        for name, path in await asyncio.to_thread(self._recorded):
+            try:
+                read = await self._read(name, self._checked(name, path))
+            except InvalidRequest as error:
+                read = error
+            if isinstance(read, Exception):
+                log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=read))
 
     async def load(self, name: str, path: str) -> bytes:
         """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that cannot
         be read, FailedPrecondition where none may be."""
-        try:
-            check_model_name(name, "name")
-        except ValueError as error:
-            raise InvalidRequest("name", str(error).removeprefix("name ")) from None
         # A call that is given up ends no thread: what that has read is told all the same.
-        read = await asyncio.shield(asyncio.create_task(self._read(name, self._below_root(path))))
+        read = await asyncio.shield(asyncio.create_task(self._load(name, self._checked(name, path))))
         if isinstance(read, ModelError):
             raise InvalidRequest("path", str(read))
         return read
 
-    def unload(self, name: str) -> None:
-        """Take an adapter from new requests. Raises NotFound."""
-        if not self._engine.adapters.remove(name):
+    async def unload(self, name: str) -> None:
+        """Take an adapter from new requests, and from workers that start later. Raises NotFound."""
+        if not await asyncio.shield(asyncio.create_task(self._unload(name))):
             raise NotFound(f"there is no adapter {name[:80]!r} here", reason="ADAPTER_NOT_FOUND")
-        self._tell()
-        log.info("adapter unloaded %s", fields(name=name))
+
+    async def _load(self, name: str, folder: Path) -> bytes | ModelError:
+        async with self._turn:
+            read = await self._read(name, folder)
+            if not isinstance(read, ModelError):
+                await asyncio.to_thread(self._record, name, folder)
+        return read
+
+    async def _unload(self, name: str) -> bool:
+        async with self._turn:
+            was_recorded = await asyncio.to_thread(self._forget, name)
+            if was_held := self._engine.adapters.remove(name):
+                self._tell()
+                log.info("adapter unloaded %s", fields(name=name))
+        return was_held or was_recorded
 
     async def _read(self, name: str, folder: Path) -> bytes | ModelError:
         """Read an adapter and tell of it. Return the error where it cannot be read, as nobody may be left to raise it to."""
-        async with self._turn:
-            try:
-                identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
-            except ModelError as error:
-                return error
-            self._tell()
+        try:
+            identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
+        except ModelError as error:
+            return error
+        self._tell()
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity
+
+    def _recorded(self) -> list[tuple[str, str]]:
+        try:
+            return [] if self._records is None else self._records.read()
+        except OSError as error:
+            log.error("adapters that were loaded before are not held %s", fields(error=error))
+            return []
+
+    def _record(self, name: str, folder: Path) -> None:
+        assert self._records is not None and self._engine.config.adapter_root is not None
+        try:
+            self._records.keep(name, str(folder.relative_to(self._engine.config.adapter_root.resolve())))
+        except OSError as error:
+            log.warning("workers that start later will not hold this adapter %s", fields(name=name, error=error))
+
+    def _forget(self, name: str) -> bool:
+        """Return whether there was a record of it."""
+        try:
+            return self._records is not None and self._records.forget(name)
+        except OSError as error:
+            log.warning("workers that start later will hold this adapter %s", fields(name=name, error=error))
+            return True
+
+    def _checked(self, name: str, path: str) -> Path:
+        """Return the folder of an adapter that may be loaded by this name. Raises InvalidRequest, FailedPrecondition."""
+        try:
+            check_model_name(name, "name")
+        except ValueError as error:
+            raise InvalidRequest("name", str(error).removeprefix("name ")) from None
+        return self._below_root(path)
 
     def _below_root(self, path: str) -> Path:
         if (root := self._engine.config.adapter_root) is None:

@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context) -> pb.UnloadAdapterResponse:
         """Take an adapter from requests to come. Raises BatonError."""
-        self._adapters.unload(request.name)
+        await self._adapters.unload(request.name)
         return pb.UnloadAdapterResponse()
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:

@@ -153,3 +153,21 @@ def test_without_a_root_none_is_loaded(stack):
     assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION and "--adapter-root" in str(
         raised.value.details()
     )
+
+
+def test_workers_that_start_again_hold_what_was_loaded(live, client):
+    operator = Operator(live)
+    operator.load("kept", "first")
+    await_listed(client, ["kept"])
+    expected = ask(client, "kept")
+    for process in live.workers:
+        process.kill()
+        live.restart(process)
+    assert ask(client, "kept").outcome() == expected.outcome()
+    operator.unload("kept")
+    await_listed(client, [])
+    process = live.decode[0]
+    process.kill()
+    live.restart(process)
+    assert ask(client, "").token_ids
+    assert listed(client) == []

@@ -1,0 +1,58 @@
+"""Which adapters operators have loaded and not unloaded: records beside the adapters, below --adapter-root, for workers
+that start later."""
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+FOLDER = ".loaded"
+_FIELDS = ("model", "identity", "name", "path")
+
+
+class AdapterRecords:
+    """Those of one model: its name and its weights. A file for each adapter, so that workers that write at once lose nothing
+    of each other."""
+
+    def __init__(self, root: Path, model_name: str, model_identity: bytes):
+        self._folder = root / FOLDER
+        self._model = {"model": model_name, "identity": model_identity.hex()}
+
+    def keep(self, name: str, path: str) -> None:
+        """Note that a name stands for the adapter at `path`, below the root. Raises OSError."""
+        self._folder.mkdir(exist_ok=True)
+        record = self._file_of(name)
+        unfinished = record.with_suffix(f".{secrets.token_hex(4)}")
+        try:
+            unfinished.write_text(json.dumps({**self._model, "name": name, "path": path}))
+            os.replace(unfinished, record)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def forget(self, name: str) -> bool:
+        """Return whether the name was noted. Raises OSError."""
+        record = self._file_of(name)
+        if was_noted := record.exists():  # where nothing can be written unlink fails also for what is not there
+            record.unlink(missing_ok=True)
+        return was_noted
+
+    def read(self) -> list[tuple[str, str]]:
+        """Return each name and its path. Files that are no records are passed over. Raises OSError."""
+        read = [_read(file) for file in sorted(self._folder.glob("*.json"))]
+        return [(record["name"], record["path"]) for record in read if record.items() >= self._model.items()]
+
+    def _file_of(self, name: str) -> Path:
+        """Names may have more bytes than a file's, and any characters."""
+        told = json.dumps([*self._model.values(), name])
+        return self._folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Return nothing where a file is no record, or was unloaded meanwhile."""
+    try:
+        record = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    is_record = isinstance(record, dict) and all(isinstance(record.get(field), str) for field in _FIELDS)
+    return record if is_record else {}
