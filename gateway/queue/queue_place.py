@@ -1,5 +1,6 @@
 """The place of one request in the queues, while every worker of a role is full."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NoReturn
@@ -11,12 +12,23 @@ from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue
 
 _LEAST_HINT_S, _LONGEST_HINT_S = 0.02, 0.5
 _WORKER_POLL_S = 0.05  # while no worker serves that could take over
+_OTHERS_POLL_S = 1.0  # of those behind the first: a worker may suit them, and not the first
 
 
 class QueuePlace:
     """A place in one queue at most. `on_room()` is called when it is first and there may be room."""
 
-    __slots__ = ("_queued", "_on_room", "max_wait_s", "_entry", "_since", "_joined_at", "_retry_at", "waited_s")
+    __slots__ = (
+        "_queued",
+        "_on_room",
+        "max_wait_s",
+        "_entry",
+        "_since",
+        "_joined_at",
+        "_retry_at",
+        "_look_at",
+        "waited_s",
+    )
 
     def __init__(self, queued: QueuedRequest, on_room: Callable[[], None], max_wait_s: float):
         self._queued, self._on_room, self.max_wait_s = queued, on_room, max_wait_s
@@ -24,6 +36,7 @@ class QueuePlace:
         self._since: float | None = None  # also where it has changed the line since
         self._joined_at = 0.0
         self._retry_at = 0.0
+        self._look_at = math.inf
         self.waited_s = defaultdict[str, float](float)  # in lines that it has left, by what was waited for there
 
     @property
@@ -39,9 +52,9 @@ class QueuePlace:
     @property
     def wake_at(self) -> float:
         """The time to try again without being called (time.monotonic()): at a worker's hint if it is first, else when
-        it is over."""
+        it is over, or sooner where each waits for a worker that suits it."""
         is_first = self._entry is not None and self._entry[0].is_first(self._entry[1])
-        return min(self._until, self._retry_at) if is_first else self._until
+        return min(self._until, self._retry_at if is_first else self._look_at)
 
     def note_refusal(self, refused: pb.Refused) -> None:
         """Keep a worker's hint of when to try again."""
@@ -51,6 +64,7 @@ class QueuePlace:
         """Join a queue, or stay in it after another refusal. From another one it brings the time that it has waited. Raises
         Overloaded: the queue is full."""
         since, waits_already = self._since or now(), self._entry is not None
+        self._look_at = math.inf
         if self._entry is not None and self._entry[0] is queue:
             queue.refused(self._entry[1])
             return
@@ -60,10 +74,10 @@ class QueuePlace:
         self._entry = queue, queue.join(self._queued, self._on_room, waits_already)
 
     def join_for_worker(self, queue: WaitingQueue) -> None:
-        """Join a queue, or stay in it, though no worker serves: if it is first it looks again soon. Raises Overloaded: the
-        queue is full."""
+        """Join a queue, or stay in it, though no worker serves that suits: it looks again by itself, soon if it is first.
+        Raises Overloaded: the queue is full."""
         self.join(queue)
-        self._retry_at = now() + _WORKER_POLL_S
+        self._retry_at, self._look_at = now() + _WORKER_POLL_S, now() + _OTHERS_POLL_S
 
     def wait_longer(self, max_wait_s: float) -> bool:
         """Let it wait for as long; return whether that is longer than before."""

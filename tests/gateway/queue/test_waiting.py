@@ -253,6 +253,28 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
         await c.idle()
 
 
+async def test_one_that_waits_for_its_worker_holds_up_no_other_that_waits(cluster):
+    """The worker that comes first could hold all but the first of them; all are one tenant's."""
+    async with cluster(0, (1024, 256, 128)) as c:
+        (long, short, _), queues = c.decode, c.pipeline.queues
+        for worker, link in zip((long, short), c.gateway.registry.decode, strict=False):
+            await worker.stop()
+            await c.until(lambda link=link: not link.serving)
+        first = start(c)
+        await c.until(lambda: len(queues.worker) == 1)
+        others = [start(c, prompt=PROMPT[:150]) for _ in range(3)]
+        await c.until(lambda: len(queues.worker) == 4)
+        for worker in (short, long):
+            worker.hello.epoch = worker.epoch = 7
+        await short.start(short.port)
+        for messages in await asyncio.gather(*others):
+            assert ids_of(messages) == tokens_of(PROMPT[:150], 6, 400)
+        assert not first.done() and len(queues) == 1
+        await long.start(long.port)
+        assert ids_of(await first) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
 async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluster):
     async with cluster(0, 1) as c:
         worker, link = c.decode[0], c.gateway.registry.decode[0]
