@@ -106,8 +106,8 @@ class GatewaySettings(Exposure):
         "when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS
     )
     max_concurrent_requests: int = option("requests in the gateway at the same time", 256)
-    max_queued_requests: int = option("requests that may wait for a free worker", 128)
-    max_queued_tokens: int = option("prompt tokens of the waiting requests", 262_144)
+    max_queued_requests: int = option("requests of a model that may wait for a free worker", 128)
+    max_queued_tokens: int = option("prompt tokens of the waiting requests of a model", 262_144)
     max_queue_wait_s: float = option("longest wait for a free worker, in seconds", 10.0)
     max_start_wait_s: float = option(
         "longest wait for a worker that is starting, in seconds; 0: a request whose role has no worker is refused", 30.0

@@ -133,6 +133,7 @@ def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
 def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
     """Have the decode worker pull KV while the prompt is read."""
     request.leave_line()
+    request.place.note_running()
     request.attempt.fetch(occurred.message)
 
 
@@ -155,6 +156,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
     """Take the first tokens and begin to decode. Raises Diverged, InvalidRequest."""
     done, attempt, answer = occurred.message, request.attempt, request.answer
     request.leave_line()
+    request.place.note_running()
     for leg in (attempt.decode, attempt.prefill):
         if leg is not None:
             leg.num_prefill_tokens = 0

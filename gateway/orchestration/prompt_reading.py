@@ -118,6 +118,7 @@ class PromptReading:
             if isinstance(message, pb.Granted):
                 until = self._parts.deadline
                 self._place.leave(served=True)
+                self._place.note_running()
                 leg.link.recent.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
                 self._place.leave(served=True)  # an older worker has sent no Granted

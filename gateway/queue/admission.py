@@ -137,27 +137,53 @@ class _TenantQueue:
         return self.entries[0]
 
 
+class WaitingBounds:
+    """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A tenant
+    with less than its share finds room where others have taken everything."""
+
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
+        self._max, self._max_tokens = max_waiting, max_tokens
+        self._num, self._num_tokens = Counter[str](), Counter[str]()  # by tenant
+
+    def check(self, queued: QueuedRequest) -> None:
+        """Raises Overloaded where such a request may not wait too."""
+        own, num = self._num[queued.tenant], self._num.total()
+        num_sharing = len(self._num) + (not own)
+        if not has_room(self._max, num, own, 1, num_sharing):
+            message = f"every worker is full and {num} requests wait already, {own} of them of this tenant"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
+        own_tokens, num_tokens = self._num_tokens[queued.tenant], self._num_tokens.total()
+        if own and not has_room(self._max_tokens, num_tokens, own_tokens, queued.num_tokens, num_sharing):
+            message = f"every worker is full and {num_tokens} tokens wait already, at most {self._max_tokens} may"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
+
+    def add(self, queued: QueuedRequest) -> None:
+        """Count a request that waits."""
+        self._num[queued.tenant] += 1
+        self._num_tokens[queued.tenant] += queued.num_tokens
+
+    def remove(self, queued: QueuedRequest) -> None:
+        """Count a request that no longer waits."""
+        self._num[queued.tenant] -= 1
+        self._num_tokens[queued.tenant] -= queued.num_tokens
+        if not self._num[queued.tenant]:
+            del self._num[queued.tenant], self._num_tokens[queued.tenant]
+
+
 class WaitingQueue:
     """Requests that every worker of a role has refused.
 
     Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
-    refused again, the next tenant's is called, of which a worker may need less. The queue is bounded in requests and in
-    tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full queue."""
+    refused again, the next tenant's is called, of which a worker may need less."""
 
-    def __init__(
-        self,
-        max_waiting: int,
-        max_tokens: int = 1 << 30,
-        clock: Callable[[], float] = lambda: now(),
-        name: str = "queue",
-    ):
-        self._max, self._max_tokens, self._now, self._name = max_waiting, max_tokens, clock, name
+    def __init__(self, bounds: WaitingBounds, clock: Callable[[], float] = lambda: now(), name: str = "queue"):
+        self._bounds, self._now, self._name = bounds, clock, name
         self.refused_for = ""  # the reason of a worker's last refusal
         self._queues: dict[str, _TenantQueue] = {}  # none is empty
         self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
         self._untried: set[str] = set()  # tenants that have not been refused since something has changed
         self._arrivals = itertools.count()
-        self._num = self.num_tokens = 0
+        self._num = 0
         self._served_tokens = self._served_s = 0.0
         self._served_at = 0.0  # the last time, or since when the queue has waited
 
@@ -173,24 +199,19 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._num
 
-    def join(self, queued: QueuedRequest, call: Callable[[], None], waits_already: bool = False) -> QueueEntry:
-        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: the queue
-        is full, unless it `waits_already` in another one."""
+    def join(self, queued: QueuedRequest, call: Callable[[], None], is_known: bool = False) -> QueueEntry:
+        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: too many wait;
+        not for one that `is_known`, since it has waited before, or has run."""
+        if not is_known:
+            self._bounds.check(queued)
         queue = self._queues.get(queued.tenant) or _TenantQueue()
-        num_sharing = len(self._queues) + (not queue.num)
-        if not (waits_already or has_room(self._max, self._num, queue.num, 1, num_sharing)):
-            message = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
-            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
-        has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, queued.num_tokens, num_sharing)
-        if queue.num and not (waits_already or has_tokens):
-            message = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
-            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
             self._served_at = self._now()
         entry = QueueEntry((queued.rank, next(self._arrivals)), queued, call)
         self._queues[queued.tenant] = queue
         self._turns.wait(self._queues)
         heapq.heappush(queue.entries, entry)
+        self._bounds.add(queued)
         self._count(queue, 1, queued.num_tokens)
         return entry
 
@@ -210,6 +231,7 @@ class WaitingQueue:
         """Give up an entry. `served`: a worker took the request."""
         queued = entry.queued
         entry.is_open, queue = False, self._queues[queued.tenant]
+        self._bounds.remove(queued)
         self._count(queue, -1, -queued.num_tokens)
         if served:
             at = self._now()
@@ -249,16 +271,18 @@ class WaitingQueue:
 
     def _count(self, queue: _TenantQueue, num: int, num_tokens: int) -> None:
         queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
-        self._num, self.num_tokens = self._num + num, self.num_tokens + num_tokens
+        self._num += num
 
 
 class WaitingQueues:
     """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker serves
-    that could hold a request it waits for one to come in `worker` and `reader`, in nobody's way who can be served."""
+    that could hold a request it waits for one to come in `worker` and `reader`, in nobody's way who can be served. They share
+    one bound."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
         names = ("decode queue", "prefill queue") * 2
-        self._all = tuple(WaitingQueue(max_waiting, max_tokens, clock, name) for name in names)
+        bounds = WaitingBounds(max_waiting, max_tokens)
+        self._all = tuple(WaitingQueue(bounds, clock, name) for name in names)
         self.credit, self.prefill, self.worker, self.reader = self._all
 
     def __len__(self) -> int:

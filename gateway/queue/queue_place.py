@@ -27,6 +27,7 @@ class QueuePlace:
         "_joined_at",
         "_retry_at",
         "_look_at",
+        "_is_known",
         "waited_s",
     )
 
@@ -37,6 +38,7 @@ class QueuePlace:
         self._joined_at = 0.0
         self._retry_at = 0.0
         self._look_at = math.inf
+        self._is_known = False  # it has waited or run: how many wait is no reason to refuse it any more
         self.waited_s = defaultdict[str, float](float)  # in lines that it has left, by what was waited for there
 
     @property
@@ -62,8 +64,8 @@ class QueuePlace:
 
     def join(self, queue: WaitingQueue) -> None:
         """Join a queue, or stay in it after another refusal. From another one it brings the time that it has waited. Raises
-        Overloaded: the queue is full."""
-        since, waits_already = self._since or now(), self._entry is not None
+        Overloaded: too many wait, where it has neither waited nor run before."""
+        since = self._since or now()
         self._look_at = math.inf
         if self._entry is not None and self._entry[0] is queue:
             queue.refused(self._entry[1])
@@ -71,11 +73,12 @@ class QueuePlace:
         self.leave(served=False)
         self._since, self._joined_at = since, now()
         self._retry_at = max(self._retry_at, now() + _LEAST_HINT_S)
-        self._entry = queue, queue.join(self._queued, self._on_room, waits_already)
+        self._entry = queue, queue.join(self._queued, self._on_room, self._is_known)
+        self._is_known = True
 
     def join_for_worker(self, queue: WaitingQueue) -> None:
         """Join a queue, or stay in it, though no worker serves that suits: it looks again by itself, soon if it is first.
-        Raises Overloaded: the queue is full."""
+        Raises Overloaded as `join` does."""
         self.join(queue)
         self._retry_at, self._look_at = now() + _WORKER_POLL_S, now() + _OTHERS_POLL_S
 
@@ -97,6 +100,10 @@ class QueuePlace:
             self.waited_s[queue.bound] += now() - self._joined_at
             self._entry = self._since = None
             queue.leave(entry, served=served)
+
+    def note_running(self) -> None:
+        """A worker computes the request: it may wait again, however many do, should that worker be lost."""
+        self._is_known = True
 
     def close(self) -> None:
         """Leave the queue for good."""

@@ -7,7 +7,7 @@ import gateway.queue.queue_place
 from baton.protocol import KV_FULL
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
-from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueue, WaitingQueues, rank
+from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingBounds, WaitingQueue, WaitingQueues, rank
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.quotas import Quota, Quotas
 from gateway.routing.routing import Decision
@@ -29,8 +29,13 @@ def queued(
     return QueuedRequest(rank(received, slo, priority), num_tokens, slo, **fields)
 
 
+def line(max_waiting: int, max_tokens: int = 1 << 30) -> WaitingQueue:
+    """One whose bounds are its own."""
+    return WaitingQueue(WaitingBounds(max_waiting, max_tokens))
+
+
 def test_a_line_calls_its_first_only():
-    called, queue = [], WaitingQueue(3)
+    called, queue = [], line(3)
     low, high = (
         queue.join(queued(), lambda: called.append("low")),
         queue.join(queued(priority=5), lambda: called.append("high")),
@@ -45,12 +50,12 @@ def test_a_line_calls_its_first_only():
     assert called == ["high", "high", "low"]
     queue.leave(low)
     queue.call_first()
-    assert not queue and len(called) == 3 and queue.num_tokens == 0
+    assert not queue and len(called) == 3
 
 
 def test_a_change_of_line_keeps_the_time(monkeypatch):
     """Also where the other line is full; each second is counted in the line in which it was waited."""
-    at, lines = [1000.0], WaitingQueues(1)
+    at, lines = [1000.0], WaitingQueues(2)
     monkeypatch.setattr(gateway.queue.queue_place, "now", lambda: at[0])
     place = QueuePlace(queued(), lambda: None, 10.0)
     lines.credit.refused_for = KV_FULL
@@ -65,8 +70,41 @@ def test_a_change_of_line_keeps_the_time(monkeypatch):
     assert place.is_over
     place.leave(served=True)
     assert place.waited_s == {"decode queue": 6.0, "kv pool": 4.0} and len(lines.credit) == 1
+
+
+def test_all_lines_have_one_bound():
+    """Each had it for itself: four times as many waited."""
+    lines = WaitingQueues(3, max_tokens=1000)
+    for line_ in (lines.credit, lines.prefill, lines.worker):
+        line_.join(of("flood"), lambda: None)
+    for line_ in (lines.credit, lines.reader):
+        with pytest.raises(Overloaded, match="3 requests wait already, 3 of them of this tenant"):
+            line_.join(of("flood"), lambda: None)
+    quiet = lines.reader.join(of("quiet", num_tokens=5000), lambda: None)  # it has its part
+    with pytest.raises(Overloaded, match="4 requests wait already, 1 of them of this tenant"):
+        lines.credit.join(of("quiet"), lambda: None)
+    lines.reader.leave(quiet)
+    lines = WaitingQueues(10, max_tokens=1000)
+    lines.credit.join(of("flood", num_tokens=900), lambda: None)
+    with pytest.raises(Overloaded, match="900 tokens wait already, at most 1000 may"):
+        lines.prefill.join(of("flood", num_tokens=200), lambda: None)
+
+
+@pytest.mark.parametrize("before", ["waited", "ran"])
+def test_one_that_has_waited_or_run_is_not_refused_for_the_number_that_wait(before):
+    """It has credit, say, and waits for the prompt to be read; or its worker was lost."""
+    lines = WaitingQueues(1)
+    place = QueuePlace(queued(), lambda: None, 10.0)
+    if before == "waited":
+        place.join(lines.credit)
+        place.leave(served=True)
+    else:
+        place.note_running()
+    lines.credit.join(queued(), lambda: None)
+    place.join(lines.prefill)
+    assert len(lines) == 2
     with pytest.raises(Overloaded):
-        lines.credit.join(queued(), lambda: None)
+        QueuePlace(queued(), lambda: None, 10.0).join(lines.prefill)
 
 
 def test_what_a_line_waits_for():
@@ -81,15 +119,18 @@ def test_what_a_line_waits_for():
 
 
 def test_a_line_is_bounded_in_tokens():
-    queue = WaitingQueue(100, max_tokens=1000)
+    queue = line(100, max_tokens=1000)
     whole = queue.join(queued(num_tokens=5000), lambda: None)  # alone it may be as long as it is
     with pytest.raises(Overloaded, match="5000 tokens wait already, at most 1000 may") as caught:
         queue.join(queued(num_tokens=1), lambda: None)
     assert caught.value.reason == "QUEUE_TOKENS" and caught.value.retry_after_s > 0
     queue.leave(whole)
     queue.join(queued(num_tokens=600), lambda: None)
-    queue.join(queued(num_tokens=400), lambda: None)
-    assert queue.num_tokens == 1000
+    last = queue.join(queued(num_tokens=400), lambda: None)
+    with pytest.raises(Overloaded, match="1000 tokens wait already"):
+        queue.join(queued(num_tokens=1), lambda: None)
+    queue.leave(last)
+    queue.join(queued(num_tokens=1), lambda: None)
 
 
 # ---- tenants in a queue ----
@@ -113,15 +154,15 @@ def serve(queue: WaitingQueue, entries: list) -> str:
 
 def test_tenants_take_turns():
     """The order does not depend on how much a tenant has waiting, or on its priorities."""
-    queue = WaitingQueue(1000)
+    queue = line(1000)
     entries = [queue.join(of("flood", num_tokens=600, priority=10), lambda: None) for _ in range(20)]
     entries += [queue.join(of("quiet", received=5.0, num_tokens=600), lambda: None) for _ in range(3)]
     assert serve(queue, entries)[:7].count("q") == 3
-    assert not queue and queue.num_tokens == 0
+    assert not queue
 
 
 def test_turns_are_by_tokens_read_and_written():
-    queue = WaitingQueue(1000)
+    queue = line(1000)
     entries = [queue.join(of("flood", num_tokens=100, num_expected=1900), lambda: None) for _ in range(40)]
     entries += [queue.join(of("quiet", num_tokens=400, num_expected=100), lambda: None) for _ in range(80)]
     order = serve(queue, entries)
@@ -129,7 +170,7 @@ def test_turns_are_by_tokens_read_and_written():
 
 
 def test_of_one_tenant_the_earliest_deadline_is_first():
-    queue = WaitingQueue(10)
+    queue = line(10)
     entries = [queue.join(of("a", received, num_tokens=1), lambda: None) for received in (3.0, 1.0, 2.0)]
     order = []
     while queue:
@@ -140,7 +181,7 @@ def test_of_one_tenant_the_earliest_deadline_is_first():
 
 
 def test_a_flood_fills_nobody_elses_line():
-    queue = WaitingQueue(8, max_tokens=1000)
+    queue = line(8, max_tokens=1000)
     for _ in range(8):
         queue.join(of("flood"), lambda: None)
     with pytest.raises(Overloaded) as caught:
@@ -157,7 +198,7 @@ def test_a_flood_fills_nobody_elses_line():
 
 
 def test_who_is_refused_lets_the_next_tenant_try():
-    called, queue = [], WaitingQueue(10)
+    called, queue = [], line(10)
     entries = {
         name: queue.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")
     }
@@ -172,7 +213,7 @@ def test_who_is_refused_lets_the_next_tenant_try():
 
 
 def test_turns_are_by_tokens_whatever_was_refused_between():
-    called, queue, got = [], WaitingQueue(100), dict.fromkeys(("large", "small"), 0)
+    called, queue, got = [], line(100), dict.fromkeys(("large", "small"), 0)
     costs = {"large": 1000, "small": 100}
 
     def join(name):
@@ -195,7 +236,7 @@ def test_turns_are_by_tokens_whatever_was_refused_between():
 
 
 def test_the_wait_of_a_tenant_is_its_own(clock):
-    queue = WaitingQueue(100)
+    queue = line(100)
     entries = [queue.join(of("flood", clock[0], num_tokens=500), lambda: None) for _ in range(20)]
     for entry in entries[:4]:
         clock[0] += 0.5
@@ -231,7 +272,7 @@ def test_nobody_starves(later):
 
 
 def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
-    queue = WaitingQueue(100)
+    queue = line(100)
     entries = [queue.join(queued(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
     assert queue.wait_s(queued(clock[0])) == 0.0  # none has been served yet
     for entry in entries[:4]:

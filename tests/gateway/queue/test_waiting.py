@@ -64,6 +64,23 @@ async def test_a_full_line(cluster):
         assert ids_of(await waiting) == tokens_of(PROMPT, 6, 400)
 
 
+async def test_one_that_ran_waits_for_its_lost_worker_however_many_do(cluster):
+    async with cluster(max_queued_requests=0) as c:
+        worker, link = c.decode[0], c.gateway.registry.decode[0]
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        await worker.stop()
+        await c.until(lambda: not link.serving and len(c.pipeline.queues.worker) == 1)
+        assert (await refused(start(c))).reason == "QUEUE_FULL"
+        release(c, "decode")
+        worker.held.clear()
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
 async def test_too_many_requests(cluster):
     async with cluster(max_concurrent_requests=2) as c:
         hold(c, "prefill")
