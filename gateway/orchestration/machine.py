@@ -6,6 +6,7 @@ everything, and `close()` gives every leg back.
 
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable
+from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Diverged
 from gateway.attempts.reattach import ATTACH_WAIT_S
 from gateway.link.mailbox import Tokens
@@ -141,6 +142,8 @@ class RequestMachine:
         elif leg is attempt.decode or leg is attempt.prefill:  # not of an earlier attempt
             if isinstance(message, Tokens):
                 leg.num_unread -= len(message.token_ids)
+            if isinstance(message, pb.Done) and leg is not attempt.reader:
+                message = pb.Ended(code=13, reason="DIVERGED", message="it answers a prompt that another worker reads")
             self.happen(event_of(message, is_prefill=leg is attempt.prefill), message)
 
     # ---- waiting ----

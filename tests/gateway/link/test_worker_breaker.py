@@ -74,6 +74,27 @@ async def test_with_a_good_one_beside_it_every_request_is_answered(cluster, role
         await c.idle()
 
 
+async def test_a_decode_worker_that_answers_a_prompt_which_another_reads_is_to_blame(cluster):
+    """Its token cannot be right, and nothing of it is given out."""
+    async with cluster(1, 2, split="always") as c:
+        (reader,), (bad, _good) = c.prefill, c.decode
+        grant = bad._grant
+
+        async def grant_and_answer(session, key, message) -> None:
+            await grant(session, key, message)
+            session.send(done=pb.Done(key=message.key, first_tokens=[pb.FirstToken(token_id=_MOST)], prefill_s=9.0))
+
+        bad._grant = grant_and_answer
+        reader.hold("prefill")  # so that both are asked, neither being proven
+        asking = [asyncio.create_task(ask(c)) for _ in range(NUM_AT_ONCE)]
+        await c.until(lambda: num_asked(bad) and link_of(c, bad).breaker._num_failures)
+        reader.release("prefill")
+        for messages in await asyncio.gather(*asking):
+            assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+        assert not link_of(c, reader).breaker._num_failures
+        await c.idle()
+
+
 async def test_two_in_a_row_set_it_aside_and_one_probe_lets_it_back(cluster):
     async with cluster(0, 2) as c:
         bad, _good = c.decode
