@@ -13,6 +13,7 @@ from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.api.fleet_service import FleetService
 from gateway.link.worker_breaker import BreakerState, WorkerBreaker
+from gateway.orchestration import failures
 from tests.gateway.orchestration.test_answers import PROMPT, ids_of, read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import MANNERS, tokens_of
@@ -162,16 +163,18 @@ async def test_a_stream_that_began_before_keeps_no_probe_away(cluster):
         assert link.num_asked == 0
 
 
-async def test_a_new_worker_gets_one_request_first(cluster):
+async def test_a_new_worker_gets_one_request_first(cluster, monkeypatch):
     """Only beside proven workers; a stack of new ones starts with all of them."""
+    monkeypatch.setattr(failures, "_MOST_ANSWER_S", patience(10))  # an Admit that is held here is no silence
+    deadline_s = patience(60)
     async with cluster(0, 2) as c:
         for worker in c.decode:
-            worker.hold("decode")
-        first = [asyncio.create_task(ask(c)) for _ in range(8)]
+            worker.hold("admit")  # a prompt that was read would prove it, while requests still come
+        first = [asyncio.create_task(ask(c, deadline_s)) for _ in range(8)]
         await c.until(lambda: sum(map(num_asked, c.decode)) == 8)
         assert all(num_asked(worker) > 1 for worker in c.decode)
         for worker in c.decode:
-            worker.release("decode")
+            worker.release("admit")
         await asyncio.gather(*first)
         assert all(link.breaker.state is BreakerState.CLOSED for link in c.gateway.registry.decode)
 
@@ -187,7 +190,7 @@ async def test_a_new_worker_gets_one_request_first(cluster):
         assert link.breaker.state is BreakerState.NEW
         young.hold("admit")
         old.hold("decode")
-        later = [asyncio.create_task(ask(c)) for _ in range(8)]
+        later = [asyncio.create_task(ask(c, deadline_s)) for _ in range(8)]
         await c.until(lambda: num_asked(young) == 1 and len(old.held) == 7)
         assert link.num_asked == 1
         young.release("admit")
