@@ -105,7 +105,8 @@ class UsageCounts(NamedTuple):
 
 class Usage:
     """The remaining quota of one tenant, or of one for a model: a bucket that fills at its rate. A request takes the most
-    that it can use and gives back what it did not use; the balance may fall below zero by one request, and is waited out."""
+    that it can use and gives back what it did not use; the balance may fall below zero, by one request and by what answers of
+    any length have more than was set aside, and is waited out."""
 
     __slots__ = ("quota", "whose", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
