@@ -34,8 +34,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self.Complete, _boxed, pb.CompleteResponse.SerializeToString
             ),
         }
+        # In place of those that come with the others: gRPC 1.71 asks for generic handlers alone, the first first.
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
-        server.add_registered_method_handlers(SERVICE_NAME, handlers)  # in place of those
+        server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
     def Generate(self, box: list[pb.GenerateRequest], context) -> Awaitable[None]:
         """Stream an answer."""
