@@ -2,20 +2,15 @@
 
 import json
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from llguidance import LLMatcher
 
 from baton.constraints.json_schema import check_schema, rewrite_schema
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
 MAX_CHOICES = 4096
 MAX_DEPTH = 64  # of brackets in brackets
-BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"  # between two words of JSON: without an end a model may write blanks for ever
-JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": BLANKS}
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _DIRECTIVES = ("%import", "%ignore", "%declare")
 
@@ -66,7 +61,7 @@ def grammar_of(constraint: Constraint) -> str:
     if kind == "choice":
         return LLMatcher.grammar_from_lark(_choices(json.loads(text)))
     if kind == "json_object":
-        return LLMatcher.grammar_from_json_schema({"type": "object"}, None, JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(rewrite_schema({"type": "object"}))
     if not text.strip():
         raise BadConstraint("", "is empty")
     _check_depth(text)
@@ -99,7 +94,7 @@ def _schema_grammar(text: str) -> str:
             if not schema:
                 raise BadConstraint("", "no text keeps to it: the schema is false")
             schema = {}
-        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema)), None, JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema), allow_nan=False))
     except BadConstraint:
         raise
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,9 @@ def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what is wrong with the numbers of a schema, those of schemas in it aside, as (place, reason), or None."""
     for keyword, value in schema.items():
         if keyword in _STEPS or keyword in ("const", "enum"):
-            for place, number in _numbers(f"/{keyword}", value):
+            for place, number in values_in(f"/{keyword}", value):
+                if not _is_number(number) or abs(number) == math.inf:
+                    continue
                 if abs(number) >= 2**53:
                     if (found := _as_kept(keyword, int(number))) != number:
                         return place, _NOT_EXACT.format(found)
@@ -28,8 +30,8 @@ def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     return _check_open_bounds(schema)
 
 
-def _numbers(place: str, value: object) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a value of JSON, with their places."""
+def values_in(place: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values in a value of JSON that are no objects and lists, with their places."""
     waiting = [(place, value)]
     while waiting:
         place, found = waiting.pop()
@@ -37,7 +39,7 @@ def _numbers(place: str, value: object) -> Iterator[tuple[str, float]]:
             waiting += [(f"{place}/{name[:40]}", each) for name, each in found.items()]
         elif isinstance(found, list):
             waiting += [(f"{place}/{index}", each) for index, each in enumerate(found)]
-        elif _is_number(found) and abs(found) < math.inf:
+        else:
             yield place, found
 
 

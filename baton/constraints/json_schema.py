@@ -1,12 +1,27 @@
 """The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
 library would not keep to as it stands is refused too, or written otherwise."""
 
-import json
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from baton.constraints.json_names import (
+    ESCAPES_WITHOUT_U,
+    check_counts,
+    check_texts,
+    may_rewrite_names,
+    mixes_names,
+    plain_names,
+)
 from baton.constraints.json_numbers import check_numbers
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Between two words 20 blanks at most: without an end a model may write blanks for ever.
+_OPTIONS: "JsonCompileOptions" = {
+    "lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"
+}  # fmt: skip
 
 # Keyword -> what its value holds: nothing, one schema, a list of schemas, or schemas by name.
 _NOTHING, _SCHEMA, _LIST, _NAMED = range(4)
@@ -28,17 +43,16 @@ KEYWORDS = {
     "items": _SCHEMA,  # or a list of them
 }  # fmt: skip
 _BRACKETS = re.compile(r"\\.|\[\^?\]?|\]", re.DOTALL)  # a bracket that closes at once is a character
-_ANY_NAME = "^(?s:.*)$"
-# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only where
-# there are none, and would not find what a reference leads to.
-_NAMES_AS_THEY_ARE = re.compile(
-    r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties'
-)
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
-    """Return what is wrong with the keywords of a schema and with its numbers, as (place, reason), or None."""
-    waiting = [("", schema)]
+    """Return what is wrong with the keywords of a schema and with its values, as (place, reason), or None."""
+    problem = _problem(schema)
+    return problem and ("".join(map(_shown, problem[0])), problem[1])
+
+
+def _problem(schema: object) -> tuple[str, str] | None:
+    waiting, escaped = [("", schema)], None
     while waiting:
         place, found = waiting.pop()
         if isinstance(found, bool):
@@ -52,9 +66,15 @@ def check_schema(schema: object) -> tuple[str, str] | None:
             if keyword == "enum" and not isinstance(value, list):
                 return where, "must be a list"
             waiting += _inner(KEYWORDS[keyword], where, value)
-        if problem := check_numbers(found):
+        if problem := check_numbers(found) or check_counts(found):
             return place + problem[0], problem[1]
-    return None
+        if not escaped and (problem := check_texts(found)):
+            escaped = place + problem[0], problem[1]
+    return escaped if escaped and _mixes_names(schema, may_rewrite_names(schema)) else None
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]:
@@ -79,46 +99,58 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value) if kind == _SCHEMA else value
 
 
-def rewrite_schema(schema: Any) -> Any:
-    """Return a checked schema in words that the library keeps to: `uniqueItems` only where it says something, patterns
-    whose classes are without NUL, and names that are not written with escapes."""
-    return _rewritten(schema, not _NAMES_AS_THEY_ARE.search(json.dumps(schema)))
+def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[str, Any]:
+    """Return a checked schema in words that the library keeps to, with its options: `uniqueItems` only where it says
+    something, patterns whose classes are without NUL, names that are not written with escapes, and no `$schema`, as
+    keywords that are younger than the draft it names would be ignored. `is_strict` False: what the library has no grammar
+    for is left out."""
+    may_rewrite = may_rewrite_names(schema)
+    are_mixed = _mixes_names(schema, may_rewrite)
+    options = {**_OPTIONS, "lenient": not is_strict}
+    if are_mixed:
+        options["json_allowed_escapes"] = ESCAPES_WITHOUT_U
+    return {**_rewritten(schema, may_rewrite), "x-guidance": options}
 
 
-def _rewritten(schema: Any, may_rewrite_names: bool) -> Any:
+def _mixes_names(schema: Any, are_rewritten: bool) -> bool:
+    return any(mixes_names(each, are_rewritten) for each in _schemas(schema))
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and those in it."""
+    waiting = [schema]
+    while waiting:
+        if isinstance(found := waiting.pop(), dict):
+            yield found
+            for keyword, value in found.items():
+                waiting += (each for _, each in _inner(KEYWORDS.get(keyword, _NOTHING), "", value))
+
+
+def _rewritten(schema: Any, may_rewrite: bool) -> Any:
     if isinstance(schema, list):
-        return [_rewritten(each, may_rewrite_names) for each in schema]
+        return [_rewritten(each, may_rewrite) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    names = _plain_names(schema) if may_rewrite_names else {}
+    names = plain_names(schema) if may_rewrite else {}
     rewritten = {}
     for keyword, value in schema.items():
-        if (keyword, value) != ("uniqueItems", False) and keyword not in names:
-            rewritten[keyword] = _rewritten_value(keyword, value, may_rewrite_names)
+        if keyword not in names and (keyword, value) != ("uniqueItems", False) and keyword != "$schema":
+            rewritten[keyword] = _rewritten_value(keyword, value, may_rewrite)
         if keyword == "properties":  # keywords with one that stands for others between them are read one by one
             rewritten.update(names)
     return rewritten
 
 
-def _plain_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none is
-    needed: the library, which compares texts, would take a property's name with one for another name."""
-    if not schema.get("properties") or schema.get("additionalProperties", True) not in (True, {}):
-        return {}
-    return {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
-
-
-def _rewritten_value(keyword: str, value: Any, may_rewrite_names: bool) -> Any:
+def _rewritten_value(keyword: str, value: Any, may_rewrite: bool) -> Any:
     if keyword == "pattern" and isinstance(value, str):
         return _without_nul(value)
     kind = KEYWORDS.get(keyword)  # what a reference leads to may stand where no schema was looked for
     if kind == _NAMED and isinstance(value, dict):
         is_pattern = keyword == "patternProperties"
         return {
-            _without_nul(name) if is_pattern else name: _rewritten(each, may_rewrite_names)
-            for name, each in value.items()
+            _without_nul(name) if is_pattern else name: _rewritten(each, may_rewrite) for name, each in value.items()
         }
-    return _rewritten(value, may_rewrite_names) if kind in (_SCHEMA, _LIST) else value
+    return _rewritten(value, may_rewrite) if kind in (_SCHEMA, _LIST) else value
 
 
 def _without_nul(pattern: str) -> str:

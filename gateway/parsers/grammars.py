@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from baton.constraints.constraint import JSON_OPTIONS, MAX_BYTES
+from baton.constraints.constraint import MAX_BYTES
 from baton.constraints.json_schema import KEYWORDS, SAYS_NOTHING, rewrite_schema
 from baton.service.errors import InvalidRequest
 from gateway.parsers.schema_types import listed, referred, types_of
@@ -68,8 +68,7 @@ class GrammarWriter:
     def json(self, schema: Mapping[str, Any], is_strict: bool = True) -> str:
         """Return an expression for a value of JSON. `is_strict` False: what the library has no grammar for is left out."""
         self._counted(json.dumps(schema))  # before it is walked, which takes longer
-        options = {**JSON_OPTIONS, "lenient": not is_strict}
-        return f"%json {json.dumps({**rewrite_schema(schema), 'x-guidance': options})}"
+        return f"%json {json.dumps(rewrite_schema(schema, is_strict))}"
 
     def arguments(self, tool: ArgumentsSchema | None) -> str:
         """Return an expression for arguments in JSON; None: any object."""

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.constraints import grammar
-from baton.constraints.constraint import Constraint
+from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import GrammarCursor, Vocabulary
 from tests.support.gateway.vocabularies import byte_vocabulary
 
@@ -104,29 +104,68 @@ def test_no_name_of_a_property_is_written_with_escapes():
             assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
-        {"properties": {"a": {"const": 1}}, "patternProperties": {"^x": {"const": 2}}},
-        {"allOf": [{"properties": {"a": {"const": 1}}}, {"patternProperties": {"^x": {"const": 2}}}]},
-        {
-            "allOf": [
-                {"properties": {"a": {"const": 1}}},
-                {"properties": {"a": {}, "b": {}, "x": {"const": 2}}, "additionalProperties": False},
-            ],
-            "minProperties": 1,
-        },
-        {"properties": {"a": {"const": 1}, "y": {"$ref": "#/additionalProperties"}}, "additionalProperties": {}},
-    ],
-    ids=str,
-)
-def test_names_that_cannot_be_kept_from_escapes_are_as_free_as_they_were(schema):
+# Objects whose property "a" is 1, and all others are 2.
+MIXED = [
+    {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+    {"patternProperties": {"^a$": {"const": 1}}, "additionalProperties": {"const": 2}},
+    {
+        "properties": {"a": {"const": 1}},
+        "patternProperties": {"^x": {"const": 2}},
+        "additionalProperties": {"const": 2},
+    },
+    {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}, "minProperties": 1, "required": ["a"]},
+    {
+        "allOf": [
+            {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+            {"required": ["a"], "maxProperties": 9},
+        ]
+    },
+    {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}}}},
+    {
+        "properties": {"a": {"const": 1}, "y": {"$ref": "#/additionalProperties"}},
+        "additionalProperties": {"allOf": [{"const": 2}]},
+    },
+]
+
+
+@pytest.mark.parametrize("schema", MIXED, ids=str)
+def test_no_name_passes_for_another_one_whose_values_keep_to_something_else(schema):
     grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "object", **schema})))
-    for text in ('{"a":1,"x":2}', '{"a":1,"x":3}'):
+    good = ['{"a":1}', '{"a":1,"x":2}', '{"a":1,"größe":2,"\\n\\"":2,"x":2,"x":2}']
+    bad = [r'{"a":1,"\u0061":2}', r'{"a":1,"x\u0061":2}', r'{"a":1,"\u000a":2}', '{"a":1,"a":2}', '{"a":1,"x":1}']
+    for text in (*good, *bad):
         token_ids = ids_of(text)
-        is_good = "2" in text or '"const": 2' not in json.dumps(schema)
-        assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == is_good
+        assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), text
+
+
+@pytest.mark.parametrize(("name", "written"), [("\n", r"\u000a"), ("\x1f", r"\u001F"), ("\x7f", r"\u007f")])
+def test_no_name_with_a_control_character_passes_for_another_one(name, written):
+    """What JSON has to escape it may escape in more than one way."""
+    schema = {"type": "object", "properties": {name: {"const": 1}}}
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
+    for text, is_good in ((json.dumps({name: 1}, ensure_ascii=False), True), (f'{{"{written}":2}}', False)):
+        token_ids = ids_of(text)
+        assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == is_good, text
+
+
+def test_texts_have_control_characters_beside_a_map():
+    """Whose names are all alike, so that one is as good as the other: a terminal's keys, beside its environment."""
+    environment = {"type": "object", "additionalProperties": {"type": "string"}}
+    schema = {"type": "object", "properties": {"keys": {"type": "string"}, "env": environment}, "required": ["keys"]}
+    for additional in ({}, {"additionalProperties": False}):
+        grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({**schema, **additional})))
+        token_ids = ids_of(r'{"keys":"\u0003","env":{"A":"\u001b[0m"}}')
+        assert grammar.cursor().num_valid(token_ids) == len(token_ids)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"dependentRequired": {"a": ["b"]}}, {"unevaluatedProperties": False}, {"contains": {"const": 1}}]
+)
+def test_a_draft_that_is_named_makes_no_keyword_unknown(keywords):
+    """The library ignores those that are younger."""
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", **keywords}
+    with pytest.raises(BadConstraint, match=f"Unimplemented keys.*{next(iter(keywords))}"):
+        VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
 
 
 def test_a_cursor_is_a_function_of_the_tokens():

@@ -1,0 +1,76 @@
+"""Names of properties that llguidance would mix up. It compares them as they are written, and lets one that it was not told
+of be written with any escape: `"\\u0061"` would be another name than `"a"`, and its value keep to another schema."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.constraints.json_numbers import values_in
+
+_ANY_NAME = "^(?s:.*)$"
+# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only where
+# there are none, and would not find what a reference leads to.
+_AS_THEY_ARE = re.compile(r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties')
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
+ESCAPES_WITHOUT_U = 'nrbtf\\"'  # each name has one spelling with these
+_NEED_U = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_NOT_WRITTEN = (
+    r"has a control character, which needs \u, and no text has that where names of others keep to a schema: leave it out, "
+    "or give additionalProperties false everywhere"
+)
+_COUNTED_TWICE = (
+    "would count a name twice that is written twice: give at most one more than there are names in required, "
+    "or additionalProperties false"
+)
+
+
+def may_rewrite_names(root: Any) -> bool:
+    """Return whether `plain_names` may stand in this schema."""
+    return not _AS_THEY_ARE.search(json.dumps(root))
+
+
+def plain_names(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none is
+    needed."""
+    if not schema.get("properties") or not _is_open(schema):
+        return {}
+    return {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
+
+
+def mixes_names(schema: Mapping[str, Any], are_rewritten: bool) -> bool:
+    """Return whether names of others could be written as none of those that this schema, without schemas in it, tells of,
+    and yet be one of them. `are_rewritten`: as `plain_names` has it."""
+    names = [*_names(schema.get("properties")), *_names(schema.get("required"))]
+    if not names and not schema.get("patternProperties"):
+        return False
+    is_open_to_all = schema.get("additionalProperties") is not False and not (are_rewritten and _is_open(schema))
+    return is_open_to_all or any(map(_CONTROLS.search, names))
+
+
+def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what is wrong with a bound on the number of properties, as (place, reason), or None."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if not isinstance(least, int) or (
+        schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    ):
+        return None
+    return ("/minProperties", _COUNTED_TWICE) if least > len(set(_names(required))) + 1 else None
+
+
+def check_texts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return which text of a const or enum cannot be written without `\\u`, as (place, reason), or None."""
+    for keyword in ("const", "enum"):
+        for place, value in values_in(f"/{keyword}", schema.get(keyword)):
+            if isinstance(value, str) and _NEED_U.search(value):
+                return place, _NOT_WRITTEN
+    return None
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    return schema.get("additionalProperties", True) in (True, {})
+
+
+def _names(found: Any) -> list[str]:
+    """Return the names in a value of `properties` or `required`, which may be of another shape than it should be."""
+    return [name for name in found if isinstance(name, str)] if isinstance(found, dict | list) else []
