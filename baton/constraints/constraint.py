@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from baton.constraints.json_schema import check_schema, rewrite_schema
+from baton.constraints.json_schema import check_schema, check_support, rewrite_schema
 
 MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
 MAX_CHOICES = 4096
@@ -88,7 +88,7 @@ def _choices(texts: list[str]) -> str:
 def _schema_grammar(text: str) -> str:
     try:
         schema = json.loads(text)
-        if problem := check_schema(schema):
+        if problem := check_schema(schema) or check_support(schema):
             raise BadConstraint(*problem)
         if isinstance(schema, bool):
             if not schema:

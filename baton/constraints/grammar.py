@@ -15,6 +15,7 @@ from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
 END = "<|end of the grammar|>"
 EMPTY_MASK = "NoExtensionBias"  # what the library says where no token may be next
 WORD_BITS = 32
+_OVERLAP = "oneOf of schemas that may overlap is not supported: give anyOf, or each a property with a const of its own"
 
 
 class Vocabulary:
@@ -138,7 +139,9 @@ def _is_over(matcher: LLMatcher) -> bool:
 
 
 def _one_line(error: str) -> str:
-    """Return a message of the library without its picture of the place."""
+    """Return a message of the library without its picture of the place, and without an option that there is not here."""
+    if "coerce_one_of" in error:
+        return _OVERLAP
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
     return " ".join(" ".join(kept).split())[:300]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.constraints.json_numbers import values_in
+from baton.constraints.json_patterns import asks_for_controls
 
 _ANY_NAME = "^(?s:.*)$"
 # With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only where
@@ -59,7 +60,9 @@ def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_texts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return which text of a const or enum cannot be written without `\\u`, as (place, reason), or None."""
+    """Return which text of a const, enum or pattern cannot be written without `\\u`, as (place, reason), or None."""
+    if isinstance(pattern := schema.get("pattern"), str) and asks_for_controls(pattern):
+        return "/pattern", _NOT_WRITTEN
     for keyword in ("const", "enum"):
         for place, value in values_in(f"/{keyword}", schema.get(keyword)):
             if isinstance(value, str) and _NEED_U.search(value):

@@ -1,8 +1,7 @@
 """The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
 library would not keep to as it stands is refused too, or written otherwise."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.constraints.json_names import (
@@ -14,6 +13,7 @@ from baton.constraints.json_names import (
     plain_names,
 )
 from baton.constraints.json_numbers import check_numbers
+from baton.constraints.json_patterns import rewrite_pattern
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -42,7 +42,13 @@ KEYWORDS = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), _NAMED),
     "items": _SCHEMA,  # or a list of them
 }  # fmt: skip
-_BRACKETS = re.compile(r"\\.|\[\^?\]?|\]", re.DOTALL)  # a bracket that closes at once is a character
+_UNKEPT = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
+           "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor",
+           "$recursiveRef")  # fmt: skip
+# Keywords of which one says what another is of: with one of the second kind between them, the library would read each alone.
+_TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("items", "additionalItems"),
+             ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))  # fmt: skip
+_BETWEEN = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
@@ -52,11 +58,8 @@ def check_schema(schema: object) -> tuple[str, str] | None:
 
 
 def _problem(schema: object) -> tuple[str, str] | None:
-    waiting, escaped = [("", schema)], None
-    while waiting:
-        place, found = waiting.pop()
-        if isinstance(found, bool):
-            continue
+    escaped = None
+    for place, found in _schemas(schema):
         if not isinstance(found, dict):
             return place, f"is {type(found).__name__}, not a schema: an object, true or false"
         for keyword, value in found.items():
@@ -65,12 +68,34 @@ def _problem(schema: object) -> tuple[str, str] | None:
                 return where, "is no keyword of JSON Schema that is known here"
             if keyword == "enum" and not isinstance(value, list):
                 return where, "must be a list"
-            waiting += _inner(KEYWORDS[keyword], where, value)
+            if keyword == "prefixItems" and isinstance(found.get("items"), list):
+                return where, "stands beside a list of items, which says the same: give one of them"
         if problem := check_numbers(found) or check_counts(found):
             return place + problem[0], problem[1]
         if not escaped and (problem := check_texts(found)):
             escaped = place + problem[0], problem[1]
     return escaped if escaped and _mixes_names(schema, may_rewrite_names(schema)) else None
+
+
+def check_support(schema: object) -> tuple[str, str] | None:
+    """Return which keyword of a checked schema the library does not keep to, as (place, reason), or None."""
+    for place, found in _schemas(schema):
+        for keyword in found:
+            if keyword in _UNKEPT or (keyword == "uniqueItems" and not _says_nothing(keyword, found)):
+                return "".join(map(_shown, f"{place}/{keyword}")), "is not supported"
+    return None
+
+
+def _schemas(schema: object) -> Iterator[tuple[str, Any]]:
+    """Yield a schema and those in it, with their places, but for true and false."""
+    waiting = [("", schema)]
+    while waiting:
+        place, found = waiting.pop()
+        if not isinstance(found, bool):
+            yield place, found
+        if isinstance(found, dict):
+            for keyword, value in found.items():
+                waiting += _inner(KEYWORDS.get(keyword, _NOTHING), f"{place}/{keyword[:40]}", value)
 
 
 def _shown(character: str) -> str:
@@ -100,10 +125,9 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[str, Any]:
-    """Return a checked schema in words that the library keeps to, with its options: `uniqueItems` only where it says
-    something, patterns whose classes are without NUL, names that are not written with escapes, and no `$schema`, as
-    keywords that are younger than the draft it names would be ignored. `is_strict` False: what the library has no grammar
-    for is left out."""
+    """Return a checked schema in words that the library keeps to, with its options: patterns whose classes are those of
+    ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it names
+    would be ignored. `is_strict` False: what the library has no grammar for is left out."""
     may_rewrite = may_rewrite_names(schema)
     are_mixed = _mixes_names(schema, may_rewrite)
     options = {**_OPTIONS, "lenient": not is_strict}
@@ -113,17 +137,7 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
 
 
 def _mixes_names(schema: Any, are_rewritten: bool) -> bool:
-    return any(mixes_names(each, are_rewritten) for each in _schemas(schema))
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those in it."""
-    waiting = [schema]
-    while waiting:
-        if isinstance(found := waiting.pop(), dict):
-            yield found
-            for keyword, value in found.items():
-                waiting += (each for _, each in _inner(KEYWORDS.get(keyword, _NOTHING), "", value))
+    return any(isinstance(each, dict) and mixes_names(each, are_rewritten) for _, each in _schemas(schema))
 
 
 def _rewritten(schema: Any, may_rewrite: bool) -> Any:
@@ -131,42 +145,39 @@ def _rewritten(schema: Any, may_rewrite: bool) -> Any:
         return [_rewritten(each, may_rewrite) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    names = plain_names(schema) if may_rewrite else {}
-    rewritten = {}
-    for keyword, value in schema.items():
-        if keyword not in names and (keyword, value) != ("uniqueItems", False) and keyword != "$schema":
-            rewritten[keyword] = _rewritten_value(keyword, value, may_rewrite)
-        if keyword == "properties":  # keywords with one that stands for others between them are read one by one
-            rewritten.update(names)
-    return rewritten
+    schema = {**schema, **(plain_names(schema) if may_rewrite else {})}
+    return {
+        keyword: _rewritten_value(keyword, schema[keyword], may_rewrite)
+        for keyword in _in_order(schema)
+        if not _says_nothing(keyword, schema)
+    }
+
+
+def _in_order(schema: Mapping[str, Any]) -> Iterable[str]:
+    """Return the keywords of a schema, those that belong together one behind the other."""
+    if schema.keys().isdisjoint(_BETWEEN):  # as most
+        return schema
+    places = {keyword: place for place, keyword in enumerate(schema)}
+    for group in _TOGETHER:
+        present = [keyword for keyword in group if keyword in schema]
+        places.update((keyword, places[present[0]]) for keyword in present)
+    return sorted(schema, key=places.__getitem__)
+
+
+def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword is left out: the library would refuse it, or read others otherwise."""
+    if keyword == "additionalItems":
+        return not isinstance(schema.get("items"), list)
+    return keyword == "$schema" or (keyword == "uniqueItems" and schema[keyword] is False)
 
 
 def _rewritten_value(keyword: str, value: Any, may_rewrite: bool) -> Any:
     if keyword == "pattern" and isinstance(value, str):
-        return _without_nul(value)
+        return rewrite_pattern(value)
     kind = KEYWORDS.get(keyword)  # what a reference leads to may stand where no schema was looked for
     if kind == _NAMED and isinstance(value, dict):
         is_pattern = keyword == "patternProperties"
         return {
-            _without_nul(name) if is_pattern else name: _rewritten(each, may_rewrite) for name, each in value.items()
+            rewrite_pattern(name) if is_pattern else name: _rewritten(each, may_rewrite) for name, each in value.items()
         }
     return _rewritten(value, may_rewrite) if kind in (_SCHEMA, _LIST) else value
-
-
-def _without_nul(pattern: str) -> str:
-    """Return a regular expression whose classes in brackets are without NUL: where one has all control characters, the
-    library also takes quotation marks and backslashes for its own."""
-    depth = 0
-
-    def rewrite(found: re.Match[str]) -> str:
-        nonlocal depth
-        bracket = found[0]
-        if bracket.startswith("["):
-            depth += 1
-            return f"[{bracket}" if depth == 1 else bracket
-        if bracket == "]" and depth:
-            depth -= 1
-            return bracket if depth else r"]&&[^\x00]]"
-        return bracket
-
-    return _BRACKETS.sub(rewrite, pattern)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from baton.constraints.json_patterns import rewrite_pattern
 from gateway.parsers.schema_types import listed, named_types, referred
 
 ANY = ""
@@ -82,6 +83,7 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
     if "pattern" in schema:
         if not isinstance(pattern := schema["pattern"], str):
             raise ValueError("has a pattern that is no text")
+        pattern = rewrite_pattern(pattern)
         # It may match anywhere. Anchors elsewhere are refused by the library.
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         end = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"

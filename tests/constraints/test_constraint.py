@@ -31,6 +31,10 @@ GOOD = [
     Constraint("json_schema", '{"type": "object", "minProperties": 2, "required": ["a"]}'),
     Constraint("json_schema", '{"properties": {"a": {}, "b": {}}, "additionalProperties": false, "minProperties": 1}'),
     Constraint("json_schema", '{"properties": {"a": {"const": "\\u001b"}}, "additionalProperties": false}'),
+    *(
+        Constraint("json_schema", json.dumps({"required": ["a"], "additionalProperties": {"pattern": pattern}}))
+        for pattern in (r"^[^\x00-\x1f]+$", r"\\v", r"\n\t\x41", "[\x1fa]")
+    ),
     Constraint("json_object", ""),
     Constraint("regex", "^[0-9]+$"),
     Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe"])),
@@ -48,8 +52,13 @@ BAD = [
     ("json_schema", '{"x-guidance": {"lenient": true}, "uniqueItems": true}', "/x-guidance: is no keyword"),
     ("json_schema", '{"properties": {"x": {"enum": "abc"}}}', "/properties/x/enum: must be a list"),
     ("json_schema", '{"items": [{}, {"anyOf": [{"typo": 1}]}]}', "/items/1/anyOf/0/typo"),
-    ("json_schema", '{"uniqueItems": true}', "uniqueItems"),
-    ("json_schema", '{"not": {"type": "string"}}', "not"),
+    (
+        "json_schema",
+        '{"properties": {"a\\n": {"uniqueItems": true}}}',
+        r"/properties/a\n/uniqueItems: is not supported",
+    ),
+    ("json_schema", '{"anyOf": [{"not": {"type": "string"}}]}', "/anyOf/0/not: is not supported"),
+    ("json_schema", '{"oneOf": [{"type": "integer"}, {"const": 1}]}', "oneOf of schemas that may overlap"),
     ("json_schema", '{"type": "string", "format": "rhyme"}', "rhyme"),
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
     ("json_schema", '{"$ref": "http://example.com/schema"}', "example.com"),
@@ -83,6 +92,11 @@ BAD = [
     ),
     ("json_schema", '{"minimum": -1.5, "exclusiveMaximum": -1}', "/exclusiveMaximum: would not keep out"),
     ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "nsatisfiable"),
+    (
+        "json_schema",
+        '{"items": {"prefixItems": [{}], "items": [{}]}}',
+        "/items/prefixItems: stands beside a list of items",
+    ),
     ("json_schema", '{"type": "object", "minProperties": 2}', "/minProperties: would count a name twice"),
     ("json_schema", '{"items": {"required": ["a", "a"], "minProperties": 3}}', "/items/minProperties: would count"),
     (
@@ -94,6 +108,14 @@ BAD = [
         "json_schema",
         '{"properties": {"a": {"enum": ["b", "\\u001b"]}}, "additionalProperties": {"type": "string"}}',
         "/properties/a/enum/1: has a control character",
+    ),
+    *(
+        (
+            "json_schema",
+            json.dumps({"required": ["a"], "additionalProperties": {"pattern": pattern}}),
+            "/additionalProperties/pattern: has a control character",
+        )
+        for pattern in ("^\v", r"a\v", r"\x1B\[", r"\\\u001f", "\x7f$")
     ),
     ("json_schema", '{"properties": {"\\n\\ud800ü": {"typo": 1}}}', r"/properties/\n\ud800ü/typo: is no keyword"),
     ("json_schema", '{"a":' * 10_000 + "1" + "}" * 10_000, "10000 deep"),

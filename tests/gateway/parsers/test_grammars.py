@@ -312,6 +312,7 @@ def test_nothing_is_bound_where_nothing_has_to_be():
 CHOSEN = {"C": {"enum": ["a", "b"], "type": "string"}, "N": {"type": "integer"}}
 TEXTS = [  # a schema, and texts that keep to it, and others
     (STRING | {"pattern": "^[0-9]{2}$"}, ["12"], ["1", "123", "x"]),
+    (STRING | {"pattern": r"^[^[\]]+$"}, ["ab"], ["a[", "]"]),
     (STRING | {"pattern": "b|c\\$"}, ["abc", "c$"], ["a", ""]),
     (STRING | {"pattern": r"^a\\$"}, ["a\\"], ["a", "a\\b", "a$"]),
     (STRING | {"pattern": r"^a\\\$"}, ["a\\$", "a\\$b"], ["a\\"]),
