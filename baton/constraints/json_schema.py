@@ -14,6 +14,7 @@ from baton.constraints.json_names import (
 )
 from baton.constraints.json_numbers import check_numbers
 from baton.constraints.json_patterns import rewrite_pattern
+from baton.constraints.json_references import check_references
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -58,7 +59,7 @@ def check_schema(schema: object) -> tuple[str, str] | None:
 
 
 def _problem(schema: object) -> tuple[str, str] | None:
-    escaped = None
+    escaped, references = None, list[str]()
     for place, found in _schemas(schema):
         if not isinstance(found, dict):
             return place, f"is {type(found).__name__}, not a schema: an object, true or false"
@@ -72,9 +73,13 @@ def _problem(schema: object) -> tuple[str, str] | None:
                 return where, "stands beside a list of items, which says the same: give one of them"
         if problem := check_numbers(found) or check_counts(found):
             return place + problem[0], problem[1]
+        if isinstance(reference := found.get("$ref"), str):
+            references.append(reference)
         if not escaped and (problem := check_texts(found)):
             escaped = place + problem[0], problem[1]
-    return escaped if escaped and _mixes_names(schema, may_rewrite_names(schema)) else None
+    if escaped and _mixes_names(schema, may_rewrite_names(schema)):
+        return escaped
+    return check_references(schema, references)
 
 
 def check_support(schema: object) -> tuple[str, str] | None:

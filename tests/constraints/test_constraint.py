@@ -35,6 +35,16 @@ GOOD = [
         Constraint("json_schema", json.dumps({"required": ["a"], "additionalProperties": {"pattern": pattern}}))
         for pattern in (r"^[^\x00-\x1f]+$", r"\\v", r"\n\t\x41", "[\x1fa]")
     ),
+    *(
+        Constraint("json_schema", json.dumps({"$defs": {"a": schema}, "$ref": "#/$defs/a"}))
+        for schema in (
+            {"type": ["object", "null"], "properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"]},
+            {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}},
+            {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "required": ["n"]},
+            {"type": "array", "items": {"$ref": "#/$defs/a"}},
+            {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]},
+        )
+    ),
     Constraint("json_object", ""),
     Constraint("regex", "^[0-9]+$"),
     Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe"])),
@@ -63,7 +73,28 @@ BAD = [
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
     ("json_schema", '{"$ref": "http://example.com/schema"}', "example.com"),
     ("json_schema", '{"$ref": "#/$defs/a"}', "does not exist"),
-    ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no text of this vocabulary"),
+    *(
+        (
+            "json_schema",
+            json.dumps(
+                {"properties": {"n": {"$ref": "#/$defs/a"}}, "$defs": {"a": schema, "b": {"$ref": "#/$defs/a"}}}
+            ),
+            "/$defs/a: no text keeps to it",
+        )
+        for schema in (
+            {"$ref": "#/$defs/a"},
+            {"allOf": [{"type": "object"}, {"$ref": "#/$defs/b"}]},
+            {"type": "object", "properties": {"n": {"$ref": "#/$defs/b"}}, "required": ["m", "n"]},
+            {"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/b"}}, {"$ref": "#/$defs/b"}]},
+            {"type": "array", "minItems": 2, "prefixItems": [{}, {"$ref": "#/$defs/b"}]},
+        )
+    ),
+    (
+        "json_schema",
+        '{"type": "object", "properties": {"~/ü": {"$ref": "#/properties/~0~1%C3%BC"}}}',
+        "no text keeps to it",
+    ),
+    ("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}', "no text keeps to it"),
     ("json_schema", '{"enum": []}', "nsatisfiable"),
     ("json_schema", "false", "schema is false"),
     ("json_schema", '{"enum": [1, 9007199254740993]}', "/enum/1: whole numbers beyond 2**53"),

@@ -1,0 +1,65 @@
+"""References of a JSON schema that lead nowhere but to themselves: an answer would never end, or find no next token."""
+
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+from urllib.parse import unquote
+
+_ENDLESS = "no text keeps to it: what it needs leads back to it"
+
+
+def check_references(root: Any, references: Iterable[str]) -> tuple[str, str] | None:
+    """Return which of these references needs itself, as (place, reason), or None."""
+    targets = {reference: _target(root, reference) for reference in sorted(set(references))}
+    graph = dict[int, set[int]]()  # by identity: there may be very many spellings of a reference
+    for target in targets.values():
+        if id(target) not in graph:
+            graph[id(target)] = {id(targets.get(reference)) for reference in _needed(target)}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        reference = next(reference for reference, target in targets.items() if id(target) in error.args[1])
+        return reference.removeprefix("#")[:80], _ENDLESS
+    return None
+
+
+def _needed(schema: Any) -> set[str]:
+    """Return the references that everything has to keep to which keeps to a schema."""
+    if not isinstance(schema, dict):
+        return set()
+    needed = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+    needed.update(*map(_needed, _listed(schema.get("allOf"))), *map(_needed, _parts(schema)))
+    for keyword in ("anyOf", "oneOf"):
+        if options := [_needed(each) for each in _listed(schema.get(keyword))]:
+            needed |= set.intersection(*options)
+    return needed
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of what an object or array has at least."""
+    if schema.get("type") == "object" and isinstance(properties := schema.get("properties"), dict):
+        return [
+            properties[name] for name in _listed(schema.get("required")) if isinstance(name, str) and name in properties
+        ]
+    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int):
+        first = _listed(schema.get("prefixItems")) or _listed(schema.get("items"))
+        return [*first[:least], *([schema.get("items")] if least > len(first) else [])]
+    return []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Return what a reference within the schema leads to, None for any other one."""
+    if reference == "#":
+        return root
+    found = root if reference.startswith("#/") else None
+    for step in reference[2:].split("/"):
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
