@@ -116,7 +116,7 @@ class AnswerForm:
         behind = self._behind
         if self._asked.continuous_usage_stats:
             behind = f'],"usage":{to_text(_usage(self._so_far.values()))}}}\n\n'
-        if message.logprobs or "prompt_logprobs" in choice:
+        if choice.get("logprobs") or "prompt_logprobs" in choice:
             return self._in_turns(choice, behind)
         return f"{self._before}{to_text(choice)}{behind}".encode()
 
@@ -226,16 +226,30 @@ class CompletionForm(AnswerForm):
         super().__init__(asked, model, tokens)
         self._places: dict[int, _TextPlace] = {}  # of choices
         self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in asked.requests]
+        self._has_logprobs = asked.requests[0].sampling.HasField("logprobs")
         self._firsts: dict[
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message to the prompt of that number."""
+        if self._asked.is_prompt_alone:
+            _clear_answer(message)
+            if message.HasField("usage"):
+                message.usage.output_tokens = 0
         first = self._firsts.setdefault(prompt, message)
         if first is message and not message.HasField("prompt") and not message.prompt_logprobs:
             self._firsts[prompt] = pb.GenerateResponse()  # nothing is kept of it
         return super().chunk(prompt, message)
+
+    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
+        """Return the answer in one object, for `to_bytes_in_turns`."""
+        if self._asked.is_prompt_alone:
+            for response in responses:
+                response.usage.output_tokens = 0
+                for choice in response.choices:
+                    _clear_answer(choice)
+        return super().whole(responses)
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         if not is_first:
@@ -273,7 +287,7 @@ class CompletionForm(AnswerForm):
         echoed: pb.GenerateResponse | pb.CompleteResponse | None = None,
     ) -> Json | None:
         """Return iterators. `echoed` has a prompt, whose tokens come first; nothing is known of its first one."""
-        if not logprobs:
+        if not logprobs and (echoed is None or not self._has_logprobs):
             return None
         rows = list[tuple[_TextPlace, int, pb.Logprobs | None]]()
         if echoed is not None:
@@ -292,9 +306,17 @@ class CompletionForm(AnswerForm):
         }
 
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
-        """Return the likeliest tokens in one place, as OpenAI has them."""
-        best = reversed(logprobs.top)
-        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, _LEAST_LOGPROB) for each in best}
+        """Return the likeliest tokens in one place, and the one that was taken, as OpenAI has them."""
+        told = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
+        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, _LEAST_LOGPROB) for each in told}
+
+
+def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:
+    """Leave nothing but the end, as if no token had been asked for."""
+    for name in ("text", "token_ids", "logprobs", "matched_stop"):
+        part.ClearField(name)
+    if part.finish_reason:
+        part.finish_reason = pb.FINISH_REASON_LENGTH
 
 
 class _TextPlace:

@@ -59,6 +59,7 @@ class Asked:
     include_usage: bool = False
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
+    is_prompt_alone: bool = False  # what is answered is not told
     num_choices: int = field(init=False)  # of each request
 
     def __post_init__(self) -> None:
@@ -118,6 +119,9 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
     fill(shared, values, COMPLETION, names)
     if not shared.stopping.HasField("max_tokens"):
         shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
+    is_prompt_alone = shared.stopping.max_tokens == 0
+    if is_prompt_alone:
+        shared.stopping.max_tokens = 1  # the least that is computed
     if shared.echo and shared.sampling.HasField("logprobs") and not shared.sampling.HasField("prompt_logprobs"):
         shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text
         names["sampling.prompt_logprobs"] = "logprobs"
@@ -127,7 +131,9 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
         request.CopyFrom(shared)
         put(request, "text" if isinstance(prompt, str) else "token_ids.ids", prompt)
         requests.append(request)
-    return _asked("cmpl", requests, values, names)
+    asked = _asked("cmpl", requests, values, names)
+    asked.is_prompt_alone = is_prompt_alone
+    return asked
 
 
 def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:

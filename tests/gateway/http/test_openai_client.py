@@ -188,6 +188,33 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
         assert tokens == [len(choice.logprobs.tokens) for choice in whole]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_max_tokens_0_tells_of_the_prompt_alone(served, stream):
+    """As evaluation harnesses ask for the log-likelihood of a text; it was refused."""
+    async with served() as (_, client):
+        ask = {"model": "fake", "prompt": [PROMPT, [20]], "echo": True, "logprobs": 1, "n": 2}
+        whole = (await client.completions.create(**ask, max_tokens=1)).choices
+        if stream:
+            usage = {"stream_options": {"include_usage": True}}
+            chunks = [each async for each in await client.completions.create(**ask, max_tokens=0, stream=True, **usage)]
+            choices = sorted(
+                (each for chunk in chunks for each in chunk.choices if each.logprobs), key=lambda c: c.index
+            )
+            ended = [each.finish_reason for chunk in chunks for each in chunk.choices if each.finish_reason]
+            told = chunks[-1].usage
+        else:
+            answer = await client.completions.create(**ask, max_tokens=0)
+            choices, told = answer.choices, answer.usage
+            ended = [each.finish_reason for each in choices]
+        assert ended == ["length"] * 4 and (told.prompt_tokens, told.completion_tokens) == (len(PROMPT) + 1, 0)
+        for before, choice in zip(whole, choices, strict=True):
+            assert choice.text == "".join(choice.logprobs.tokens)
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert getattr(choice.logprobs, name) == getattr(before.logprobs, name)[:-1], name
+        (bare,) = (await client.completions.create(model="fake", prompt="a", max_tokens=0)).choices
+        assert (bare.text, bare.logprobs, bare.finish_reason) == ("", None, "length")
+
+
 async def turns(work: Awaitable[bytes]) -> tuple[bytes, int]:
     """Return what becomes of the work, and how often another task had its turn meanwhile."""
     num_turns, is_over = 0, False
@@ -258,6 +285,18 @@ def test_offsets_of_tokens_point_into_the_text(tokenizer_json, echo):
     offsets = dict(zip(found["logprobs"]["tokens"], found["logprobs"]["text_offset"], strict=True))
     for mark in "!," if echo else ",":
         assert offsets[mark] == found["text"].index(mark)
+
+
+def test_the_likeliest_tokens_have_the_one_that_was_taken_beside_them():
+    """One more than `logprobs`, where it is not among them, as in OpenAI's API."""
+    tokens = Detokenizer(Tokenizer(byte_level()))
+    best = [pb.TokenLogprob(token_id=20 + n, logprob=-n) for n in range(2)]
+    rows = [pb.Logprobs(chosen=chosen, top=best) for chosen in (pb.TokenLogprob(token_id=30, logprob=-9), best[1])]
+    choice = pb.Choice(text="x", logprobs=rows)
+    form = CompletionForm(read_completion({"prompt": "a", "logprobs": 2}), "fake", tokens)
+    (found,) = form.whole([pb.CompleteResponse(choices=[choice])])["choices"]
+    first, second, third = (tokens.shown(token_id)[0] for token_id in (20, 21, 30))
+    assert list(found["logprobs"]["top_logprobs"]) == [{first: 0, second: -1, third: -9}, {first: 0, second: -1}]
 
 
 async def test_embeddings(served):
