@@ -53,6 +53,7 @@ from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
+_MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
 T = TypeVar("T")
 
 
@@ -178,7 +179,7 @@ class HttpApi:
     def _num_at_once(self, asked: Asked) -> int:
         """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""
         most = self._handler.max_concurrent(asked.requests[0].model)
-        return len(asked.requests) if most is None else max(1, most // asked.num_choices)
+        return _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, max(1, most // asked.num_choices))
 
     async def _stream(
         self,

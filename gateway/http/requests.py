@@ -37,7 +37,7 @@ from gateway.http.fields import (
 from gateway.request.validation import REQUEST_ID
 
 ENCODINGS = ("float", "base64")  # of embeddings
-MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
+MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 
@@ -225,7 +225,7 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
 def _id_of_prompt(request_id: str, index: int) -> str:
     """Return the id of one of several prompts. One that leaves no room is cut, with what tells it from others in place."""
     if REQUEST_ID.fullmatch(request_id) and not REQUEST_ID.fullmatch(f"{request_id}-{MAX_PROMPTS - 1}"):
-        request_id = f"{request_id[:40]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
+        request_id = f"{request_id[:39]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
     return f"{request_id}-{index}"
 
 

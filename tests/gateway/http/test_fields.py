@@ -411,7 +411,7 @@ def test_an_effort_to_reason_is_told_in_the_words_of_templates(effort, own, vari
 
 @pytest.mark.parametrize("num_chars", [1, 61, 62, 63, 64])
 def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
-    for num_prompts in (2, 32):
+    for num_prompts in (2, 128):
         request_id = "x" * num_chars
         asked, again, other = (
             read_completion({"prompt": ["a"] * num_prompts, "request_id": each, "max_tokens": 1})

@@ -11,6 +11,7 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
+from gateway.api.request_handler import RequestHandler
 from gateway.http.answers import ChatForm, CompletionForm
 from gateway.http.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
@@ -155,6 +156,26 @@ async def test_prompts_beyond_a_quota_wait_for_each_other(served, tmp_path, stre
         chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
         ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
         assert sorted(ended) == list(range(10))
+
+
+async def test_a_completion_of_many_prompts_has_few_of_them_at_once(served, monkeypatch):
+    """An evaluation in batches of 64 or 128 was refused."""
+    serve, running, most = RequestHandler.generate, 0, 0
+
+    async def generate(*args) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await serve(*args)
+        running -= 1
+
+    monkeypatch.setattr(RequestHandler, "generate", generate)
+    async with served() as (_, client):
+        ask = {"model": "fake", "prompt": [f"fox {n}" for n in range(128)], "max_tokens": 0, "echo": True}
+        choices = (await client.completions.create(**ask)).choices
+        assert [each.text for each in choices] == ask["prompt"] and most == 32
+        with pytest.raises(BadRequestError, match="129 prompts, 1 to 128"):
+            await client.completions.create(**{**ask, "prompt": ["a"] * 129})
 
 
 async def test_echo_and_the_logprobs_of_a_prompt(served):
