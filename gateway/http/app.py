@@ -53,6 +53,7 @@ from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
+_MAX_VECTOR_BYTES = 32 << 20  # of an answer: 2,048 vectors of 2,048 numbers in base64
 _MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
 T = TypeVar("T")
 
@@ -102,12 +103,18 @@ class HttpApi:
     async def embeddings(self, call: HttpCall) -> None:
         """POST /v1/embeddings."""
         asked, context = self._read(call, "embeddings", read_embeddings)
-        call.names = asked.names
-        response, objects = await self._handler.embed(asked.request, context), []
-        for index, each in enumerate(response.embeddings):
-            objects.append(embedding(index, each.values, asked.encoding))
-            await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
-        await call.reply_json(embeddings(objects, self._name(asked.request.model), response.usage))
+        context, begun, objects, usage = self._handler.with_deadline(context), now(), list[bytes](), pb.Usage()
+        num_texts = sum(len(request.inputs) for request in asked.requests)
+        for request, call.names in zip(asked.requests, asked.names, strict=True):
+            response = await self._handler.embed(request, context.after(now() - begun))
+            usage.prompt_tokens += response.usage.prompt_tokens
+            for each in response.embeddings:
+                objects.append(embedding(len(objects), each.values, asked.encoding))
+                await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
+            if num_texts * len(objects[0]) > _MAX_VECTOR_BYTES:
+                told = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
+                raise InvalidRequest("input", told)
+        await call.reply_json(embeddings(objects, self._name(asked.requests[0].model), usage))
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank."""

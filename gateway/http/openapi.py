@@ -21,7 +21,7 @@ from gateway.http.fields import (
     TOKEN_IDS,
     Field,
 )
-from gateway.http.requests import ENCODINGS, MAX_PROMPTS
+from gateway.http.requests import ENCODINGS, MAX_PROMPTS, MAX_TEXTS
 from gateway.http.responses import INCLUDED
 from gateway.http.schemas import ANTHROPIC, CONVERSATION, FORMAT, OBJECT, OF_RESPONSES, STRUCTURED, closed, prompts
 from gateway.http.wire.writing import Json
@@ -127,7 +127,7 @@ def document() -> Json:
     chat = _body(_OF_CHAT, ["messages"], CHAT, CHAT_NEUTRAL)
     completion = _body({"prompt": prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
     embeddings = _body(
-        {"input": prompts(MAX_INPUTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
+        {"input": prompts(MAX_TEXTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
         ["input"],
         EMBEDDING,
     )

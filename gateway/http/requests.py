@@ -38,6 +38,7 @@ from gateway.request.validation import REQUEST_ID
 
 ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
+MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 
@@ -78,10 +79,10 @@ class AskedRerank:
 
 @dataclass
 class AskedEmbeddings:
-    """What a body of /v1/embeddings asks for."""
+    """What a body of /v1/embeddings asks for. `names`: the body's words for fields of each request."""
 
-    request: pb.EmbedRequest
-    names: dict[str, str]
+    requests: list[pb.EmbedRequest]  # with MAX_INPUTS texts each, the last one with what is left
+    names: list[dict[str, str]]
     encoding: str  # one of ENCODINGS
 
 
@@ -140,14 +141,23 @@ def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
     """Read the body of /v1/embeddings. Raises InvalidRequest."""
     check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
     check_notes(values)
-    request, names = pb.EmbedRequest(), {"inputs": "input"}
-    fill_rows(request, values, EMBEDDING, names)
-    for text in _prompts(values, "input", MAX_INPUTS):
-        put(request.inputs.add(), "text" if isinstance(text, str) else "token_ids.ids", text)
+    shared, names = pb.EmbedRequest(), {"inputs": "input"}
+    fill_rows(shared, values, EMBEDDING, names)
     encoding = read_value(values, "encoding_format", STRING, "float")
     if encoding not in ENCODINGS:
         raise InvalidRequest("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
-    return AskedEmbeddings(request, names, encoding)
+    texts, asked = _prompts(values, "input", MAX_TEXTS), AskedEmbeddings([], [], encoding)
+    request_id = shared.request_id or new_id()
+    for begin in range(0, len(texts), MAX_INPUTS):
+        request, part = pb.EmbedRequest(), texts[begin : begin + MAX_INPUTS]
+        request.CopyFrom(shared)
+        if len(texts) > MAX_INPUTS:
+            request.request_id = _id_of_prompt(request_id, begin // MAX_INPUTS)
+        for text in part:
+            put(request.inputs.add(), "text" if isinstance(text, str) else "token_ids.ids", text)
+        asked.requests.append(request)
+        asked.names.append(names | {f"inputs[{n}]": f"input[{begin + n}]" for n in range(len(part))})
+    return asked
 
 
 def read_rerank(values: Mapping[str, Any]) -> AskedRerank:

@@ -159,7 +159,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_completion, {"prompt": 7}, "prompt"),
         (read_completion, {"prompt": [[]]}, "prompt[0]"),
         (read_completion, {"prompt": [[-1]]}, "prompt[0]"),
-        (read_completion, {"prompt": ["a"] * 33}, "prompt"),
+        (read_completion, {"prompt": ["a"] * 129}, "prompt"),
         (read_completion, {"prompt": "a", "echo": 1}, "echo"),
         (read_chat, {**READERS["chat"][1], "echo": True}, "echo"),
         (read_chat, {**READERS["chat"][1], "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -254,7 +254,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_tokenize, {"prompt": "a", "messages": READERS["chat"][1]["messages"]}, "prompt"),
         (read_embeddings, {}, "input"),
         (read_embeddings, {"input": []}, "input"),
-        (read_embeddings, {"input": ["a"] * 129}, "input"),
+        (read_embeddings, {"input": ["a"] * 2049}, "input"),
         (read_embeddings, {"input": ["a", 7]}, "input[1]"),
         (read_embeddings, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         (read_embeddings, {"input": "a", "pooling": "max"}, "pooling"),
@@ -300,10 +300,10 @@ def test_what_is_echoed_has_logprobs_where_the_answer_has_them():
 def test_each_field_of_an_embedding_lands_in_its_own(row):
     given, wanted = VALUES[row.kind.words]
     asked, plain = read_embeddings({"input": "hi", row.name: given}), read_embeddings({"input": "hi"})
-    assert at(asked.request, row.path) == wanted and rename(row.path, asked.names) == row.name
-    del plain.request.inputs[:]
-    asked.request.inputs.clear()
-    assert leaves(asked.request) - leaves(plain.request) == {row.path}
+    assert at(asked.requests[0], row.path) == wanted and rename(row.path, asked.names[0]) == row.name
+    del plain.requests[0].inputs[:]
+    asked.requests[0].inputs.clear()
+    assert leaves(asked.requests[0]) - leaves(plain.requests[0]) == {row.path}
     for wrong in ({"a": 1}, [None], "\ud800"):
         with pytest.raises(InvalidRequest) as caught:
             read_embeddings({"input": "hi", row.name: wrong})
@@ -315,9 +315,16 @@ def test_inputs_of_an_embedding_of_every_form():
         ("a", ["a"], []), (["a", "b"], ["a", "b"], []), ([4, 5], [], [[4, 5]]), ([[4], [5]], [], [[4], [5]]),
     ):  # fmt: skip
         asked = read_embeddings({"input": given, "user": "me"})
-        assert [each.text for each in asked.request.inputs if each.text] == texts
-        assert [list(each.token_ids.ids) for each in asked.request.inputs if each.HasField("token_ids")] == ids
-    assert rename("inputs[1].text", asked.names) == "input[1].text"
+        assert [each.text for each in asked.requests[0].inputs if each.text] == texts
+        assert [list(each.token_ids.ids) for each in asked.requests[0].inputs if each.HasField("token_ids")] == ids
+    assert rename("inputs[1].text", asked.names[0]) == "input[1].text"
+
+
+def test_texts_beyond_one_request_are_in_others_with_ids_of_their_own():
+    asked = read_embeddings({"input": ["a"] * 300, "request_id": "x", "dimensions": 3})
+    assert [len(each.inputs) for each in asked.requests] == [128, 128, 44]
+    assert [(each.request_id, each.dimensions) for each in asked.requests] == [("x-0", 3), ("x-1", 3), ("x-2", 3)]
+    assert rename("inputs[43].text", asked.names[2]) == "input[299].text"
 
 
 @pytest.mark.parametrize("row", RERANK, ids=lambda row: row.name)

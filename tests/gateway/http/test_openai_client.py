@@ -12,6 +12,7 @@ from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import RequestHandler
+from gateway.http import app
 from gateway.http.answers import ChatForm, CompletionForm
 from gateway.http.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
@@ -21,6 +22,7 @@ from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
+from tests.support.pace import patience
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
 PROMPT = list(range(20, 90))
@@ -452,3 +454,27 @@ async def test_the_id_by_which_the_log_has_a_request_is_where_clients_look_for_i
         # Nothing of a client's own goes into the head that is no id.
         answer = await raw.post("chat/completions", json={**ask, "model": "fake", "request_id": "a\r\nb: c"})
         assert answer.status_code == 400 and "x-request-id" not in answer.headers and "b" not in answer.headers
+
+
+async def test_many_texts_are_embedded_in_parts(served, monkeypatch):
+    """Clients that index documents send 512 or 1,000 at a time, as OpenAI lets them; they were refused beyond 128."""
+    async with served() as (c, client):
+        texts = [f"fox {n}" for n in range(300)]
+        whole = await client.embeddings.create(model="fake", input=texts, dimensions=3)
+        assert [each.index for each in whole.data] == [*range(300)]
+        num_tokens = 0
+        for begin in range(0, 300, 100):
+            inputs = [pb.EmbedInput(text=each) for each in texts[begin : begin + 100]]
+            said = await c.stub.Embed(pb.EmbedRequest(inputs=inputs, dimensions=3), timeout=patience(20))
+            here = whole.data[begin : begin + 100]
+            assert [each.embedding for each in here] == [list(each.values) for each in said.embeddings]
+            num_tokens += said.usage.prompt_tokens
+        assert whole.usage.prompt_tokens == num_tokens
+        with pytest.raises(BadRequestError) as caught:
+            await client.embeddings.create(model="fake", input=[*texts[:200], ""])
+        assert caught.value.param == "input[200].text" and "input[200].text" in caught.value.message
+        with pytest.raises(BadRequestError, match="2049 prompts, 1 to 2048"):
+            await client.embeddings.create(model="fake", input=["a"] * 2049)
+        monkeypatch.setattr(app, "_MAX_VECTOR_BYTES", 20_000)
+        with pytest.raises(BadRequestError, match="input: 300 vectors have over 20000 bytes"):
+            await client.embeddings.create(model="fake", input=texts)
