@@ -3,13 +3,15 @@
 import asyncio
 import json
 from collections.abc import Awaitable
+from unittest.mock import AsyncMock
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import httpx2
 import pytest
-from openai import BadRequestError
+from openai import APIError, BadRequestError, RateLimitError
 
+from baton.service.errors import Overloaded
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import RequestHandler
 from gateway.http import app
@@ -158,6 +160,43 @@ async def test_prompts_beyond_a_quota_wait_for_each_other(served, tmp_path, stre
         chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
         ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
         assert sorted(ended) == list(range(10))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_is_refused_for_others_of_its_call_waits_for_them(served, stream):
+    """A batch of 16 prompts of a thousand tokens was refused by what its own prompts would take on a CPU."""
+    async with served(max_concurrent_requests=2) as (_, client):
+        ask = {"model": "fake", "prompt": [f"fox {n}" for n in range(8)], "max_tokens": 3, "echo": True}
+        if stream:
+            texts = [""] * 8
+            async for chunk in await client.completions.create(**ask, stream=True):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+        else:
+            texts = [choice.text for choice in (await client.completions.create(**ask)).choices]
+        assert all(text.startswith(prompt) for text, prompt in zip(texts, ask["prompt"], strict=True))
+        assert len({*texts}) == 8
+
+
+async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch):
+    refused = AsyncMock(side_effect=Overloaded("no place", 1.0, reason="QUEUE_FULL"))
+    monkeypatch.setattr(RequestHandler, "generate", refused)
+    async with served() as (_, client):
+        with pytest.raises(RateLimitError, match="no place"):
+            await client.completions.create(model="fake", prompt=["a fox"] * 8)
+    assert refused.call_count < 2 * 8
+
+
+async def test_what_is_refused_once_it_has_said_something_ends_the_call(served, monkeypatch):
+    async def generate(handler, box, call, emit) -> None:
+        await emit(pb.GenerateResponse(text="a", token_ids=[20]))
+        raise Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER")
+
+    monkeypatch.setattr(RequestHandler, "generate", generate)
+    async with served() as (_, client):
+        with pytest.raises(APIError, match="unread"):
+            async for _ in await client.completions.create(model="fake", prompt=["a", "b"], stream=True):
+                pass
 
 
 async def test_a_completion_of_many_prompts_has_few_of_them_at_once(served, monkeypatch):
