@@ -164,7 +164,7 @@ FOLDERS = {
         "families.dense": "core families",
         "families.mixture": "core families families.dense",
         "families.hybrid": "core families families.dense families.mixture",
-        "kernels": "kv",
+        "kernels": "weights kv",
         "kernels.state": "kernels",
         "parallel": "native core kernels",
         "sampling": "kernels native core",

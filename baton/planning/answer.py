@@ -53,7 +53,7 @@ def as_json(
                     "prefill": choice.num_prefill,
                     "decode": choice.num_decode,
                     "devices": choice.num_devices,
-                    "form": choice.worker.form,
+                    "form": str(choice.worker.form),
                     "kv_form": choice.worker.kv_form,
                     "degree": choice.worker.degree,
                     "max_num_seqs": choice.worker.batch,

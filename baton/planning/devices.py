@@ -42,7 +42,7 @@ class Device:
 
 def _gpu(name: str, gib: int, gb_per_s: int, bf16: int, eight_bit: int | None, link_gb_per_s: int) -> Device:
     """Dense TFLOP/s, as the makers' data sheets give them; `eight_bit` None: computes such weights in bf16."""
-    flops = {"bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12, "fp8": (eight_bit or bf16) * 1e12}
+    flops = {"bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12} | ({"fp8": eight_bit * 1e12} if eight_bit else {})
     return Device(name, "cuda", gib << 30, gb_per_s * GB, flops, link_gb_per_s * GB)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("measured")
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _ORDER = (MEASURED, INTERPOLATED, EXTRAPOLATED)
+_NEXT = {"int4-g32": "int8", "fp8": "none"}  # what is taken for a form of which nothing was measured: it computes alike
 _NEAR = 0.05  # of the logarithm: so near a point counts as measured
 
 
@@ -71,12 +72,14 @@ class Efficiencies:
 
     def of(self, kind: str, form: str, size: float, rows: float, is_cached: bool = False) -> float:
         """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError for a form of
-        which nothing is known."""
-        table = self._tables.get((kind, form, is_cached)) or self._tables[kind, "*", is_cached]
+        which nothing is known, nor of one that computes alike."""
+        own = self._tables.get((kind, form, is_cached)) or self._tables.get((kind, "*", is_cached))
+        table = own or self._tables[kind, _NEXT[form], is_cached]
         sizes = sorted(table)
         low, high, part, sure = _between(sizes, size)
         values = [_on_line(table[each], rows) for each in (low, high)]
-        self.used.add(max((sure, values[0][1], values[1][1]), key=_ORDER.index) if self.is_measured else EXTRAPOLATED)
+        is_known = self.is_measured and own is not None
+        self.used.add(max((sure, values[0][1], values[1][1]), key=_ORDER.index) if is_known else EXTRAPOLATED)
         return values[0][0] ** (1 - part) * values[1][0] ** part
 
     def forms(self, kind: str) -> set[str]:

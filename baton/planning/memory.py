@@ -7,7 +7,9 @@ from baton.engine.core.config import EngineConfig, default_num_blocks
 from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, Memory, pool_blocks
 from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
+from baton.planning.stored_form import HeldWeights, StoredForm, norm_bytes
 
+Form = str | StoredForm  # str: none, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
 _SCALE_BYTES = 4  # of a row, or of a group of inputs
 _PANEL = 64  # outputs that the CPU's kernels hold together
 _ROUTER_BYTES = 4  # of a weight of a router, which stays in fp32
@@ -64,8 +66,23 @@ def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
     return shapes
 
 
-def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int = 1) -> int:
-    """Return the bytes of all linear weights, head included, none, int8, int4-gN or fp8; of `degree` ranks those of each."""
+def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1) -> HeldWeights:
+    """Return what a worker holds of a model in a form, each of `degree` ranks. Raises ModelError where its files cannot be
+    divided so."""
+    if isinstance(form, StoredForm):
+        return form.held(degree)
+    head_form = _head_form(form)
+    head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
+    layers = _layer_bytes(spec, form, on_cpu, degree)
+    computes = form if form in ("int8", "fp8") else "bf16"
+    return HeldWeights(form, head_form, computes, layers, head, _other_bytes(spec, form))
+
+
+def _head_form(form: str) -> str:
+    return "int8" if form.startswith("int4-") else form
+
+
+def _layer_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int) -> int:
     shapes = linear_shapes(spec, degree)
     total = sum(count * _bytes_of(form, *shape, on_cpu) for shape, count in shapes.items())
     routers = sum(layer.experts.num_experts for layer in spec.layers if layer.experts is not None)
@@ -73,9 +90,7 @@ def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int = 1) -> i
     whole = linear_shapes(spec).items()
     listed = sum(count * out * inputs for (out, inputs), count in whole) + routers * spec.hidden_size
     rest = max(0, spec.num_layer_weights() - listed) // degree
-    total += round(rest * _bits(form) / 8) + routers * spec.hidden_size * _ROUTER_BYTES
-    head_form = "int8" if form.startswith("int4-") else form
-    return total + _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
+    return total + round(rest * _bits(form) / 8) + routers * spec.hidden_size * _ROUTER_BYTES
 
 
 def _bits(form: str) -> int:
@@ -94,11 +109,10 @@ def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
     return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset
 
 
-def other_weight_bytes(spec: ModelSpec, form: str) -> int:
+def _other_bytes(spec: ModelSpec, form: str) -> int:
     """Return the bytes of the embedding, where it is a table of its own, and of the norms."""
     shares = spec.tied and form == "none"
-    norms = (2 * spec.num_layers + 1) * spec.hidden_size
-    return 2 * (norms + (0 if shares else spec.vocab_size * spec.hidden_size))
+    return norm_bytes(spec) + (0 if shares else 2 * spec.vocab_size * spec.hidden_size)
 
 
 def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
@@ -109,15 +123,16 @@ def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
     return rows + 2 * 4 * max_num_seqs * spec.vocab_size
 
 
-def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: str) -> MemoryPlan:
-    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not fit."""
+def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: Form) -> MemoryPlan:
+    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not fit, and
+    ModelError as `held_weights` does."""
     if spec.state is not None:
         raise ValueError(f"{spec.folder}: models whose layers keep a state are not planned yet")
     on_cpu = device.kind == "cpu"
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
     max_len = config.max_model_len or spec.context
-    kernels = kernel_bytes(spec, form, on_cpu, config.tensor_parallel)
-    others = other_weight_bytes(spec, form)
+    held = held_weights(spec, form, on_cpu, config.tensor_parallel)
+    kernels, others = held.kernel_bytes, held.other_bytes
     step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)
     if on_cpu:
         num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_len)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from baton.engine.core.config import DEGREES, EngineConfig, resolve
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.loadgen.summary import percentile
 from baton.loadgen.trace import TraceEntry
 from baton.planning.devices import Device
 from baton.planning.efficiency import EXTRAPOLATED, Efficiencies
-from baton.planning.memory import MemoryPlan, plan_memory
+from baton.planning.memory import Form, MemoryPlan, plan_memory
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_stack import ServedRequest, StackShape, VirtualStack
 from baton.planning.workload import mean_fresh
@@ -36,7 +37,7 @@ class Ask(NamedTuple):
     rate: float
     slo: Slo
     attainment: float
-    forms: Sequence[str] = WANTED_FORMS
+    forms: Sequence[Form] = WANTED_FORMS
     kv_forms: Sequence[str] = ("auto", "int8")
     max_devices: int = 64
     is_stored: bool = False  # the model is stored in its form: nothing is to ask for it
@@ -62,7 +63,7 @@ class LoadOutcome:
 class WorkerPlan:
     """One kind of worker: form, KV form, degree and batch, with its memory and step times."""
 
-    form: str
+    form: Form
     kv_form: str
     asked_kv: str
     degree: int
@@ -117,7 +118,7 @@ def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask:
     found = False
     known = efficiencies.forms("linear")
     for form in ask.forms:
-        if "*" not in known and form not in known:
+        if isinstance(form, str) and "*" not in known and form not in known:
             continue
         for kv_form in ask.kv_forms:
             for degree in DEGREES if device.kind == "cpu" and device.cores else (1,):
@@ -127,14 +128,14 @@ def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask:
                     kind = _candidate(spec, device, efficiencies, ask.slo, form, kv_form, degree, context, longest)
                     yield replace(kind, is_stored=ask.is_stored)
                     found = True
-                except ValueError as error:
+                except (ModelError, ValueError) as error:
                     refused.append(f"{form}: {error}")
     if not found:
         raise NoPlan(f"{spec.name} on {device.name}: {refused[0] if refused else 'no form of it is known there'}")
 
 
 def _candidate(
-    spec: ModelSpec, device: Device, efficiencies: Efficiencies, slo: Slo, form: str, kv_form: str, degree: int,
+    spec: ModelSpec, device: Device, efficiencies: Efficiencies, slo: Slo, form: Form, kv_form: str, degree: int,
     context: int, longest: int,
 ) -> WorkerPlan:  # fmt: skip
     kv = "bf16" if kv_form == "auto" else kv_form
@@ -156,7 +157,7 @@ def _candidate(
 
 
 def _configs(
-    spec: ModelSpec, device: Device, form: str, kv: str, batch: int, max_len: int
+    spec: ModelSpec, device: Device, form: Form, kv: str, batch: int, max_len: int
 ) -> tuple[dict[str, EngineConfig], MemoryPlan]:
     """Return the config of each role, and the memory of a decode worker. Raises ValueError where it does not fit."""
     configs: dict[str, EngineConfig] = {}

@@ -5,10 +5,8 @@ from typing import NamedTuple
 from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies
-from baton.planning.memory import kernel_bytes
+from baton.planning.memory import Form, held_weights
 from baton.planning.virtual_engine import StepPieces
-
-_COMPUTES = {"none": "bf16", "int8": "int8", "int4-g32": "bf16", "fp8": "fp8"}
 
 
 class StepBound(NamedTuple):
@@ -28,15 +26,15 @@ class StepBound(NamedTuple):
 class Roofs:
     """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of products."""
 
-    def __init__(self, spec: ModelSpec, device: Device, form: str, kv_form: str):
+    def __init__(self, spec: ModelSpec, device: Device, form: Form, kv_form: str):
         """Raises ValueError where the device has no products of this form."""
         self.spec, self.device = spec, device
-        if (computes := _COMPUTES[form]) not in device.flops_per_s:
-            raise ValueError(f"{device.name} computes no {computes}")
-        self._flops_per_s = device.flops_per_s[computes]
-        self.head_form = "int8" if form.startswith("int4-") else form
-        self.head_bytes = spec.vocab_size * spec.hidden_size * (2 if self.head_form == "none" else 1)
-        self.all_layer_bytes = kernel_bytes(spec, form, device.kind == "cpu") - self.head_bytes
+        held = held_weights(spec, form, device.kind == "cpu")
+        if held.computes not in device.flops_per_s:
+            raise ValueError(f"{device.name} computes no {held.computes}")
+        self._flops_per_s = device.flops_per_s[held.computes]
+        self.form, self.head_form = held.form, held.head_form
+        self.head_bytes, self.all_layer_bytes = held.head_bytes, held.layer_bytes
         per_weight = self.all_layer_bytes / spec.num_layer_weights()
         self._expert_bytes = per_weight * spec.num_expert_weights()
         self._chosen_bytes = per_weight * spec.num_expert_weights(chosen_only=True)
@@ -96,9 +94,9 @@ class StepTimes:
     """Step times of one model in one form on one device; `degree` devices share each layer."""
 
     def __init__(
-        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: str, kv_form: str, degree: int = 1
+        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: Form, kv_form: str, degree: int = 1
     ):
-        self.spec, self.device, self.efficiencies, self.form = spec, device, efficiencies, form
+        self.spec, self.device, self.efficiencies = spec, device, efficiencies
         self.roofs, self.degree = Roofs(spec, device, form, kv_form), degree
 
     @property
@@ -114,7 +112,7 @@ class StepTimes:
         num_tokens, num_rows = sum(num for num, _ in step.pieces), step.num_rows
         is_cached = roofs.is_cached(sum(roofs.seen(kv_len) for _, kv_len in step.pieces))
         linear_s, is_memory = roofs.linear_s(num_tokens, is_cached)
-        linear_s /= efficiency_of("linear", self.form, roofs.layer_bytes, num_tokens, is_cached)
+        linear_s /= efficiency_of("linear", roofs.form, roofs.layer_bytes, num_tokens, is_cached)
         head_s = 0.0
         if num_rows:
             head_s = roofs.head_s(num_rows, is_cached)

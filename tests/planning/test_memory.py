@@ -13,7 +13,7 @@ from baton.engine.kv.pool import CPU as CPU_DEVICE
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.planning.devices import GPUS, Device
-from baton.planning.memory import kernel_bytes, linear_shapes, plan_memory
+from baton.planning.memory import held_weights, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
 from tests.support.native.ranked import collectives_of
 
@@ -30,7 +30,7 @@ def test_weights_are_those_that_the_engine_counts(form):
     model = load_model(config, find_torch_device("cpu"))
     if "bf16" not in model.weights.form and form == "none":
         pytest.skip(f"this machine computes in {model.weights.form}")
-    assert kernel_bytes(spec, form, on_cpu=True) == model.weights.num_bytes
+    assert held_weights(spec, form, on_cpu=True).kernel_bytes == model.weights.num_bytes
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
@@ -41,7 +41,7 @@ def test_weights_of_a_rank_are_those_that_it_counts(form):
     model = load_model(config, CPU_DEVICE, collectives_of(degree)[1])
     if "bf16" not in model.weights.form and form == "none":
         pytest.skip(f"this machine computes in {model.weights.form}")
-    assert kernel_bytes(spec, form, on_cpu=True, degree=degree) == model.weights.num_bytes
+    assert held_weights(spec, form, on_cpu=True, degree=degree).kernel_bytes == model.weights.num_bytes
 
 
 def test_a_model_of_70b_as_ranks():

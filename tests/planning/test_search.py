@@ -17,16 +17,19 @@ from baton.planning import answer, search
 from baton.planning.devices import GPUS, Device, find_device
 from baton.planning.efficiency import shipped
 from baton.planning.picture import day_picture, goodput_picture
+from baton.planning.stored_form import StoredForm
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
 from tests.chart.rendering import container, named, render
 from tests.support.engine.folders import tiny
 from tests.support.engine.gguf_files import write_gguf
+from tests.support.models import make_model
 
 TARGET = Path(__file__).resolve().parents[2] / "demo" / "target"
 SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
 SLO = Slo(ttft_s=1.0, tpot_s=0.03)
 SHAPE = Shape(1000, 20)
+PLAN = ["plan", "--rate", "1", "--lengths", "64,4", "--num-requests", "8", "--kv-dtype", "auto"]
 
 
 def ask(rate, slo=SLO, num=30, shape=SHAPE, **options) -> search.Ask:
@@ -53,6 +56,9 @@ def test_the_chosen_stack_meets_the_objective_and_is_the_smallest_that_was_seen_
 def test_what_nothing_can_do_is_told():
     with pytest.raises(search.NoPlan, match="a token takes .* even alone"):
         found(1, device="RTX4090", slo=Slo(ttft_s=1.0, tpot_s=0.001))
+    with pytest.raises(search.NoPlan, match="A100 computes no fp8"):
+        fp8 = ask(1)._replace(forms=("fp8",))
+        search.find(read_spec(SHAPES / "qwen3-8b"), GPUS["A100"], shipped("cuda"), fp8)
     with pytest.raises(search.NoPlan, match="out of GPU memory"):
         search.find(read_spec(SHAPES / "llama-3.1-70b"), GPUS["H100"], shipped("cuda"), ask(1))
     with pytest.raises(search.NoPlan, match="nothing of up to 1 devices serves 200 requests/s"):
@@ -121,7 +127,7 @@ def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> Path:
-    """As much of a folder in int4 as a plan reads."""
+    """The config.json of a folder in int4, without its weights."""
     folder = tmp_path_factory.mktemp("int4")
     config = json.loads((TARGET / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -131,33 +137,64 @@ def quantized(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("command", [["plan", "--rate", "1"], ["scaler", "--dry-run"]], ids=["plan", "scaler"])
-def test_the_form_of_what_is_quantized_is_asked_for(command, quantized, capsys):
-    """Which is not in its config: planned in bf16 it was four times as large."""
+def test_the_form_of_weights_that_are_not_here_is_asked_for(command, quantized, capsys):
+    """Which is not in their config: planned in bf16 they were four times as large."""
     for option in ([], ["--quantization", "none"]):
         assert main([*command, "--model", str(quantized), *option]) == 2
         told = capsys.readouterr().err
-        assert f"{quantized} is quantized already: say with --quantization int8, int4-g32 or fp8 which is" in told
+        words = (
+            "is quantized already and its weights are not here: say with --quantization int8, int4-g32 or fp8 what is"
+        )
+        assert f"{quantized} {words} nearest" in told
         assert told.count("\n") == 1
 
 
-def test_a_gguf_file_is_asked_for_its_form_where_it_is_quantized(tmp_path, capsys):
-    model, path = tiny(1000), tmp_path / "model.gguf"
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> dict[str, Path]:
+    """A folder that is quantized, and a .gguf file."""
+    folder = tmp_path_factory.mktemp("stored")
+    make_model(folder / "float")
+    words = ["--model", str(folder / "float"), "--out", str(folder / "model"), "--scheme", "int4-rtn", "--group", "32"]
+    assert main(["quantize", *words]) == 0
+    model = tiny(1000)
     model.config.bos_token_id = model.config.eos_token_id = 1
-    for kind, option, words in (
-        (GGMLType.Q4_0, "none", f"{path} is quantized already"),
-        (GGMLType.F16, "int8", f"--quantization int8: {path} is a GGUF file, which is served as it is"),
-    ):
-        write_gguf(path, model, lambda name, kind=kind: kind)
-        assert main(["plan", "--rate", "1", "--model", str(path), "--quantization", option]) == 2
-        assert words in capsys.readouterr().err
+    write_gguf(folder / "model.gguf", model, lambda name: GGMLType.Q8_0)
+    return {"quantized already": folder / "model", "a GGUF file": folder / "model.gguf"}
+
+
+@pytest.mark.parametrize("command", [["plan", "--rate", "1"], ["scaler", "--dry-run"]], ids=["plan", "scaler"])
+def test_a_form_beside_that_of_the_files_is_refused(command, stored, capsys):
+    """As workers refuse it."""
+    for what, path in stored.items():
+        for form in ("none", "int8"):
+            assert main([*command, "--model", str(path), "--quantization", form]) == 2
+            told = f"baton {command[0]}: --quantization {form}: {path} is {what}, and served as it is; leave it out\n"
+            assert capsys.readouterr().err == told
+
+
+def test_the_form_of_files_is_read(stored, capsys):
+    """What workers hold of them in other tests (test_stored_form.py); here that it is planned, told and not asked for."""
+    forms = {"quantized already": "int4-g32+bf16", "a GGUF file": "int8-g32"}
+    for what, path in stored.items():
+        assert main([*PLAN, "--model", str(path), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["choices"][0]
+        assert told["form"] == forms[what] and "quantization" not in str(told["command_lines"])
+        spec, fields = read_spec(path), told["memory"]
+        held = StoredForm(spec, on_a_cpu(1)).held()
+        assert (fields["linear weights"], fields["embedding and norms"]) == (held.kernel_bytes, held.other_bytes)
+        form = StoredForm(spec, GPUS["H100"])
+        asked = ask(1, shape=Shape(64, 4), num=8)._replace(forms=(form,))
+        memory = next(search.candidates(spec, GPUS["H100"], shipped("cuda"), asked)).memory
+        assert (memory.kernel_bytes, memory.other_weight_bytes) == (form.held().kernel_bytes, form.held().other_bytes)
+        assert main(["scaler", "--dry-run", "--model", str(path), "--load", "1,64,4"]) == 0
+        capsys.readouterr()
 
 
 def test_what_is_quantized_is_started_as_it_is(quantized, capsys):
     """`baton up` refuses --quantization for it."""
-    argv = ["plan", "--rate", "1", "--lengths", "64,4", "--num-requests", "8", "--kv-dtype", "auto", "--json"]
     told = []
     for model in (quantized, TARGET):
-        assert main([*argv, "--model", str(model), "--quantization", "int4-g32"]) == 0
+        assert main([*PLAN, "--json", "--model", str(model), "--quantization", "int4-g32"]) == 0
         told.append(json.loads(capsys.readouterr().out)["choices"][0])
     ours, rounded = told
     assert ours["form"] == "int4-g32" and ours["memory"] == rounded["memory"]

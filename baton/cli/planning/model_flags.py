@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from baton.engine.core.model_spec import ModelSpec
     from baton.planning.devices import Device
     from baton.planning.efficiency import Efficiencies
+    from baton.planning.memory import Form
 
 FORMS = ("none", "int8", "int4-g32", "fp8")  # of weights; baton/planning/memory.py knows their bytes
 _SHAPES = Path(__file__).resolve().parents[2] / "planning" / "shapes"
@@ -64,32 +65,29 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencie
     return spec, device or this_cpu(args.threads, efficiencies), efficiencies
 
 
-def stored_form(args: argparse.Namespace, spec: ModelSpec) -> str | None:
-    """Return the form in which a model is stored that no worker quantizes as it loads it; None: workers may. How many bytes
-    each of its weights takes is not read: the user says which form is nearest. Raises ModelError or ValueError, one line."""
+def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device) -> Form | None:
+    """Return the form in which a model is stored that no worker rounds as it loads it, as its files have it; where there is
+    nothing but a config.json, the nearest, which the user says. None: workers may. Raises ModelError or ValueError, one line."""
     from baton.engine.weights.formats.registry import quantization_config
+    from baton.engine.weights.tensors import weight_files
+    from baton.planning.stored_form import StoredForm
 
     path, asked = spec.folder, args.quantization
-    if is_gguf(path) and not _is_quantized(path):
-        if asked not in ("any", "none"):
-            raise ValueError(f"--quantization {asked}: {path} is a GGUF file, which is served as it is; leave it out")
-        return "none"
     if not is_gguf(path) and quantization_config(path) is None:
         return None
-    if asked in ("any", "none"):
-        *others, last = FORMS[1:]
-        forms = f"{', '.join(others)} or {last}"
-        raise ValueError(f"{path} is quantized already: say with --quantization {forms} which is nearest to its form")
-    return asked
-
-
-def _is_quantized(path: Path) -> bool:
-    from gguf import GGMLQuantizationType as GGMLType
-
-    from baton.engine.core.gguf_file import GGUFFile
-
-    floats = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
-    return any(tensor.tensor_type not in floats for tensor in GGUFFile(path).tensors.values())
+    own = "a GGUF file" if is_gguf(path) else "quantized already"
+    is_given = asked not in (None, "any")
+    if not any(file.exists() for file in weight_files(path)):
+        if not is_given or asked == "none":
+            *others, last = FORMS[1:]
+            forms = f"{', '.join(others)} or {last}"
+            raise ValueError(
+                f"{path} is {own} and its weights are not here: say with --quantization {forms} what is nearest"
+            )
+        return asked
+    if is_given:
+        raise ValueError(f"--quantization {asked}: {path} is {own}, and served as it is; leave it out")
+    return StoredForm(spec, device)
 
 
 def lengths_of(text: str) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--quantization",
         choices=("any", *FORMS),
         default="any",
-        help="form of the weights; of what is quantized already the nearest to its own (default: any)",
+        help="form to which workers round the weights (default: any); what is quantized already has its own",
     )
     parser.add_argument("--kv-dtype", choices=("any", "auto", "int8"), default="any", help="form of KV (default: any)")
     parser.add_argument(
@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
             if num_longer := num_all - len(entries):
                 what = f"longer than the model's context of {spec.longest_context} tokens: left out"
                 print(f"{num_longer} of {num_all} requests of the trace are {what}", file=sys.stderr)
-        stored = stored_form(args, spec)
+        stored = stored_form(args, spec, device)
         forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)
         forms = forms if stored is None else (stored,)
         kv_forms = ("auto", "int8") if args.kv_dtype == "any" else (args.kv_dtype,)

@@ -54,7 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         usage="baton scaler --target HOST:PORT [--target ...] [OPTIONS], or baton scaler --dry-run [OPTIONS]",
     )
     add_model_flags(parser)
-    parser.add_argument("--quantization", choices=FORMS, default="none", help="form of the weights (default: none)")
+    parser.add_argument(
+        "--quantization",
+        choices=FORMS,
+        help="form to which workers round the weights (default: they are as in the files)",
+    )
     parser.add_argument("--max-num-seqs", type=whole, default=64, metavar="N", help="of a decode worker (default: 64)")
     parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective (default: %(default)s)")
     parser.add_argument(
@@ -138,7 +142,8 @@ def _scaler(args: argparse.Namespace) -> tuple[StepModel, Scaler, ScalerBounds]:
     most = {role: range_[1] for role, range_ in ranges.items()}
     bounds = ScalerBounds({role: range_[0] for role, range_ in ranges.items()}, most, sum(most.values()))
     spec, device, efficiencies = read_model(args)
-    times = StepTimes(spec, device, efficiencies, stored_form(args, spec) or args.quantization, "bf16")
+    form = stored_form(args, spec, device) or args.quantization or "none"
+    times = StepTimes(spec, device, efficiencies, form, "bf16")
     model = StepModel(times, slo, args.max_num_seqs, 512 if device.kind == "cpu" else 8192)
     return model, Scaler(model, bounds, slo, args.start_s), bounds
 

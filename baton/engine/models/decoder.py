@@ -33,12 +33,18 @@ from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import FusedLayers, fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
-from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks, state_kernels
+from baton.engine.models.read_layer import (
+    read_head,
+    read_layer,
+    read_low_ranks,
+    read_norm,
+    read_sinks,
+    state_kernels,
+)
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
 from baton.engine.parallel.stage import PipelineStage
-from baton.engine.weights.formats.base import HEAD, WeightSource
-from baton.engine.weights.merge import pad
+from baton.engine.weights.formats.base import WeightSource
 from kvtransfer.layout import KVGroup, KVLayout
 
 if TYPE_CHECKING:
@@ -68,7 +74,6 @@ class Model:
         vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
         shard = WHOLE if collectives is None else collectives.shard
         self.collectives, linears = collectives, Linears(source, make, collectives)
-        missing = -vocab_size % shard.degree  # outputs of the head that make every rank's part equal
         stage = PipelineStage(0, range(spec.num_layers)) if stage is None else stage
         self.own_layers, has_ends = stage.layers, stage.index == 0
         if has_ends:
@@ -81,12 +86,9 @@ class Model:
             attention.set_sinks(read_sinks(spec, source, shard, stage.layers))
         if has_ends:
             self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
+            self.head = read_head(spec, source, linears, self.embedding)
         if has_ends and spec.tied:
-            table = source.tied_head(self.embedding, vocab_size, hidden_size)
-            self.head = linears.make([linears.share(pad(table, rows=missing))], num_outputs=vocab_size + missing)
             self.embedding = tied(self.embedding, self.head)
-        elif has_ends:
-            self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
         self._row_multiple = linears.row_multiple
         self.weights = linears.report()
         if collectives is not None and has_ends:

@@ -1,6 +1,6 @@
 """Read one layer of a model as its spec describes it, and what an adapter adds to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ from baton.engine.recurrent.delta_net import DeltaNetMixer, DeltaNetParameters
 from baton.engine.recurrent.mamba import MambaMixer, MambaParameters
 from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
 from baton.engine.recurrent.mixer import Mixer
-from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.formats.base import HEAD, WeightSource
+from baton.engine.weights.merge import pad
 
 if TYPE_CHECKING:
     from baton.engine.recurrent.gpu import GpuDeltaNet, GpuMamba, GpuMamba2, GpuMixer
@@ -260,6 +261,19 @@ def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: rang
     found = {index: source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads) for index in layers}
     nothing = torch.zeros(spec.num_heads)
     return torch.stack([found.get(index, nothing)[own.start : own.stop] for index in range(spec.num_layers)]).float()
+
+
+def read_head(
+    spec: ModelSpec, source: WeightSource, linears: Linears, embedding: Callable[[Tensor], Tensor]
+) -> LinearKernel:
+    """Return a rank's part of the output head, as large as every other's; `embedding`: as the source gave it. Raises ModelError
+    for a tensor that is missing or differs."""
+    vocab_size, hidden = spec.vocab_size, spec.hidden_size
+    missing = -vocab_size % linears.shard.degree
+    if not spec.tied:
+        return linears.read([HEAD], [vocab_size], hidden, bias=False, rows=missing, column_parallel=True)
+    table = source.tied_head(embedding, vocab_size, hidden)
+    return linears.make([linears.share(pad(table, rows=missing))], num_outputs=vocab_size + missing)
 
 
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:

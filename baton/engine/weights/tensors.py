@@ -60,6 +60,18 @@ class Weights:
         """Return whether there is a tensor of this name, and it is one of FLOATS."""
         return name in self and self._view(name).get_dtype() in STORED_FLOATS
 
+    def kind(self, module: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """Return the tensors of a module: the last part of each one's name, its type as safetensors spells it, its shape."""
+        views = ((name.rpartition(".")[2], self._view(name)) for name in self._by_module.get(module, ()))
+        return tuple((last, view.get_dtype(), tuple(view.get_shape())) for last, view in views)
+
+    @cached_property
+    def _by_module(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in sorted(self._files):
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
     def unread(self) -> list[str]:
         """Return the names of tensors that nobody has asked for."""
         return [name for name in self._files if name not in self._read]

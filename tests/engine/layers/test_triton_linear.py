@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.layers.linear import tinygemm, triton, tuning
 from baton.engine.layers.linear.gpu import GpuChoice
-from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal
+from baton.engine.layers.linear.triton import GpuLinear
 from baton.engine.weights.forms import DenseWeight, pack_int4
 from baton.engine.weights.leaves import combined, inputs_of, leaves_of
+from baton.engine.weights.on_gpu import levels_of, packed_by, refusal
 from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,51 +6,30 @@ that sums in the same order; otherwise a table says which is fastest for how man
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import linear as kernels
-from baton.engine.kernels.quantize import MAX_GROUP, RoundedRows, Rounding, round_rows
+from baton.engine.kernels.quantize import RoundedRows, Rounding, round_rows
 from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
+from baton.engine.weights.on_gpu import Stored, levels_of, store
 
 # Rows of a tile. 64: the least that a warp group multiplies on Hopper; more of them are multiplied by the same
 # instruction, in the same order of inputs (tests/engine/kernels/test_kernels_compile.py), fewer are not.
 TILES = (16, 64, 128)
 EXACT_TILES = (64, 128)
-BLOCK_N, LARGE_BLOCK_N, MAX_BLOCK_K, MIN_BLOCK_K = 64, 128, 128, 32
+BLOCK_N, LARGE_BLOCK_N = 64, 128
 SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200; where there are as many, tiles may be larger
 MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
 ADD_ROWS = 16  # of partial sums that a program adds: a tree keeps four, in 64 rows 219 registers a thread
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_CAPABILITY = (8, 9)
 LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # of torch and what it calls
 
 Path = Callable[..., Tensor]  # x (as it is, or rounded), largest -> y
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight as the kernels take it."""
-
-    kind: str  # see kernels/linear.py
-    values: Tensor
-    num_out: int
-    num_in: int
-    block_k: int
-    group: int  # inputs of a scale
-    scales: Tensor | None = None  # fp32 [out, groups]
-    offsets: Tensor | None = None
-
-    @property
-    def is_grouped(self) -> bool:
-        """Return whether scales meet each group's sum and not the whole one; so do offsets, of one group as well."""
-        return self.scales is not None and (self.scales.shape[1] > 1 or self.offsets is not None)
 
 
 class GpuLinear(LinearKernel):
@@ -99,8 +78,7 @@ class GpuLinear(LinearKernel):
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.stored.values, self.stored.scales, self.stored.offsets, self.bias)
-        own = sum(part.nbytes for part in parts if part is not None)
+        own = self.stored.num_bytes + (0 if self.bias is None else self.bias.nbytes)
         own += 0 if self._tiny is None else self._tiny.num_bytes
         return own + (0 if self._outliers is None else self._outliers.num_bytes)
 
@@ -314,65 +292,3 @@ def rounding_of(weight: Weight) -> Rounding | None:
         return Rounding(torch.float8_e4m3fn, scale=weight.input_scale)
     groups = weight.activations == "dynamic-block" and weight.block[1] < weight.shape[1]
     return Rounding(torch.float8_e4m3fn, group=weight.block[1] if groups else 0)
-
-
-def refusal(weight: Weight, dtype: torch.dtype) -> str:
-    """Return why the kernels cannot apply a weight in this compute dtype; "" if they can."""
-    if dtype not in DTYPES:
-        return f"computes in bf16, fp16 and fp32, not in {dtype}"
-    if isinstance(weight, DenseWeight):
-        return ""
-    if isinstance(weight, Fp8Weight) and weight.values.is_cuda and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        return "fp8 needs compute capability {}.{}".format(*FP8_CAPABILITY)
-    group = weight.group if isinstance(weight, IntWeight) else weight.block[1]
-    num_in = weight.shape[1]
-    if group < num_in and (group % MIN_BLOCK_K or num_in % group):
-        return f"groups of {group} inputs"
-    if weight.activations == "dynamic-block" and group < num_in and (group & (group - 1) or group > MAX_GROUP):
-        return f"activations rounded by blocks of {group} inputs"
-    if (
-        isinstance(weight, IntWeight)
-        and weight.activations == "dynamic"
-        and (weight.bits == 4 or weight.offsets is not None)
-    ):
-        return "int4 weights, and weights with offsets, meet activations as they are"
-    return ""
-
-
-def store(weight: Weight, dtype: torch.dtype) -> Stored:
-    """A weight that `refusal` has nothing against."""
-    num_out, num_in = weight.shape
-    if isinstance(weight, DenseWeight):
-        return Stored("dense", weight.values.to(dtype).contiguous(), num_out, num_in, 64, num_in)
-    if isinstance(weight, Fp8Weight):
-        scales = weight.scales.repeat_interleave(weight.block[0], 0)[:num_out].contiguous()
-        group = min(weight.block[1], num_in)
-        return Stored("fp8", weight.values.contiguous(), num_out, num_in, block_k(group, num_in), group, scales)
-    group, block = weight.group, block_k(weight.group, num_in)
-    scales = weight.scales.contiguous()
-    offsets = None if weight.offsets is None else weight.offsets.contiguous()
-    if weight.bits == 4:
-        return Stored("int4", packed_by(weight.values, num_in, block), num_out, num_in, block, group, scales, offsets)
-    kind = "w8a8" if weight.activations == "dynamic" else "int8"
-    return Stored(kind, weight.values.contiguous(), num_out, num_in, block, group, scales, offsets)
-
-
-def block_k(group: int, num_in: int) -> int:
-    """Inputs of a tile: a power of two that divides a group."""
-    if group == num_in:
-        return MAX_BLOCK_K
-    return min(MAX_BLOCK_K, group & -group)
-
-
-def packed_by(values: Tensor, num_in: int, block: int) -> Tensor:
-    """int4, neighbours in a byte [out, in / 2] -> of each `block` columns the first half in the low halves; zeros
-    behind the last column."""
-    halves = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
-    halves = F.pad(halves, (0, -num_in % block), value=8).unflatten(1, (-1, 2, block // 2))
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
-
-
-def levels_of(packed: Tensor, block: int) -> Tensor:
-    """Return the levels that `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
-    halves = packed.unflatten(1, (-1, block // 2))
-    return torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 
 import torch
@@ -58,6 +58,11 @@ class WeightSource(ABC):
         """Return whether there is a tensor of this name, as stored."""
         return False
 
+    def kind(self, module: str) -> Hashable:
+        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes; where a
+        source does not tell, of none."""
+        return module
+
     def expert(
         self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
     ) -> Weight:
@@ -105,6 +110,9 @@ class DenseFormat(WeightSource):
 
     def has(self, name: str) -> bool:
         return name in self.tensors
+
+    def kind(self, module: str) -> Hashable:
+        return self.tensors.kind(module)
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return DenseWeight(self.weight(module, out_features, in_features).to(self.dtype))

@@ -4,7 +4,7 @@ Layouts as in ggml-common.h; `gguf.quants` is the reference. Q4_0 and Q4_K store
 low and of the next in the high nibbles, Q6_K 4 low and 2 high bits apart.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from gguf import GGMLQuantizationType as GGMLType
@@ -53,6 +53,10 @@ class GGUFFormat(WeightSource):
     @property
     def read_bytes(self) -> int:
         return self._read_bytes
+
+    def kind(self, module: str) -> Hashable:
+        tensor = self._file.tensors.get(_stored_name(f"{module}.weight"))
+        return tensor and (tensor.tensor_type, tensor.shape)
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         """Return the weight [out_features, in_features]. Raises ModelError where it is missing, has another shape, or
@@ -118,11 +122,7 @@ class GGUFFormat(WeightSource):
 
     def _name(self, name: str, shape: tuple[int, ...]) -> str:
         """The file's name of a tensor, which must have this shape."""
-        stored = WHOLE.get(name)
-        if stored is None:
-            layer, _, rest = name.removeprefix(LAYER).partition(".")
-            module, _, kind = rest.rpartition(".")
-            stored = f"{BLOCK}{layer}.{MODULES[module]}.{kind}"
+        stored = _stored_name(name)
         if stored not in self._file.tensors:
             raise ModelError(f"{self._file.path}: tensor {stored} is missing")
         if (found := self._file.tensors[stored].shape) != shape:
@@ -149,6 +149,15 @@ class MappedEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]."""
         return torch.from_numpy(self._file.expanded(EMBEDDING, token_ids.numpy())).to(self._dtype)
+
+
+def _stored_name(name: str) -> str:
+    """Return what a tensor is called in a file."""
+    if (stored := WHOLE.get(name)) is not None:
+        return stored
+    layer, _, rest = name.removeprefix(LAYER).partition(".")
+    module, _, last = rest.rpartition(".")
+    return f"{BLOCK}{layer}.{MODULES[module]}.{last}"
 
 
 def _half(blocks: Tensor, begin: int) -> Tensor:
