@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
 from baton.engine.kv.pool import DTYPES
-from baton.engine.layers.embedding import Embedding, tied
+from baton.engine.layers.embedding import Embedding
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.models.linears import Linears
@@ -73,20 +73,22 @@ class StoredForm:
         routers = sum(layer.experts.router.num_bytes for layer in layers if layer.experts is not None)
         of_layers = linears.report()
         embedding = source.embedding(spec.vocab_size, spec.hidden_size)
-        head = read_head(spec, source, linears, embedding)
+        read_head(spec, source, linears, embedding)
         whole = linears.report()
         head_form = next(iter(Counter(whole.weights_by_form) - Counter(of_layers.weights_by_form)))
         self._name = self._name or whole.form
-        on_cpu = self._device.kind == "cpu"
-        if on_cpu and spec.tied:
-            embedding = tied(embedding, head)
-        is_table = isinstance(embedding, Embedding) or not on_cpu  # a GPU cannot expand rows of a mapped file
-        num_values = spec.vocab_size * spec.hidden_size if is_table else 0
+        num_values = spec.vocab_size * spec.hidden_size if self._has_table(embedding, head_form) else 0
         return HeldWeights(
             nearest(of_layers.form), nearest(head_form), self._computes(of_layers.form),
             of_layers.num_bytes + routers, whole.num_bytes - of_layers.num_bytes,
             norm_bytes(spec, dtype.itemsize) + num_values * dtype.itemsize,
         )  # fmt: skip
+
+    def _has_table(self, embedding: Callable[[Tensor], Tensor], head_form: str) -> bool:
+        """Return whether a worker holds an embedding beside its head."""
+        if isinstance(embedding, Embedding):
+            return not self._spec.tied or nearest(head_form) != "none"
+        return self._device.kind != "cpu"  # a GPU cannot expand rows of a mapped file
 
     def _maker(self, dtype: torch.dtype) -> Callable[..., LinearKernel]:
         """Return what makes kernels that compute in `dtype`."""

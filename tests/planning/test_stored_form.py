@@ -92,6 +92,9 @@ def test_a_gguf_file(kind, family, tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kind)
     check(path)
+    spec = read_spec(path)
+    table = 0 if spec.tied and kind == GGMLType.F16 else 2 * spec.vocab_size * spec.hidden_size
+    assert StoredForm(spec, GPUS["H100"]).held().other_bytes == table + norm_bytes(spec)
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")

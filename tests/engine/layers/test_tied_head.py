@@ -10,8 +10,13 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.layers.embedding import Embedding, PackedEmbedding
 from baton.engine.layers.linear import packed
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.models.linears import Linears
 from baton.engine.models.loader import load_model
+from baton.engine.models.read_layer import read_head
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.base import DenseFormat
+from baton.engine.weights.formats.placed import PlacedSource
+from baton.engine.weights.formats.registry import open_source
 from tests.support.engine.folders import Hand, make_folder, random_ids
 from tests.support.engine.weight_forms import dense_weight
 
@@ -64,3 +69,19 @@ def test_without_packing_both_are_one_tensor(tmp_path):
     make_folder(tmp_path, "llama3.2-tied")
     model = load_model(EngineConfig(tmp_path, linear="dense"))
     assert model.embedding.weight.data_ptr() == model.head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_on_a_gpu_both_are_one_tensor(tmp_path, exact):
+    """On meta tensors, which are moved as those of a GPU are."""
+    pytest.importorskip("triton")
+    from baton.engine.layers.linear.triton import GpuLinear
+
+    make_folder(tmp_path, "llama3.2-tied", torch.bfloat16)
+    spec = read_spec(tmp_path)
+    read = open_source(tmp_path, "auto", torch.bfloat16, spec.num_heads, spec.num_kv_heads)
+    source = PlacedSource(read, torch.device("meta"))
+    linears = Linears(source, lambda weight, bias, *_: GpuLinear(weight, bias, torch.bfloat16, exact))
+    embedding = source.embedding(spec.vocab_size, spec.hidden_size)
+    head = read_head(spec, source, linears, embedding)
+    assert head.stored.values.is_meta and head.stored.values is embedding.weight

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.layers.embedding import Embedding
 from baton.engine.weights.formats.base import WeightSource
-from baton.engine.weights.forms import Outliers, Weight
+from baton.engine.weights.forms import DenseWeight, Outliers, Weight
 
 Form = TypeVar("Form")
 
@@ -58,8 +58,12 @@ class PlacedSource(WeightSource):
         return Embedding(table.to(self._device))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last."""
-        return placed(self._source.tied_head(self._read, vocab_size, hidden_size), self._device)
+        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last; `embedding`:
+        that on the device, whose memory a head has that is the same table."""
+        head = self._source.tied_head(self._read, vocab_size, hidden_size)
+        if isinstance(head, DenseWeight) and head.values is getattr(self._read, "weight", None):
+            return DenseWeight(embedding.weight)
+        return placed(head, self._device)
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
         self._source.check_all_read(prefix, extra)
