@@ -40,9 +40,12 @@ class Device:
     cache_bytes_per_s: float = 0.0
 
 
-def _gpu(name: str, gib: int, gb_per_s: int, bf16: int, eight_bit: int | None, link_gb_per_s: int) -> Device:
+def _gpu(
+    name: str, gib: int, gb_per_s: int, fp32: float, bf16: int, eight_bit: int | None, link_gb_per_s: int
+) -> Device:
     """Dense TFLOP/s, as the makers' data sheets give them; `eight_bit` None: computes such weights in bf16."""
-    flops = {"bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12} | ({"fp8": eight_bit * 1e12} if eight_bit else {})
+    flops = {"fp32": fp32 * 1e12, "bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12}
+    flops |= {"fp8": eight_bit * 1e12} if eight_bit else {}
     return Device(name, "cuda", gib << 30, gb_per_s * GB, flops, link_gb_per_s * GB)
 
 
@@ -50,12 +53,12 @@ def _gpu(name: str, gib: int, gb_per_s: int, bf16: int, eight_bit: int | None, l
 GPUS = {
     device.name: device
     for device in (
-        _gpu("H100", 80, 3350, 989, 1979, 450),
-        _gpu("H200", 141, 4800, 989, 1979, 450),
-        _gpu("B200", 180, 8000, 2250, 4500, 900),
-        _gpu("A100", 80, 2039, 312, None, 300),
-        _gpu("L40S", 48, 864, 362, 733, 32),
-        _gpu("RTX4090", 24, 1008, 165, 330, 32),
+        _gpu("H100", 80, 3350, 67, 989, 1979, 450),
+        _gpu("H200", 141, 4800, 67, 989, 1979, 450),
+        _gpu("B200", 180, 8000, 80, 2250, 4500, 900),
+        _gpu("A100", 80, 2039, 19.5, 312, None, 300),
+        _gpu("L40S", 48, 864, 91.6, 362, 733, 32),
+        _gpu("RTX4090", 24, 1008, 82.6, 165, 330, 32),
     )
 }
 
@@ -80,7 +83,9 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
     else:
         rates = measure_rates(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    forms: dict[str, float] = {"bf16": rates.flops_per_s, "int8": rates.flops_per_s}
+    forms: dict[str, float] = dict.fromkeys(("fp32", "bf16", "int8"), rates.flops_per_s)
+    if product_dtype() == torch.bfloat16:  # which the rate is of
+        forms["fp32"] /= 2  # half as many fit in a vector
     return Device(
         name, "cpu", memory, rates.bytes_per_s, forms, 2.0 * GB, len(system.cores()), threads,
         cpu.last_cache_bytes(), rates.cache_bytes_per_s,

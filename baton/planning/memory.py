@@ -9,7 +9,10 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
 from baton.planning.stored_form import HeldWeights, StoredForm, norm_bytes
 
-Form = str | StoredForm  # str: none, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
+Form = (
+    str | StoredForm
+)  # str: none (bf16), fp32, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
+_FLOATS = ("none", "fp32")
 _SCALE_BYTES = 4  # of a row, or of a group of inputs
 _PANEL = 64  # outputs that the CPU's kernels hold together
 _ROUTER_BYTES = 4  # of a weight of a router, which stays in fp32
@@ -74,7 +77,7 @@ def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1) -> 
     head_form = _head_form(form)
     head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
     layers = _layer_bytes(spec, form, on_cpu, degree)
-    computes = form if form in ("int8", "fp8") else "bf16"
+    computes = form if form in ("int8", "fp8", "fp32") else "bf16"
     return HeldWeights(form, head_form, computes, layers, head, _other_bytes(spec, form))
 
 
@@ -94,7 +97,7 @@ def _layer_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int) -> int:
 
 
 def _bits(form: str) -> int:
-    return {"none": 16, "int8": 8, "fp8": 8}.get(form, 4)
+    return {"none": 16, "fp32": 32, "int8": 8, "fp8": 8}.get(form, 4)
 
 
 def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
@@ -103,7 +106,7 @@ def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
     values = out * inputs * _bits(form) // 8
     if form in ("int8", "fp8"):
         return values + out * _SCALE_BYTES
-    if form == "none":
+    if form in _FLOATS:
         return values
     groups = inputs // int(form.rpartition("g")[2])
     return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset
@@ -111,8 +114,8 @@ def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
 
 def _other_bytes(spec: ModelSpec, form: str) -> int:
     """Return the bytes of the embedding, where it is a table of its own, and of the norms."""
-    shares = spec.tied and form == "none"
-    return norm_bytes(spec) + (0 if shares else 2 * spec.vocab_size * spec.hidden_size)
+    shares, value_bytes = spec.tied and form in _FLOATS, 4 if form == "fp32" else 2
+    return norm_bytes(spec, value_bytes) + (0 if shares else value_bytes * spec.vocab_size * spec.hidden_size)
 
 
 def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:

@@ -25,6 +25,13 @@ def test_a_lone_token_reads_every_weight_once():
     assert step.decode_s(1, 1) == pytest.approx(15.01e9 / 3.35e12, rel=0.01)
 
 
+def test_fp32_reads_twice_as_much_and_multiplies_at_its_own_rate():
+    wide, usual = times(form="fp32"), times()
+    assert wide.decode_s(1, 1) == pytest.approx(2 * usual.decode_s(1, 1), rel=0.01)
+    prompt = StepPieces(((2048, 2048),), 1)
+    assert wide.bound(prompt).linear_s == pytest.approx(usual.bound(prompt).linear_s * 989 / 67, rel=0.01)
+
+
 def test_a_long_prompt_waits_for_products():
     step = times()
     bound = step.bound(StepPieces(((2048, 2048),), 1))

@@ -65,9 +65,9 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencie
     return spec, device or this_cpu(args.threads, efficiencies), efficiencies
 
 
-def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device) -> Form | None:
+def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device, dtype: str = "bf16") -> Form | None:
     """Return the form in which a model is stored that no worker rounds as it loads it, as its files have it; where there is
-    nothing but a config.json, the nearest, which the user says. None: workers may. Raises ModelError or ValueError, one line."""
+    nothing but a config.json, the nearest, which the user says. `dtype`: that workers compute in. None: workers may. Raises ModelError or ValueError, one line."""
     from baton.engine.weights.formats.registry import quantization_config
     from baton.engine.weights.tensors import weight_files
     from baton.planning.stored_form import StoredForm
@@ -87,7 +87,7 @@ def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device) -> Fo
         return asked
     if is_given:
         raise ValueError(f"--quantization {asked}: {path} is {own}, and served as it is; leave it out")
-    return StoredForm(spec, device)
+    return StoredForm(spec, device, dtype)
 
 
 def lengths_of(text: str) -> tuple[int, int]:

@@ -8,6 +8,8 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from baton.planning.scaling.live import GatewayLook
     from baton.planning.scaling.load_model import StepModel
     from baton.planning.scaling.scaler import Scaler, ScalerBounds
+    from baton.planning.step_time import StepTimes
+
+    TimesIn = Callable[[str, str], StepTimes]  # dtype, form of KV
 
 _LOOK_S = 5.0  # calls take no longer
 _EXAMPLES = """
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
-        model, scaler, bounds = _scaler(args)
+        model, times_in, scaler, bounds = _scaler(args)
     except (SettingsError, ModelError, ValueError, TraceError) as error:
         print(f"baton scaler: {error}", file=sys.stderr)
         return 2
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             check_place(args.picture)
             _dry_run(args, day, model, scaler, bounds)
         else:
-            asyncio.run(_serve(args, access, model, scaler))
+            asyncio.run(_serve(args, access, model, times_in, scaler))
     except KeyboardInterrupt:
         pass
     except ValueError as error:  # of --redis, of flags beside --launcher
@@ -131,8 +136,9 @@ def _range(role: str, text: str) -> tuple[int, int]:
     return least, most
 
 
-def _scaler(args: argparse.Namespace) -> tuple[StepModel, Scaler, ScalerBounds]:
-    """Raises ModelError, ValueError."""
+def _scaler(args: argparse.Namespace) -> tuple[StepModel, TimesIn, Scaler, ScalerBounds]:
+    """Return the model, by the folder's own dtype, in which workers compute where nothing else is said; and its step times in
+    others. Raises ModelError, ValueError."""
     from baton.planning.scaling.load_model import StepModel
     from baton.planning.scaling.scaler import Scaler, ScalerBounds
     from baton.planning.step_time import StepTimes
@@ -142,10 +148,16 @@ def _scaler(args: argparse.Namespace) -> tuple[StepModel, Scaler, ScalerBounds]:
     most = {role: range_[1] for role, range_ in ranges.items()}
     bounds = ScalerBounds({role: range_[0] for role, range_ in ranges.items()}, most, sum(most.values()))
     spec, device, efficiencies = read_model(args)
-    form = stored_form(args, spec, device) or args.quantization or "none"
-    times = StepTimes(spec, device, efficiencies, form, "bf16")
+
+    @cache
+    def times_in(dtype: str, kv_form: str) -> StepTimes:
+        form = stored_form(args, spec, device, dtype) or args.quantization or "none"
+        form = "fp32" if (form, dtype) == ("none", "fp32") else form
+        return StepTimes(spec, device, efficiencies, form, kv_form)
+
+    times = times_in(spec.dtype, spec.dtype)
     model = StepModel(times, slo, args.max_num_seqs, 512 if device.kind == "cpu" else 8192)
-    return model, Scaler(model, bounds, slo, args.start_s), bounds
+    return model, times_in, Scaler(model, bounds, slo, args.start_s), bounds
 
 
 # ---- a day of load ----
@@ -197,9 +209,9 @@ def _table(found: DayResult) -> str:
 # ---- a running fleet ----
 
 
-async def _serve(args: argparse.Namespace, access: Access, model: StepModel, scaler: Scaler) -> None:
+async def _serve(args: argparse.Namespace, access: Access, model: StepModel, times_in: TimesIn, scaler: Scaler) -> None:
     from baton.planning.scaling.lease import LeaderLease
-    from baton.planning.scaling.live import FleetWatch
+    from baton.planning.scaling.live import FleetWatch, dtypes_of
     from baton.planning.scaling.loop import ScalerLoop
 
     owner = f"{socket.gethostname()}:{os.getpid()}"
@@ -212,7 +224,10 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, sca
 
     async def look() -> dict[str, GatewayLook]:
         found = await asyncio.gather(*(_look(target, access) for target in args.target))
-        return {target: each for target, each in zip(args.target, found, strict=True) if each is not None}
+        looks = {target: each for target, each in zip(args.target, found, strict=True) if each is not None}
+        if (dtypes := dtypes_of(looks.values())) is not None:
+            model.times = times_in(*dtypes)
+        return looks
 
     print(f"deciding once a minute for {len(args.target)} gateways; the first look is to compare with", flush=True)
     await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()

@@ -11,6 +11,7 @@ from baton.planning.scaling.counters import NAN, FleetCounters, Placed
 from baton.planning.scaling.load_model import LoadModel
 from baton.protocol import ROLES
 from baton.v1 import fleet_pb2 as pb
+from kvtransfer.layout import KV_FORMS
 
 WARM_S = 120.0  # for so long a new worker's latencies are those of its start
 STARTS_S = 600.0  # no start takes longer: an address where nobody has answered for so long starts no worker
@@ -118,6 +119,13 @@ class FleetWatch:
             if view.timing.tpot_s > 0
         ]
         return statistics.median(ratios) if ratios else NAN
+
+
+def dtypes_of(looks: Iterable[GatewayLook]) -> tuple[str, str] | None:
+    """Return in which dtype most workers compute and in which form they keep KV, as they say; None: none has said it."""
+    cards = (view.hello.model for look in looks for view in look.workers.workers)
+    known = ((card.dtype, card.kv_dtype) for card in cards if card.dtype and card.kv_dtype in KV_FORMS)
+    return next((dtypes for dtypes, _ in Counter(known).most_common(1)), None)
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float]:

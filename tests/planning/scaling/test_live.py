@@ -1,10 +1,14 @@
 """Counters of a fleet from what gateways say, the lease, and the loop that puts them together."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
+from baton.cli.planning import scaler as scaler_command
+from baton.engine.models.registry import read_spec
 from baton.planning.scaling.counters import Placed
 from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.planning.scaling.live import WARM_S, FleetWatch, GatewayLook
@@ -15,6 +19,8 @@ from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
 from tests.planning.scaling.test_scaler import FlatModel
 from tests.support.redis_server import RedisServer
+
+TARGET = Path(__file__).resolve().parents[3] / "demo" / "target"
 
 
 def worker(number, role="decode", state="serving", num_running=0, load_state="serving") -> pb.WorkerView:
@@ -266,6 +272,39 @@ def test_a_dry_run_prints_the_day(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "worker-hours" in out and "of an oracle" in out and len(out.splitlines()) == 26
     assert picture.read_text().startswith("<svg")
+
+
+def of_dtype(number: int, dtype: str, kv_dtype: str) -> pb.WorkerView:
+    view = worker(number)
+    view.hello.model.MergeFrom(worker_pb2.ModelCard(dtype=dtype, kv_dtype=kv_dtype))
+    return view
+
+
+@pytest.mark.parametrize("folder_dtype", ["float32", "bfloat16"])
+def test_steps_are_those_of_the_dtypes_that_workers_say(folder_dtype, tmp_path, monkeypatch, capsys):
+    """And until one has said it, of the folder's own, in which they compute by default."""
+    config = json.loads((TARGET / "config.json").read_text()) | {"dtype": folder_dtype}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fleets = [[worker(1)], [of_dtype(1, "fp32", "int8")], [of_dtype(1, "bf16", "bf16"), worker(2)], [], None]
+    seen: list[tuple[str, float]] = []
+
+    async def look_at(target, access):
+        return None if (workers := fleets.pop(0)) is None else look(workers)
+
+    async def run(loop: ScalerLoop):
+        model = loop._scaler._model
+        while fleets:
+            seen.append((model.times.roofs.form, model.times.kv_token_bytes))
+            await loop._look()
+        seen.append((model.times.roofs.form, model.times.kv_token_bytes))
+
+    monkeypatch.setattr(scaler_command, "_look", look_at)
+    monkeypatch.setattr(ScalerLoop, "run", run)
+    assert main(["scaler", "--target", "x:1", "--model", str(tmp_path), "--device", "H100"]) == 0
+    spec = read_spec(tmp_path)
+    own, int8, bf16 = (spec.kv_layout(form, 64).block_bytes / 64 for form in (spec.dtype, "int8", "bf16"))
+    first = ("fp32" if folder_dtype == "float32" else "none", own)
+    assert seen == [first, first, ("fp32", int8), *[("none", bf16)] * 3]
 
 
 @pytest.mark.parametrize(
