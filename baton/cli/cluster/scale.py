@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"baton scale: {error}", file=sys.stderr)
         return 1
+    if wanted and args.launcher == DEFAULT_ADDRESS:
+        print(f"scaling the stack at {DEFAULT_ADDRESS}; of several --launcher says which", file=sys.stderr, flush=True)
     try:
         print(asyncio.run(_scale(launcher, wanted, args.timeout)))
     except LaunchError as error:

@@ -10,6 +10,7 @@ import signal
 import sys
 
 from baton.cli.cluster.up_settings import add_up_flags, make_plan
+from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.launch.placing.ports import PortError
@@ -94,6 +95,9 @@ async def _announce(stack: Stack, model: str | None) -> bool:
     named = f" --model {shlex.quote(model)}" if model else ""
     ask = "" if has_keys else f'; next: baton generate "def f(x):"{named} --target {fields["grpc"]}'
     print(f"baton: page http://{fields['admin']}/{ask}", file=sys.stderr, flush=True)
+    if (control := fields["control"]) != DEFAULT_ADDRESS:  # a stack that was here first may have that
+        told = f"scale this stack with --launcher {control}: without it baton scale asks the one at {DEFAULT_ADDRESS}"
+        print(f"baton: {told}", file=sys.stderr, flush=True)
     return True
 
 

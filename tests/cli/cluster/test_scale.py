@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
-from baton.cli.cluster import scale
+from baton.cli.cluster import scale, up
+from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard
+from baton.cli.main import main
 from tests.support.pace import patience
 
 
@@ -23,6 +25,26 @@ def test_a_launcher_that_does_not_answer():
         assert scaling.done() and isinstance(scaling.exception(), TimeoutError)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("control", [DEFAULT_ADDRESS, "127.0.0.1:40001"])
+async def test_a_stack_beside_another_says_how_it_is_scaled(control, capsys):
+    """Its control port is another one: `baton scale` without --launcher scales the first."""
+
+    class Started:
+        async def start(self):
+            return {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2", "control": control}
+
+    assert await up._announce(Started(), None)
+    told = capsys.readouterr().err
+    assert ("scale this stack with --launcher 127.0.0.1:40001: without it" in told) == (control != DEFAULT_ADDRESS)
+
+
+@pytest.mark.parametrize(("options", "is_told"), [([], True), (["--launcher", "127.0.0.1:1"], False)])
+def test_the_stack_that_is_scaled_is_told_where_none_is_named(options, is_told, capsys, monkeypatch):
+    monkeypatch.setattr(scale, "make_launcher", lambda args, access: _Full())
+    assert main(["scale", "decode=2", *options]) == 0
+    assert capsys.readouterr().err.startswith(f"scaling the stack at {DEFAULT_ADDRESS}; of several") == is_told
 
 
 class _Full:
