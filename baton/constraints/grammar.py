@@ -140,8 +140,7 @@ def _is_over(matcher: LLMatcher) -> bool:
 
 def _one_line(error: str) -> str:
     """Return a message of the library without its picture of the place, and without an option that there is not here."""
-    if "coerce_one_of" in error:
-        return _OVERLAP
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
-    return " ".join(" ".join(kept).split())[:300]
+    told = " ".join(" ".join(kept).split())[:300]
+    return _OVERLAP if "coerce_one_of" in told else told
