@@ -1,6 +1,7 @@
 """The SDK's exporter of spans, with an encoding of its own: of 12 attributes the SDK's took 47 us on an EPYC, this one 15.
 Loaded only where spans are sent: the SDK costs 0.2 s and 20 MB."""
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK, Span, Status
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExportResult
+
+log = logging.getLogger(__name__)
 
 _KINDS = {
     "internal": Span.SPAN_KIND_INTERNAL,
@@ -62,7 +65,11 @@ class SpanExporter(OTLPSpanExporter):
         scope = request.resource_spans[0].scope_spans.add()
         scope.scope.name = "baton"
         for index, span in enumerate(spans):
-            _encode(span, scope.spans.add())
+            try:
+                _encode(span, scope.spans.add())
+            except Exception:
+                log.exception("telemetry: a span could not be encoded")
+                del scope.spans[-1]
             if index % _RUN == 0:
                 time.sleep(0)
         return request

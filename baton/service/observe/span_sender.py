@@ -16,6 +16,7 @@ _MAX_INTERVAL_S = 8.0  # between two tries of a collector that takes nothing: ea
 _BATCH = 512
 _MAX_WAITING = 16_384  # spans
 _MAX_UNDRAWN = 4_096  # requests and keys
+_QUIET_S = 60.0  # between two lines about what was dropped
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +31,21 @@ class SpanSender:
         self._sending = threading.Lock()
         self._closing = threading.Event()
         self._interval_s, self._next_at = _INTERVAL_S, 0.0
+        self._num_dropped, self._told_at = 0, -_QUIET_S
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
     def draw_later(self, draw: Callable[..., object], *args: object) -> None:
         """Call `draw(*args)`, which adds spans, within a second."""
-        self._undrawn.append((draw, args))
+        self._append(self._undrawn, (draw, args))
 
     def add(self, *fields) -> None:
         """Send the FinishedSpan of these fields with the next ones."""
-        self._waiting.append(FinishedSpan(*fields))
+        self._append(self._waiting, FinishedSpan(*fields))
+
+    def _append(self, queue: deque, item: tuple) -> None:
+        self._num_dropped += len(queue) == queue.maxlen
+        queue.append(item)
 
     def flush(self) -> None:
         """Send all that there is now, however often the collector took nothing. It may take the time of an export."""
@@ -60,6 +66,12 @@ class SpanSender:
                 self._draw()
                 if time.monotonic() >= self._next_at:
                     self._export()
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._num_dropped and time.monotonic() - self._told_at >= _QUIET_S:
+            log.warning("telemetry: %d spans were dropped: the collector takes fewer than there are", self._num_dropped)
+            self._num_dropped, self._told_at = 0, time.monotonic()
 
     def _draw(self) -> None:
         while self._undrawn:
@@ -73,7 +85,13 @@ class SpanSender:
     def _export(self) -> None:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-            if not self._exporter.send(batch):
+            try:
+                is_sent = self._exporter.send(batch)
+            except Exception:
+                log.exception("telemetry: spans could not be sent")
+                continue
+            self._draw()  # an export may take seconds, and what is not drawn yet holds its request
+            if not is_sent:
                 self._interval_s = min(2 * self._interval_s, _MAX_INTERVAL_S)
                 self._next_at = time.monotonic() + self._interval_s
                 return

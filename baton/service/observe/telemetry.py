@@ -1,5 +1,6 @@
 """Traces over OTLP/gRPC. Spans are drawn after the fact from stamps that were taken anyway, so a request pays nothing
-while it runs, and in the thread that sends them. Without an endpoint nothing is loaded and nothing is sent; trace ids still flow, for logs and errors."""
+while it runs, and in the thread that sends them. Without an endpoint nothing is loaded and nothing is sent; trace ids
+still flow, for logs and errors."""
 
 from __future__ import annotations
 

@@ -133,6 +133,54 @@ def test_what_is_drawn_later_arrives_and_what_cannot_be_drawn_is_told(caplog):
     assert "ZeroDivisionError" in caplog.text and "could not be drawn" in caplog.text
 
 
+def test_a_span_that_cannot_be_encoded_holds_up_no_other(caplog):
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        for value in (1 << 70, 1, object(), "\ud800"):
+            telemetry.emit_span("span", telemetry.new_context(), 1, 2, {"value": value})
+        telemetry.flush()
+        telemetry.emit_span("span", telemetry.new_context(), 1, 2, {"value": 2})
+        spans = receiver.wait_for(lambda spans: len(spans) == 2, telemetry.FLUSH_S)
+    assert [span.attributes["value"] for span in spans] == [1, 2]
+    assert caplog.text.count("could not be encoded") == 3
+
+
+def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_told(caplog, monkeypatch):
+    from baton.service.observe import span_sender
+
+    drawn, sender = [], None
+
+    class Exporter:
+        """One that hears of a request in each export, and fails once."""
+
+        def send(self, spans):
+            if not drawn:
+                raise OSError("once")
+            if len(drawn) < 4:
+                sender.draw_later(drawn.append, "meanwhile")
+                sender.add(*[None] * 11)
+            return True
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(span_sender, "_MAX_WAITING", 2)
+    monkeypatch.setattr(span_sender, "_INTERVAL_S", 0.01)
+    sender = span_sender.SpanSender(cast(Any, Exporter()))
+    with sender._sending:
+        for _ in range(5):
+            sender.add(*[None] * 11)
+    deadline = time.monotonic() + patience(10)
+    while "dropped" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.005)
+    drawn.append("first")
+    sender.add(*[None] * 11)
+    sender.flush()
+    sender.shut_down()
+    assert drawn == ["first", "meanwhile", "meanwhile", "meanwhile"]
+    assert "3 spans were dropped" in caplog.text and "could not be sent" in caplog.text
+
+
 def test_a_collector_that_takes_nothing_is_tried_less_often(monkeypatch):
     from baton.service.observe import span_sender
 
