@@ -3,9 +3,14 @@ that start later."""
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 from pathlib import Path
+
+from baton.service.logs import fields
+
+log = logging.getLogger(__name__)
 
 FOLDER = ".loaded"
 _FIELDS = ("model", "identity", "name", "path")
@@ -25,7 +30,10 @@ class AdapterRecords:
         record = self._file_of(name)
         unfinished = record.with_suffix(f".{secrets.token_hex(4)}")
         try:
-            unfinished.write_text(json.dumps({**self._model, "name": name, "path": path}))
+            with unfinished.open("w") as file:
+                json.dump({**self._model, "name": name, "path": path}, file)
+                file.flush()
+                os.fsync(file.fileno())  # else a host that loses power may keep the name of a file without its content
             os.replace(unfinished, record)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -38,8 +46,12 @@ class AdapterRecords:
         return was_noted
 
     def read(self) -> list[tuple[str, str]]:
-        """Return each name and its path. Files that are no records are passed over. Raises OSError."""
-        read = [_read(file) for file in sorted(self._folder.glob("*.json"))]
+        """Return each name and its path. Files that are no records are logged and passed over. Raises OSError."""
+        try:
+            files = sorted(self._folder.iterdir())
+        except FileNotFoundError:
+            return []  # nothing was loaded yet
+        read = [_read(file) for file in files if file.suffix == ".json"]
         return [(record["name"], record["path"]) for record in read if record.items() >= self._model.items()]
 
     def _file_of(self, name: str) -> Path:
@@ -52,7 +64,11 @@ def _read(file: Path) -> dict[str, str]:
     """Return nothing where a file is no record, or was unloaded meanwhile."""
     try:
         record = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
+        if not isinstance(record, dict) or not all(isinstance(record.get(field), str) for field in _FIELDS):
+            raise ValueError(f"needs the strings {', '.join(_FIELDS)}")
+    except FileNotFoundError:
         return {}
-    is_record = isinstance(record, dict) and all(isinstance(record.get(field), str) for field in _FIELDS)
-    return record if is_record else {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.error("the note of an adapter is passed over %s", fields(file=file, error=error))
+        return {}
+    return record

@@ -30,19 +30,24 @@ class LiveAdapters:
     async def restore(self) -> None:
         """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
         not held."""
+        given = self._engine.adapters.listed()
         for name, path in await asyncio.to_thread(self._recorded):
             try:
-                read = await self._read(name, self._checked(name, path))
-            except InvalidRequest as error:
-                read = error
-            if isinstance(read, Exception):
-                log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=read))
+                identity = await self._read(name, await asyncio.to_thread(self._checked, name, path))
+            except Exception as error:  # for want of memory, say: the worker starts, and serves the others
+                log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
+                continue
+            if given.get(name, identity) != identity:
+                log.warning(
+                    "an adapter that was loaded before replaces that of --adapter %s", fields(name=name, path=path)
+                )
 
     async def load(self, name: str, path: str) -> bytes:
         """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that cannot
         be read, FailedPrecondition where none may be."""
         # A call that is given up ends no thread: what that has read is told all the same.
-        read = await asyncio.shield(asyncio.create_task(self._load(name, self._checked(name, path))))
+        folder = await asyncio.to_thread(self._checked, name, path)
+        read = await asyncio.shield(asyncio.create_task(self._load(name, folder)))
         if isinstance(read, ModelError):
             raise InvalidRequest("path", str(read))
         return read
@@ -53,11 +58,14 @@ class LiveAdapters:
             raise NotFound(f"there is no adapter {name[:80]!r} here", reason="ADAPTER_NOT_FOUND")
 
     async def _load(self, name: str, folder: Path) -> bytes | ModelError:
+        """Return the error where it cannot be read, as nobody may be left to raise it to."""
         async with self._turn:
-            read = await self._read(name, folder)
-            if not isinstance(read, ModelError):
-                await asyncio.to_thread(self._record, name, folder)
-        return read
+            try:
+                identity = await self._read(name, folder)
+            except ModelError as error:
+                return error
+            await asyncio.to_thread(self._record, name, folder)
+        return identity
 
     async def _unload(self, name: str) -> bool:
         async with self._turn:
@@ -67,12 +75,9 @@ class LiveAdapters:
                 log.info("adapter unloaded %s", fields(name=name))
         return was_held or was_recorded
 
-    async def _read(self, name: str, folder: Path) -> bytes | ModelError:
-        """Read an adapter and tell of it. Return the error where it cannot be read, as nobody may be left to raise it to."""
-        try:
-            identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
-        except ModelError as error:
-            return error
+    async def _read(self, name: str, folder: Path) -> bytes:
+        """Read an adapter and tell of it. Raises ModelError."""
+        identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
         self._tell()
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity
@@ -92,12 +97,12 @@ class LiveAdapters:
             log.warning("workers that start later will not hold this adapter %s", fields(name=name, error=error))
 
     def _forget(self, name: str) -> bool:
-        """Return whether there was a record of it."""
+        """Return whether there was a record of it, as far as can be seen."""
         try:
             return self._records is not None and self._records.forget(name)
         except OSError as error:
-            log.warning("workers that start later will hold this adapter %s", fields(name=name, error=error))
-            return True
+            log.warning("workers that start later may hold this adapter %s", fields(name=name, error=error))
+            return False
 
     def _checked(self, name: str, path: str) -> Path:
         """Return the folder of an adapter that may be loaded by this name. Raises InvalidRequest, FailedPrecondition."""

@@ -2,17 +2,19 @@
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from baton.engine.core.model_errors import ModelError
 from baton.service.errors import InvalidRequest, NotFound
 from baton.v1 import worker_pb2 as pb
-from baton.worker.session.adapter_records import FOLDER
+from baton.worker.session.adapter_records import FOLDER, AdapterRecords
 from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.session import WorkerService
 from baton.worker.session.sessions import Sessions
@@ -28,11 +30,14 @@ class Reader:
         self.adapters = self
         self.model_name, self.model_identity = "chat", b"weights"
         self.may_read, self.reading, self.known = threading.Event(), [], {}
+        self.failures: dict[str, Exception] = {}
 
     def add_adapter(self, name: str, folder: Path) -> bytes:
         self.reading.append(name)
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder")
+        if name in self.failures:
+            raise self.failures[name]
         assert self.may_read.wait(patience(10))
         self.known[name] = folder.name.encode()
         return self.known[name]
@@ -41,7 +46,7 @@ class Reader:
         return self.known.pop(name, None) is not None
 
     def listed(self) -> dict[str, bytes]:
-        return self.known
+        return dict(self.known)
 
 
 class Bench:
@@ -180,6 +185,91 @@ async def test_what_cannot_be_restored_is_logged_and_its_record_goes_with_unload
         await ready(root).adapters.unload("gone")
 
 
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no memory"), OSError("no such share"), KeyError("rank")])
+async def test_one_that_fails_in_any_way_keeps_no_worker_from_its_start(root, caplog, failure):
+    bench = ready(root)
+    for name, path in {"bot": "a", "large": "b", "other": "a"}.items():
+        await bench.adapters.load(name, path)
+    assert set(await restored(root, failures={"large": failure})) == {"bot", "other"}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "not held name=large path=b" in said and "\n" not in said
+
+
+async def test_a_note_that_cannot_be_read_is_passed_over_alone(root, caplog):
+    await ready(root).adapters.load("bot", "a")
+    (root / FOLDER / "folder.json").mkdir()
+    (root / FOLDER / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    (root / FOLDER / "half.json").write_text('{"model": ')
+    (root / FOLDER / "bytes.json").write_bytes(b"\xff")
+    (root / FOLDER / "other.json").write_text('{"model": "chat"}')
+    (root / FOLDER / "unloaded.json").symlink_to("gone")
+    assert await restored(root) == {"bot": b"a"}
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 5 and all("is passed over" in line for line in said)
+    for name in ("bytes", "deep", "folder", "half", "other"):
+        assert sum(f"{name}.json" in line.split("error=")[0] for line in said) == 1
+
+
+async def test_notes_of_which_none_can_be_read_are_told_in_one_line(root, caplog):
+    assert await restored(root) == {} and not caplog.records, "a folder where nothing was loaded yet"
+    (root / FOLDER).write_text("a file where the folder belongs")
+    assert await restored(root) == {}
+    (said,) = caplog.records
+    assert "adapters that were loaded before are not held" in said.getMessage()
+
+
+def test_a_note_is_on_the_disk_before_it_takes_its_name(root, monkeypatch):
+    steps, fsync, replace = [], os.fsync, os.replace
+
+    def note(step: str, stat: os.stat_result) -> None:
+        steps.append((step, stat.st_ino, stat.st_size))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (note("fsync", os.fstat(fd)), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (note("replace", os.stat(old)), replace(old, new)))
+    AdapterRecords(root, "chat", b"weights").keep("bot", "a")
+    (record,) = (root / FOLDER).iterdir()
+    stat = record.stat()
+    assert steps == [(step, stat.st_ino, stat.st_size) for step in ("fsync", "replace")]
+
+
+async def test_one_that_replaces_the_flags_is_told_and_is_gone_with_unload(root, caplog):
+    await ready(root).adapters.load("bot", "b")
+    await ready(root).adapters.load("same", "a")
+    flags = {"bot": b"a", "same": b"a", "flag": b"c"}
+    assert await restored(root, known=dict(flags)) == flags | {"bot": b"b"}
+    (said,) = [record.getMessage() for record in caplog.records if "--adapter" in record.getMessage()]
+    assert "name=bot path=b" in said
+    await ready(root).adapters.unload("bot")
+    assert await restored(root, known=dict(flags)) == flags
+
+
+async def test_a_name_that_never_was_is_not_found_though_notes_cannot_be_looked_at(root, monkeypatch, caplog):
+    def forget(records, name):
+        raise OSError("the share is away")
+
+    monkeypatch.setattr(AdapterRecords, "forget", forget)
+    bench = ready(root)
+    with pytest.raises(NotFound):
+        await bench.adapters.unload("never")
+    await bench.adapters.load("bot", "a")
+    await bench.adapters.unload("bot")
+    assert "workers that start later may hold this adapter name=bot" in caplog.text
+
+
+async def test_the_event_loop_waits_for_no_file(root, monkeypatch):
+    threads, resolve = set(), Path.resolve
+    await ready(root).adapters.load("bot", "a")
+
+    def noted(path: Path, strict: bool = False) -> Path:
+        threads.add(threading.current_thread())
+        return resolve(path, strict)
+
+    monkeypatch.setattr(Path, "resolve", noted)
+    await ready(root).adapters.load("bot", "b")
+    await restored(root)
+    assert threads and threading.current_thread() not in threads
+
+
 async def test_records_lead_to_nothing_beyond_the_root(root, tmp_path_factory, caplog):
     bench = ready(root)
     await bench.adapters.load("bot", "a")
@@ -187,7 +277,6 @@ async def test_records_lead_to_nothing_beyond_the_root(root, tmp_path_factory, c
     for index, path in enumerate((elsewhere, "../elsewhere", 3)):
         record = {"model": "chat", "identity": b"weights".hex(), "name": f"x{index}", "path": path}
         (root / FOLDER / f"{index}.json").write_text(json.dumps(record, default=str))
-    (root / FOLDER / "half.json").write_text('{"model": ')
     assert await restored(root) == {"bot": b"a"}
     assert caplog.text.count("is not below --adapter-root") == 2
 
