@@ -12,6 +12,7 @@ SOURCES = (
     "kernels/kv_write.py", "kernels/tiles.py", "kernels/quantize.py", "kernels/state/inputs.py", "kernels/state/folds.py",
     "kernels/state/chunks.py", "kernels/state/softplus.py", "kernels/state/finish.py", "recurrent/gpu.py", "attention/triton_paged.py", "parallel/add_ranks.py",
     "layers/linear/triton.py", "layers/grouped.py", "adapters/gpu_low_rank.py", "models/gpu_layers.py",
+    "weights/on_gpu.py",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ def name_with(folder, name, old, new) -> str:
     [
         ("attention/triton_paged.py", "\nBLOCK_N = 32", "\nBLOCK_N = 64"),
         ("layers/linear/triton.py", "\nMIN_SEGMENT = 512", "\nMIN_SEGMENT = 256"),
+        ("weights/on_gpu.py", "= 128, 32", "= 64, 32"),
         ("kernels/paged_attention.py", "total * kept + tl.sum(weights, 1)", "tl.sum(weights, 1) + total * kept"),
     ],
 )

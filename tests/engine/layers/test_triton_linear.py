@@ -4,6 +4,7 @@ Outputs are poisoned: what a kernel does not write shows."""
 import json
 import math
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -323,6 +324,13 @@ def test_a_table_is_measured_once_and_read_again(tmp_path):
     assert calls == [("row", 1), ("tile16", 2), ("tile16", 5000)]
     path.write_text("no table")
     tuning.Table(path, measure).apply(make(), DEVICE, BF16)
+
+
+def test_weights_that_are_stored_otherwise_are_another_table(monkeypatch):
+    """Their tiles are others: what was measured of the old ones says nothing of them."""
+    before, read = tuning.table_path("H100"), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: read(self).replace("MAX_BLOCK_K, MIN_BLOCK_K = 128", "= 64"))
+    assert tuning.table_path("H100") != before
 
 
 def test_choice(monkeypatch):

@@ -20,7 +20,10 @@ NUM_RUNS = 7
 FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights have passed since
 COPY_MARGIN = 1.1  # by which a path that keeps a copy of the weight must be the faster one
 # Below baton/engine: another kernel is another table.
-SOURCES = ("layers/linear/triton.py", "layers/linear/tinygemm.py", "kernels/linear.py", "kernels/quantize.py")
+SOURCES = (
+    "layers/linear/triton.py", "layers/linear/tinygemm.py", "kernels/linear.py", "kernels/quantize.py",
+    "weights/on_gpu.py",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
