@@ -27,7 +27,7 @@ from baton.planning.devices import Device
 
 class HeldWeights(NamedTuple):
     """What a worker holds of a model, each rank where several share its layers, in bytes. `form`, `head_form`: none, int8,
-    int4-gN or fp8, by which the speeds of kernels are known; `computes`: bf16, int8 or fp8, as the layers multiply."""
+    int4-gN or fp8, by which the speeds of kernels are known; `computes`: bf16, fp32, int8 or fp8, as the layers multiply."""
 
     form: str
     head_form: str
@@ -98,12 +98,13 @@ class StoredForm:
         return lambda weight, bias=None, *_: WeightOnGpu(weight, bias, dtype, multiplies_fp8)
 
     def _computes(self, form: str) -> str:
-        """A CPU rounds rows for int8 weights of any kind; a GPU where the form says so."""
-        nearest_form = nearest(form)
+        """A CPU rounds rows for integer weights of any kind; a GPU where the form says so. Other rows are multiplied as they
+        are."""
+        nearest_form, as_they_are = nearest(form), "fp32" if self._dtype == torch.float32 else "bf16"
         if self._device.kind == "cpu":
-            return "int8" if nearest_form == "int8" else "bf16"
+            return "int8" if nearest_form.startswith("int") else as_they_are
         rounds = any(word in form.split("+")[0] for word in ("dynamic", "static"))
-        return nearest_form if rounds and nearest_form in self._device.flops_per_s else "bf16"
+        return nearest_form if rounds and nearest_form in self._device.flops_per_s else as_they_are
 
 
 class SampledLinears(Linears):

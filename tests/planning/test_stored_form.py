@@ -145,3 +145,21 @@ def test_fp8_is_expanded_where_a_gpu_does_not_multiply_it(tmp_path):
     on_h100, on_a100 = (StoredForm(read_spec(tmp_path), GPUS[name]).held() for name in ("H100", "A100"))
     assert on_a100.layer_bytes > 1.5 * on_h100.layer_bytes
     assert (on_h100.computes, on_a100.computes) == ("fp8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "on_h100", "on_cpu"),
+    [("gptq", "fp32", "int8"), ("awq", "fp32", "int8"), ("fp8 by row", "fp8", "fp32")],
+)
+def test_workers_in_fp32_multiply_so_what_no_form_rounds_their_rows_for(name, on_h100, on_cpu, tmp_path):
+    writer, options = PUBLISHED[name]
+    published.dense_folder(tmp_path, *(["qwen2"] if writer == "awq" else []), num_attention_heads=4)
+    getattr(published, f"write_{writer}")(tmp_path, **options)
+    spec = read_spec(tmp_path)
+    assert [StoredForm(spec, device, "fp32").held().computes for device in (GPUS["H100"], MACHINE)] == [on_h100, on_cpu]
+
+
+def test_a_gguf_file_in_fp32(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, published.dense_folder(tmp_path, **BIG), lambda name: GGMLType.Q4_0)
+    assert StoredForm(read_spec(path), GPUS["H100"], "fp32").held().computes == "fp32"
