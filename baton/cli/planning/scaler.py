@@ -226,11 +226,21 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
         found = await asyncio.gather(*(_look(target, access) for target in args.target))
         looks = {target: each for target, each in zip(args.target, found, strict=True) if each is not None}
         if (dtypes := dtypes_of(looks.values())) is not None:
-            model.times = times_in(*dtypes)
+            model.times = await _times(times_in, dtypes) or model.times
         return looks
 
     print(f"deciding once a minute for {len(args.target)} gateways; the first look is to compare with", flush=True)
     await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()
+
+
+async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None:
+    """Return the step times in (dtype, form of KV), beside the loop: the model's files may be read for them. None, and a line,
+    where they cannot be."""
+    try:
+        return await asyncio.to_thread(times_in, *dtypes)
+    except (ModelError, ValueError) as error:
+        print(f"baton scaler: steps stay those of before: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 async def _look(target: str, access: Access) -> GatewayLook | None:

@@ -49,7 +49,7 @@ class ScalerLoop:
         decided_at = -DECIDE_S
         try:
             while True:
-                leads = self._lease is None or await self._lease.hold()
+                leads = await self._leads()
                 if now() - decided_at >= DECIDE_S:
                     decided_at = now()
                     await self.turn(leads)
@@ -65,7 +65,8 @@ class ScalerLoop:
         if seen is None:
             return None
         decision = self._scaler.decide(seen)
-        if decision is None or not leads:
+        # Asked again: a look that reads a model's files may take longer than the lease.
+        if decision is None or not leads or not await self._leads():
             return None
         changes = decision.changes(seen.serving, seen.starting)
         words = "; ".join(f"{change.words}: {decision.reasons[change.next_role or change.role]}" for change in changes)
@@ -77,6 +78,9 @@ class ScalerLoop:
             for change in changes:
                 await _perform(self._performer, change, leaving[change.role])
         return decision
+
+    async def _leads(self) -> bool:
+        return self._lease is None or await self._lease.hold()
 
     async def _seen(self) -> FleetCounters | None:
         """Return what happened since the last look; None for the first, and where it is unknown which workers start."""

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
 from baton.cli.planning import scaler as scaler_command
+from baton.cli.planning.model_flags import stored_form
 from baton.engine.models.registry import read_spec
 from baton.planning.scaling.counters import Placed
 from baton.planning.scaling.lease import NAME, LeaderLease
@@ -18,6 +20,7 @@ from baton.service.slo import Slo
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
 from tests.planning.scaling.test_scaler import FlatModel
+from tests.support.engine import published
 from tests.support.redis_server import RedisServer
 
 TARGET = Path(__file__).resolve().parents[3] / "demo" / "target"
@@ -251,6 +254,22 @@ async def test_one_that_does_not_lead_only_looks(monkeypatch):
     assert (await loop.turn()).wanted["prefill"] == 3, "and leads at once with what it has seen"
 
 
+async def test_nothing_is_changed_by_a_lease_that_lapsed_while_it_looked(monkeypatch):
+    """A look reads a model's files, where workers say another dtype: that may take longer than the lease."""
+
+    class LapsedLease:
+        async def hold(self):
+            return False
+
+    hands = Hands()
+    loop, told = loop_of(
+        Gateway(monkeypatch, [worker(1), worker(2, "prefill")], 20), performer=hands, lease=LapsedLease()
+    )
+    for _ in range(3):
+        assert await loop.turn() is None
+    assert not told and not hands.done
+
+
 # ---- the command ----
 
 
@@ -305,6 +324,40 @@ def test_steps_are_those_of_the_dtypes_that_workers_say(folder_dtype, tmp_path, 
     own, int8, bf16 = (spec.kv_layout(form, 64).block_bytes / 64 for form in (spec.dtype, "int8", "bf16"))
     first = ("fp32" if folder_dtype == "float32" else "none", own)
     assert seen == [first, first, ("fp32", int8), *[("none", bf16)] * 3]
+
+
+def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, monkeypatch, capsys):
+    """They are read beside the loop, which renews the lease and takes Ctrl-C meanwhile."""
+    published.dense_folder(tmp_path)
+    published.write_fp8(tmp_path, spread="row")
+    weights = tmp_path / "model.safetensors"
+    capsys.readouterr()
+    fleets = [[of_dtype(1, "bf16", "bf16")] for _ in range(3)]
+    seen, threads = [], set()
+
+    async def look_at(target, access):
+        return look(fleets.pop(0))
+
+    async def run(loop: ScalerLoop):
+        model, stored = loop._scaler._model, weights.read_bytes()
+        first = model.times
+        monkeypatch.setattr(scaler_command, "stored_form", noted)
+        for change in (weights.unlink, lambda: weights.write_bytes(stored[:-9]), lambda: weights.write_bytes(stored)):
+            change()
+            await loop._look()
+            seen.append(model.times is first)
+
+    def noted(*arguments):
+        threads.add(threading.current_thread())
+        return stored_form(*arguments)
+
+    monkeypatch.setattr(scaler_command, "_look", look_at)
+    monkeypatch.setattr(ScalerLoop, "run", run)
+    assert main(["scaler", "--target", "x:1", "--model", str(tmp_path), "--device", "H100"]) == 0
+    told = capsys.readouterr().err
+    assert seen == [True, True, False], told
+    assert threading.main_thread() not in threads
+    assert told.count("\n") == 2 and told.count("baton scaler: ") == 2 and "model.safetensors" in told
 
 
 @pytest.mark.parametrize(
