@@ -108,7 +108,8 @@ class StoredForm:
 
 
 class SampledLinears(Linears):
-    """As Linears, but of modules that are stored alike one is read: for sizes, not for a model."""
+    """As Linears, but of modules that are stored alike one is read: for sizes, not for a model. What the values alone tell, as
+    zero points that are all the middle or an order of inputs that is the plain one, is taken to be as in that one."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

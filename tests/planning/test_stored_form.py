@@ -120,6 +120,24 @@ def test_of_modules_that_are_stored_alike_one_is_read(tmp_path, monkeypatch):
     assert products and all(name.startswith("model.layers.0.") for name in products)
 
 
+def test_modules_of_two_groups_are_not_alike_though_their_tensors_are(tmp_path):
+    """int8 by rows, whose activations one group rounds and the other does not."""
+    published.dense_folder(tmp_path)
+    weights = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
+    rounded = dict(num_bits=8, type="int", strategy="token", dynamic=True)
+    groups = {
+        "a": dict(targets=["re:.*layers.0.*"], weights=weights),
+        "b": dict(targets=["Linear"], weights=weights, input_activations=rounded),
+    }
+    config = dict(quant_method="compressed-tensors", format="int-quantized", config_groups=groups, ignore=["lm_head"])
+
+    def write(weight):
+        return dict(weight=torch.ones_like(weight, dtype=torch.int8), weight_scale=torch.ones(len(weight), 1)), weight
+
+    published.rewrite(tmp_path, config, write)
+    assert {"int8", "int8-dynamic"} <= {*str(check(tmp_path)).split("+")}
+
+
 @pytest.mark.skipif(bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type) or "there")
 @pytest.mark.parametrize("name", FORMS)
 def test_a_weight_on_a_gpu_has_the_bytes_of_its_kernel(name):

@@ -59,8 +59,8 @@ class WeightSource(ABC):
         return False
 
     def kind(self, module: str) -> Hashable:
-        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes; where a
-        source does not tell, of none."""
+        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes and are read
+        by the same scheme; where a source does not tell, of none."""
         return module
 
     def expert(

@@ -5,6 +5,7 @@ along the outputs. w = scale * (q - zero). Each config group has targets: the cl
 expressions. Of several that fit the most exact one holds, of several expressions the first by the alphabet.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,9 @@ class CompressedTensorsFormat(Format):
 
     def is_quantized(self, module: str) -> bool:
         return self._scheme(module) is not None and super().is_quantized(module)
+
+    def kind(self, module: str) -> Hashable:
+        return str(self._scheme(module)), super().kind(module)
 
     def marker(self, module: str) -> str:
         return f"{module}.weight_scale"
