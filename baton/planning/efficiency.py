@@ -11,11 +11,8 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("measured")
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _ORDER = (MEASURED, INTERPOLATED, EXTRAPOLATED)
-_NEXT = {
-    "int4-g32": "int8",
-    "fp8": "none",
-    "fp32": "none",
-}  # what is taken for a form of which nothing was measured: it computes alike
+# What is taken for a form of which nothing was measured: it computes alike.
+_NEXT = {"int4-g32": "int8", "fp8": "none", "fp32": "none"}
 _NEAR = 0.05  # of the logarithm: so near a point counts as measured
 
 

@@ -9,9 +9,8 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
 from baton.planning.stored_form import HeldWeights, StoredForm, norm_bytes
 
-Form = (
-    str | StoredForm
-)  # str: none (bf16), fp32, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
+# str: none (bf16), fp32, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
+Form = str | StoredForm
 _FLOATS = ("none", "fp32")
 _SCALE_BYTES = 4  # of a row, or of a group of inputs
 _PANEL = 64  # outputs that the CPU's kernels hold together
