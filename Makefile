@@ -50,8 +50,10 @@ docs: setup
 
 # Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one. Compiled
 # modules are kept: without them the collection took each process 27 s of CPU instead of 17, and a worker's start 0.3 s more.
+# Threads of one sum that wait for each other sleep, as in workers: while they spun, 32 tests of two threads took 44 s of CPU
+# instead of 14 on two cores that others had too.
 test: setup $(STAMPS)/protoc $(STAMPS)/buf $(STAMPS)/helm system-packages node-packages
-	PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(TESTS_ENV) $(PY) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too. The first part is shared
 # by processes as `test` is; what needs the machine for itself follows, one by one. A part of which PYTEST_ARGS choose nothing
@@ -65,8 +67,8 @@ test-long: setup long-packages $(STAMPS)/load
 # Files are taken in the order of tests/conftest.py.
 IN_PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-LONG_TESTS = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest --timeout 2700 \
-	-o faulthandler_timeout=600
+TESTS_ENV = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+LONG_TESTS = $(TESTS_ENV) PYTHONFAULTHANDLER=1 $(PY) -m pytest --timeout 2700 -o faulthandler_timeout=600
 
 # The kernels for 64 bit Arm, cross-compiled and run by an emulator on the calls that this machine's kernels were given.
 test-aarch64: setup long-packages
@@ -74,7 +76,7 @@ test-aarch64: setup long-packages
 
 # Faults beyond those of every landing (P1); what test and test-long run of tests/faults is not repeated.
 test-faults: setup system-packages
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m faults --timeout 900 tests/faults $(PYTEST_ARGS)
+	$(TESTS_ENV) $(PY) -m pytest -m faults --timeout 900 tests/faults $(PYTEST_ARGS)
 
 # Load, bursts, cancels and faults for hours, and what grew meanwhile; a line in bench/results/.
 marathon: setup system-packages

@@ -11,7 +11,7 @@ from tests.support.stack import SLOW_STEPS, Stack
 OPTIONS = ("--num-blocks", "160")
 
 
-def test_workers_have_places_and_compute_in_them(model, tmp_path):
+def test_workers_have_places_and_compute_in_them(model, nursery, tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
 
@@ -27,8 +27,8 @@ def test_workers_have_places_and_compute_in_them(model, tmp_path):
             time.sleep(0.01)
         return True
 
-    options = (*OPTIONS, "--kv-socket-dir", str(folder))
-    with Stack(model, tmp_path / "stack", options=options, env={"OMP_NUM_THREADS": None}, failpoints=True) as stack:
+    options = {"options": (*OPTIONS, "--kv-socket-dir", str(folder)), "env": {"OMP_NUM_THREADS": None}}
+    with Stack(model, tmp_path / "stack", failpoints=True, nursery=nursery, **options) as stack:
         assert comes(lambda found: found == [IDLE, IDLE])
         client = Client(stack.target)
         with stack.decode[0].armed(SLOW_STEPS):
@@ -47,9 +47,12 @@ def test_workers_have_places_and_compute_in_them(model, tmp_path):
     assert places() == [], "who goes leaves"
 
 
-def test_workers_with_a_number_of_threads_have_none(model, tmp_path):
+def test_workers_with_a_number_of_threads_have_none(model, nursery, tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
-    options = (*OPTIONS, "--threads", "1", "--kv-socket-dir", str(folder))
-    with Stack(model, tmp_path / "stack", options=options, num_prefill=0, env={"OMP_NUM_THREADS": None}):
+    options = {
+        "options": (*OPTIONS, "--threads", "1", "--kv-socket-dir", str(folder)),
+        "env": {"OMP_NUM_THREADS": None},
+    }
+    with Stack(model, tmp_path / "stack", num_prefill=0, nursery=nursery, **options):
         assert not list(folder.glob("baton-cores-*"))

@@ -6,9 +6,16 @@ from collections import OrderedDict
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+ONE_PROCESS = ("tests/faults",)  # folders whose tests share a stack of seven processes, which each would start anew
+
 
 class LastingFileScheduling(LoadFileScheduling):
-    """The test that a process died of has failed, and the rest of its files goes to other processes."""
+    """The test that a process died of has failed, and the rest of its files goes to other processes. Files of ONE_PROCESS stay
+    together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return next((folder for folder in ONE_PROCESS if scope.startswith(f"{folder}/")), scope)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that it died of, if any."""

@@ -1,5 +1,6 @@
 """A process of a run that dies costs one test: the run names it, fails, runs everything else and ends."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -38,8 +39,8 @@ class Process:
     def shutdown(self):
         self.shutting_down = True
 
-    def collect(self) -> None:
-        self.scheduling.add_node_collection(self, TESTS)
+    def collect(self, tests: Sequence[str] = ("a.py::1", "a.py::2", "b.py::1", "b.py::2", "c.py::1")) -> None:
+        self.scheduling.add_node_collection(self, list(tests))
         if self.scheduling.collection_is_completed:
             self.scheduling.schedule()
 
@@ -49,9 +50,6 @@ class Process:
         while done < len(self.given) - (not self.shutting_down):
             self.scheduling.mark_test_complete(self, self.given[done])
             done += 1
-
-
-TESTS = ["a.py::1", "a.py::2", "b.py::1", "b.py::2", "c.py::1"]
 
 
 @pytest.fixture
@@ -86,3 +84,14 @@ def test_one_dies_before_the_others_have_collected(scheduling):
     second.run()
     third.run()
     assert sorted(second.given + third.given) == [0, 1, 2, 3, 4] and scheduling.tests_finished
+
+
+def test_a_folder_whose_tests_share_a_stack_is_for_one_process(scheduling):
+    first, second = Process(scheduling, "0"), Process(scheduling, "1")
+    for each in (first, second):
+        each.collect(
+            [*(f"tests/faults/{name}.py::1" for name in ("load/test_a", "test_b")), "tests/c.py::1", "tests/d.py::1"]
+        )
+    first.run()
+    second.run()
+    assert first.given[:2] == [0, 1] and not {0, 1} & set(second.given)

@@ -25,6 +25,7 @@ class Stack:
     """Start with `with Stack(...) as stack`; what did not stop by itself is killed at the end."""
 
     launcher = ("-m",)  # arguments of python with the name of a program
+    born = ("prefill", "decode")  # beginnings of the names of those that read torch, which a nursery spares them
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Stack:
         return self._process(name, argv, self.folder)
 
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:
-        if self.nursery is not None and not name.startswith("gateway"):
+        if self.nursery is not None and name.startswith(self.born):
             return self.nursery.process(name, argv, folder, self.env, self.failpoints)
         return Process(name, argv, folder, self.env, self.failpoints)
 
@@ -156,6 +157,8 @@ class Stack:
 
 class TogetherStack(Stack):
     """A stack whose gateway and only worker are one process, found among the gateways."""
+
+    born = ("gateway",)
 
     def __init__(self, model: Path, folder: Path, **options):
         super().__init__(model, folder, num_prefill=0, num_decode=0, **options)

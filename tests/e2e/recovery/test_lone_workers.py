@@ -74,9 +74,9 @@ def expected_of(stack: Stack, prompt: list[int]) -> list[int]:
         client.close()
 
 
-def test_no_request_fails_while_the_only_worker_starts_again(model, tmp_path, prompts):
+def test_no_request_fails_while_the_only_worker_starts_again(model, nursery, tmp_path, prompts):
     prompt = prompts(150)
-    with Stack(model, tmp_path, num_prefill=0, options=OPTIONS) as stack:
+    with Stack(model, tmp_path, num_prefill=0, options=OPTIONS, nursery=nursery) as stack:
         expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
         with asking.running():
             worker = of_today(stack, "decode0")
@@ -86,11 +86,11 @@ def test_no_request_fails_while_the_only_worker_starts_again(model, tmp_path, pr
     asking.check(expected)
 
 
-def test_the_other_role_stands_in(model, tmp_path, prompts):
+def test_the_other_role_stands_in(model, nursery, tmp_path, prompts):
     """Answers go on before the killed worker is started again."""
     prompt = prompts(150)
-    split = ["--stand-in", "--split=always"]
-    with Stack(model, tmp_path, options=OPTIONS, gateway_options=split, failpoints=True) as stack, stack.armed(STEPS):
+    options = {"options": OPTIONS, "gateway_options": ["--stand-in", "--split=always"], "nursery": nursery}
+    with Stack(model, tmp_path, failpoints=True, **options) as stack, stack.armed(STEPS):
         expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
         with asking.running():
             for name in ("decode0", "prefill0"):

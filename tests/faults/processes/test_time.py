@@ -10,7 +10,6 @@ import pytest
 
 from tests.faults import marathon
 from tests.support.faults.world import ProxiedStack
-from tests.support.nursery.workers import NurseryStack
 
 
 class JumpingStack(ProxiedStack):
@@ -46,7 +45,7 @@ async def test_the_clock_of_leases_is_off(case):
 @pytest.mark.parametrize("seed", [11, 12])
 async def test_a_minute_of_random_faults(make_world, seed, record_property):
     """The same seed draws the same faults; every answer is judged as it ends."""
-    with make_world("nemesis", redis=True, stack_class=NurseryStack) as world:
+    with make_world("nemesis", redis=True) as world:
         load, nemesis, _, faults = await marathon.run(world, 60.0, seed)
     row = {"case": f"J5 seed {seed}", "promise": "all invariants", "outcome": "kept" if not faults else faults[0]}
     record_property("fault case", json.dumps(row | {"requests": load.statuses, **nemesis.done}))

@@ -36,7 +36,7 @@ class Canary:
         self._standing = await self._exits.enter_async_context(self._tenant.channel(self._target, _FRESH))
         self._fleet_channel = await self._exits.enter_async_context(self._operator.channel(self._fleet, _FRESH))
         self._singing = asyncio.create_task(self._sing())
-        await self.rounds(1)
+        await self._sung(1)
         return self
 
     async def __aexit__(self, *exc) -> None:
@@ -46,9 +46,11 @@ class Canary:
 
     async def rounds(self, count: int) -> None:
         """Wait for `count` rounds that begin from now on."""
-        wanted = self.num_rounds + count + 1
+        await self._sung(self.num_rounds + count + 1)
+
+    async def _sung(self, num_rounds: int) -> None:
         async with self._tick:
-            await self._tick.wait_for(lambda: self.num_rounds >= wanted or self._singing.done())
+            await self._tick.wait_for(lambda: self.num_rounds >= num_rounds or self._singing.done())
         if self._singing.done():
             self._singing.result()
 

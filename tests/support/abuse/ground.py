@@ -20,6 +20,7 @@ from kvtransfer.transports.socket_folder import default_parent, socket_path
 from tests.support.abuse.canary import GENERATES, Canary
 from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, HTTPS, QUIET_TENANT, Caller, Cell, Port
 from tests.support.abuse.levels import levels, stayed
+from tests.support.nursery.workers import Nursery
 from tests.support.process import ROOT, Process
 from tests.support.security.installation import install
 from tests.support.stack import Stack
@@ -43,7 +44,7 @@ _PATIENCE_S = 600.0  # for an attacker
 class Ground:
     """`with`: the stack runs. `kv`: the transport that its KV takes; doors of the others are open all the same."""
 
-    def __init__(self, model: Path, folder: Path, kv: str):
+    def __init__(self, model: Path, folder: Path, kv: str, nursery: Nursery):
         folder.mkdir(parents=True, exist_ok=True)
         self.kv = kv
         self.certs = install(folder / "certs", "--tenant", QUIET_TENANT).folder
@@ -57,13 +58,13 @@ class Ground:
             model, folder / "stack", options=WORKER_OPTIONS,
             prefill_options=self._tls("prefill"),
             decode_options=[*self._tls("decode"), "--transports", kv],
-            gateway_options=[str(word) for word in gateway],
+            gateway_options=[str(word) for word in gateway], nursery=nursery,
         )  # fmt: skip
         self.endpoints: dict[str, str] = {}
         self.alone_s: dict[str, float] = {}  # the canary's times without an attack
 
     def __enter__(self) -> "Ground":
-        with _descriptors(DESCRIPTORS):
+        with few_descriptors():
             self.stack.__enter__()
         try:
             hello = self._describe(self.process("prefill0"))
@@ -183,10 +184,10 @@ class Attackers:
 
 
 @contextmanager
-def _descriptors(count: int) -> Iterator[None]:
-    """Processes that are started meanwhile may have that many, as long as they do not ask for more."""
+def few_descriptors() -> Iterator[None]:
+    """Processes that are started meanwhile may have DESCRIPTORS, as long as they do not ask for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, soft), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, soft), hard))
     try:
         yield
     finally:
