@@ -128,6 +128,17 @@ def nursery(tmp_path_factory):
         yield nursery
 
 
+@pytest.fixture(scope="module")
+def born_ranks(nursery):
+    """Ranks of engines in this process are born there too."""
+    from baton.engine.ranks import process
+    from tests.support.nursery.workers import BornRanks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", BornRanks(nursery))
+        yield
+
+
 @pytest.fixture
 def fast_switches():
     """Threads take turns as often as they can."""

@@ -5,10 +5,11 @@ from importlib.util import find_spec
 import pytest
 
 from baton.engine import kernels
+from tests.support.native import interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_loads_in_flight():
+def fast_interpreter():
     """`combine` reads 16 splits at a time, so that none waits for another's memory. The interpreter walks all of them, where
     most steps of these tests have two: that was half of its time."""
     if not kernels.INTERPRETED or find_spec("triton") is None:
@@ -17,5 +18,6 @@ def few_loads_in_flight():
     from baton.engine.kernels import paged_attention
 
     with pytest.MonkeyPatch.context() as patch:
+        interpreter.look_once(patch.setattr)
         patch.setattr(paged_attention, "GROUP_LOADS", paged_attention.tl.constexpr(2))
         yield

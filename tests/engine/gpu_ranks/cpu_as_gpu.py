@@ -10,6 +10,7 @@ import torch
 
 from baton.engine.execute import launcher
 from baton.engine.gpu_ranks.program import serve
+from tests.support.native import interpreter
 
 
 class Event:
@@ -44,5 +45,6 @@ def stand_in(replace) -> None:
 
 
 if __name__ == "__main__":
+    interpreter.look_once(setattr)
     stand_in(setattr)
     serve()

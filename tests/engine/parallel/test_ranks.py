@@ -19,7 +19,10 @@ from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
 from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.usefixtures("born_ranks"),
+]
 NUM_TOKENS = 24
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 70, 130)]
 
@@ -222,8 +225,9 @@ def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
 
 @pytest.fixture
 def started(monkeypatch) -> list[subprocess.Popen]:
-    """The processes of the ranks that are started."""
+    """The processes of the ranks that are started, here as users start them."""
     processes, popen = [], subprocess.Popen
+    monkeypatch.setattr("baton.engine.ranks.process.subprocess", subprocess)
 
     def start(*args, **options):
         processes.append(popen(*args, **options))

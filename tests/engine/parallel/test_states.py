@@ -11,7 +11,10 @@ from tests.support.engine.folders import SMALL, make_folder
 from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.usefixtures("born_ranks"),
+]
 SHAPES = {
     "one process": {},
     "two ranks": {"tensor_parallel": 2, "threads": 2},

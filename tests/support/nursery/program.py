@@ -2,6 +2,7 @@
 packages and nothing of Baton's, which each child reads by itself, with its own environment."""
 
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -9,10 +10,10 @@ import runpy
 import signal
 import socket
 import sys
-from pathlib import Path
 
 _PACKAGES = ("torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors", "prometheus_client")
 _DEATH_SIGNAL = 1  # of prctl(2)
+_MOST_DESCRIPTORS = 16  # of a child
 
 
 def _prctl(option: int, value: int) -> None:
@@ -28,32 +29,40 @@ def main() -> None:
         listener.bind(sys.argv[1])
         listener.listen()
         print("ready here=1", flush=True)
-        while (wish := _next_wish(listener)) is None:
+        while (born := _next_born(listener)) is None:
             pass
-    _live(wish)
+    _live(*born)
 
 
-def _next_wish(listener: socket.socket) -> dict | None:
-    """None in the nursery itself; in the child that was asked for, what it shall be."""
+def _next_born(listener: socket.socket) -> tuple[dict, list[int]] | None:
+    """None in the nursery itself; in the child that was asked for, what it shall be, and its descriptors."""
     connection, _ = listener.accept()
     with connection:
-        wish = json.loads(connection.recv(1 << 17))
+        message, given, _, _ = socket.recv_fds(connection, 1 << 17, _MOST_DESCRIPTORS)
+        wish = json.loads(message)
         if "pid" in wish:
             ended, status = os.waitpid(wish["pid"], os.WNOHANG)
             connection.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
             return None
         if os.fork():
+            for each in given:
+                os.close(each)
             return None
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
         os.setsid()
         connection.send(str(os.getpid()).encode())
-    return wish
+    return wish, given
 
 
-def _live(wish: dict) -> None:
-    for number, path in ((1, wish["out"]), (2, wish["log"])):
-        with Path(path).open("wb") as file:
-            os.dup2(file.fileno(), number)
+def _live(wish: dict, given: list[int]) -> None:
+    beyond = max(wish["numbers"]) + 1
+    apart = [
+        fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, beyond) for each in given
+    ]  # what is given may have a number of another's
+    for number, each in zip(wish["numbers"], apart, strict=True):
+        os.dup2(each, number)
+    for each in {*given, *apart} - {*wish["numbers"]}:
+        os.close(each)
     os.environ.clear()
     os.environ.update(wish["env"])
     sys.argv = [sys.executable, *wish["argv"][1:]]

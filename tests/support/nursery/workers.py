@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from tests.support.faults.world import ProxiedStack
 from tests.support.process import Process, environment
@@ -40,25 +41,29 @@ class Nursery:
         """Return a Process of these arguments."""
         return Born(self, *args)
 
-    def bear(self, argv: list[str], out: Path, log: Path, env: Mapping[str, str | None]) -> "Child":
-        """`argv`: PYTHON -m MODULE ARGUMENTS; `env`: beside that of this process."""
-        wish = {"argv": argv[2:], "out": str(out), "log": str(log), "env": environment(env)}
-        return Child(self, int(self._ask(wish)))
+    def bear(self, argv: list[str], descriptors: Mapping[int, int], env: Mapping[str, str | None]) -> "Child":
+        """`argv`: PYTHON -m MODULE ARGUMENTS; `descriptors`: of this process, by the number that each shall have; `env`: beside
+        that of this process."""
+        wish = {"argv": argv[2:], "numbers": [*descriptors], "env": environment(env)}
+        return Child(self, int(self._ask(wish, descriptors.values())))
 
     def status(self, pid: int) -> int | None:
         """Return the status that a child has ended with, None while it runs."""
         return json.loads(self._ask({"pid": pid}))
 
-    def _ask(self, wish: dict) -> bytes:
+    def _ask(self, wish: dict, descriptors: Iterable[int] = ()) -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_START_S)
             connection.connect(str(self._path))
-            connection.send(json.dumps(wish).encode())
+            socket.send_fds(connection, [json.dumps(wish).encode()], [*descriptors])
             return connection.recv(64)
 
 
 class Child:
-    """As much of subprocess.Popen as tests/support/process.py uses."""
+    """As much of subprocess.Popen as tests/support/process.py and baton/engine/ranks/process.py use."""
+
+    stdin: IO[str]
+    stdout: IO[str]
 
     def __init__(self, nursery: Nursery, pid: int):
         self.pid, self.returncode = pid, None
@@ -90,6 +95,26 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
+class BornRanks:
+    """In the place of the module subprocess, for baton/engine/ranks/process.py: ranks are born in a nursery."""
+
+    PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+
+    def __init__(self, nursery: Nursery):
+        self._nursery, self._python = nursery, sys.executable
+
+    def Popen(self, argv: list[str], *, pass_fds: Iterable[int], **options) -> Child | subprocess.Popen:
+        """Another program than this Python is started as ever."""
+        if argv[0] != self._python:
+            return subprocess.Popen(argv, pass_fds=pass_fds, **options)
+        (stdin, told), (said, stdout) = os.pipe(), os.pipe()
+        child = self._nursery.bear(argv, {0: stdin, 1: stdout, 2: 2, **{each: each for each in pass_fds}}, {})
+        os.close(stdin)
+        os.close(stdout)
+        child.stdin, child.stdout = os.fdopen(told, "w"), os.fdopen(said)
+        return child
+
+
 class NurseryStack(ProxiedStack):
     """Workers are born in a nursery of the stack's own, gateways as always."""
 
@@ -113,6 +138,5 @@ class Born(Process):
         super().__init__(*args)
 
     def _start(self, env: Mapping[str, str | None]) -> Child:
-        self.out.touch()
-        self.log.touch()
-        return self._nursery.bear(self.argv, self.out, self.log, env)
+        with self.out.open("wb") as out, self.log.open("wb") as log:
+            return self._nursery.bear(self.argv, {1: out.fileno(), 2: log.fileno()}, env)
