@@ -1,5 +1,6 @@
 """Rules for all tests: a time limit that nothing outlasts, and a table at the end of the injected faults and their outcomes."""
 
+import atexit
 import faulthandler
 import gc
 import json
@@ -96,7 +97,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # modules too are to be collected when Python ends: nanobind complains of those that are not
+    # Modules too are to be collected when Python ends: nanobind complains of those that are not. Behind pytest, which
+    # collects five times before.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_report_header() -> str:

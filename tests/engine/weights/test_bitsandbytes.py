@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from bitsandbytes import functional
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
@@ -11,7 +10,15 @@ from tests.engine.weights.test_formats import assert_reads, assert_same_logits, 
 from tests.support.engine import published
 
 
-def test_int8(tmp_path):
+@pytest.fixture(scope="module")
+def functional():
+    """Imported where it is needed: torch's compiler comes along, 1 s of CPU in each process that collects tests."""
+    from bitsandbytes import functional
+
+    return functional
+
+
+def test_int8(functional, tmp_path):
     def write(weight):
         values, scb, _ = functional.int8_vectorwise_quant(weight)
         parts = {"weight": values, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -25,7 +32,7 @@ def test_int8(tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_four_bit_floats_are_expanded(tmp_path, kind, nested):
+def test_four_bit_floats_are_expanded(functional, tmp_path, kind, nested):
     def write(weight):
         values, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
         parts = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
@@ -41,7 +48,7 @@ def test_four_bit_floats_are_expanded(tmp_path, kind, nested):
     assert f"14 x {kind} expanded to dense" in load_model(EngineConfig(tmp_path)).weights.notes
 
 
-def test_modules_left_out(tmp_path):
+def test_modules_left_out(functional, tmp_path):
     def write(weight):
         values, scb, _ = functional.int8_vectorwise_quant(weight)
         return {"weight": values, "SCB": scb}, functional.int8_vectorwise_dequant(values, scb)

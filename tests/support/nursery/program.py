@@ -11,7 +11,11 @@ import signal
 import socket
 import sys
 
-_PACKAGES = ("torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors", "prometheus_client")
+_PACKAGES = (
+    "torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors.torch", "prometheus_client", "tokenizers",
+    "llguidance", "uvicorn", "uvicorn.protocols.http.httptools_impl", "starlette.applications", "grpc_health.v1.health",
+    "grpc_reflection.v1alpha.reflection",
+)  # fmt: skip
 _DEATH_SIGNAL = 1  # of prctl(2)
 _MOST_DESCRIPTORS = 16  # of a child
 
