@@ -116,7 +116,7 @@ def _play(opening, deadline, actions) -> int:
     return num_taken
 
 
-@pytest.mark.parametrize("num_first", (6, pytest.param(8, marks=pytest.mark.long)))
+@pytest.mark.parametrize("num_first", (5, pytest.param(8, marks=pytest.mark.long)))
 @pytest.mark.parametrize("is_late", (True, False), ids=("late", "in time"))
 @pytest.mark.parametrize("opening", PLAUSIBLE, ids=lambda opening: opening.__name__.strip("_"))
 def test_every_place_where_another_thread_may_come_between(opening, is_late, num_first):

@@ -25,7 +25,7 @@ from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.folders import make_few_heads, random_ids
 from tests.support.engine.toys import make_request, run, toy_engine
 
 pytestmark = [
@@ -55,7 +55,7 @@ def device(monkeypatch):
 def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not(tmp_path, device):
     """Both in the interpreter; the steps in graphs take tokens that the host has not read from the place where they
     were drawn."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64,
         max_num_batched_tokens=66,
@@ -74,7 +74,7 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
 
 
 def small_engine(folder) -> Engine:
-    make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(folder)
     config = EngineConfig(
         folder, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
         max_num_batched_tokens=68,
@@ -97,7 +97,7 @@ def test_the_warm_up_waits_for_what_lies_in_the_buffers(tmp_path, device, monkey
 def test_a_prompt_alone_is_read_in_a_graph(tmp_path, device, monkeypatch):
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [16])
     monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_num_seqs=1, max_model_len=64
     )
@@ -115,7 +115,7 @@ def test_what_is_asked_of_each_token_of_a_prompt_is_read_in_no_graph(tmp_path, d
     """A graph leaves the rows alone that logits are wanted of."""
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [16])
     monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_num_seqs=1, max_model_len=64
     )
@@ -135,7 +135,7 @@ def test_what_is_asked_of_each_token_of_a_prompt_is_read_in_no_graph(tmp_path, d
 
 def test_a_step_that_draws_nothing_asks_for_no_logits(tmp_path, device):
     """A kernel for one row reads that row, of no rows too: an illegal access, behind which the worker ends."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=1, max_model_len=128,
         max_num_batched_tokens=65,
@@ -157,7 +157,7 @@ def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkey
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(launcher, "CudaCapture", lambda stream: refuse)
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64
     )
@@ -175,7 +175,7 @@ def test_graphs_leave_their_outputs_in_one_buffer(tmp_path, device, monkeypatch)
     monkeypatch.setattr(
         launcher, "CudaCapture", lambda stream: lambda run: (lambda: None, outputs.append(run()) or outputs[-1])
     )
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64
     )
@@ -223,7 +223,7 @@ def test_measuring_graphs_waits_for_what_lies_in_the_buffers(tmp_path, device, m
 
 def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
     """For the tokens of the step before, when they have landed; no operator in between asks the device for a value."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64
     )
@@ -297,7 +297,7 @@ def test_layers_are_told_when_their_events_have_passed():
 def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, monkeypatch):
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(watermark, "MIN_BYTES", 0)
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=2)
+    make_few_heads(tmp_path, 2)
     engine = Engine.load(EngineConfig(tmp_path, device="cpu", attention="triton", num_blocks=8, max_num_seqs=1))
     engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
     within: list[Progress] = []

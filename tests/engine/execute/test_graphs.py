@@ -21,7 +21,7 @@ from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KVLayout
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.folders import make_few_heads, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -45,7 +45,7 @@ class Bench:
     """One model, two pools of the same content: steps run in graphs, and as they are."""
 
     def __init__(self, folder, chunks=()):
-        make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
+        make_few_heads(folder)
         self.model = load_model(EngineConfig(folder, attention="triton"), DEVICE)
         layout = KVLayout((self.model.kv_group("fp32", BLOCK_SIZE),))
         self.pools = [KVPool(layout, NUM_BLOCKS, device=DEVICE) for _ in range(2)]

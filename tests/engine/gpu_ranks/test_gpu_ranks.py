@@ -26,7 +26,7 @@ from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.on_device import sampler_on
 from tests.engine.gpu_ranks.cpu_as_gpu import compute_again, stand_in
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.folders import make_few_heads, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 from tests.support.native.ranked import lose_last_rank
 
@@ -110,7 +110,7 @@ def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degre
 )
 def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, num_stages, attention):
     """In the bits of KV as well, of which each has its layers: in graphs and with steps in flight, and in torch's operators."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=num_stages)
+    make_few_heads(tmp_path, num_stages)
     config = replace(config_of(tmp_path, 1), attention=attention)
     alone = Engine.load(config)
     alone.runner.launcher = GpuLauncher(alone.runner.model, alone.pool, alone.config, False)

@@ -16,7 +16,7 @@ from baton.engine.engine import Engine
 from baton.engine.kernels import sums
 from baton.engine.models import decoder
 from kvtransfer.compatible import EXACT, MIXED, gives, relation
-from tests.support.engine.folders import make_folder
+from tests.support.engine.folders import make_few_heads
 
 
 def name_with(folder, name, old, new) -> str:
@@ -49,7 +49,7 @@ def test_other_words_are_not(tmp_path):
 @pytest.mark.skipif(kernels.INTERPRETED is False, reason="Triton's interpreter is off in this process")
 def test_workers_of_two_orders_are_told_apart_at_hello(tmp_path, monkeypatch):
     """They still exchange KV, as mixed; before, their classes were equal and the exchange was called exact."""
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_model_len=64)
     engine = Engine.load(config)
     ours = str(engine.numerics_class)
@@ -62,6 +62,6 @@ def test_workers_of_two_orders_are_told_apart_at_hello(tmp_path, monkeypatch):
 
 
 def test_without_triton_there_is_none(tmp_path):
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     config = EngineConfig(tmp_path, device="cpu", attention="reference", block_size=16, num_blocks=4, max_model_len=64)
     assert "triton" not in str(Engine.load(config).numerics_class)

@@ -18,7 +18,7 @@ from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.speculation.proposers.draft_model import DraftModel
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.folders import make_few_heads, random_ids
 from tests.support.engine.toys import make_request
 
 pytestmark = [
@@ -44,7 +44,7 @@ def test_passes_in_graphs_propose_what_they_propose_without(tmp_path, monkeypatc
     monkeypatch.setattr(launcher, "widths", lambda *given: [1, 2])  # of more: seconds in the interpreter
     monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
-    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    make_few_heads(tmp_path)
     eager, in_graphs = make_draft(tmp_path), make_draft(tmp_path)
     in_graphs.use_launcher(lambda model, pool, config: GpuLauncher(model, pool, config, True))
     shapes, run_graph = [], in_graphs._launcher._graphs.run

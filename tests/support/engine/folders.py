@@ -227,6 +227,13 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
     return model
 
 
+def make_few_heads(folder: Path, num_layers: int = 1) -> None:
+    """Save a random Llama for Triton's interpreter, which runs a program for each token and head of queries, keys and values."""
+    make_folder(
+        folder, "llama3", num_hidden_layers=num_layers, head_dim=16, num_attention_heads=2, num_key_value_heads=1
+    )
+
+
 def randomize(model, prefix: str) -> None:
     """Draw all weights of a model of transformers, whose classes begin with `prefix`."""
     with torch.no_grad():
