@@ -26,13 +26,13 @@ def call(*words):
 
 @pytest.fixture
 def seconds_only(monkeypatch):
-    """Training, and 20 of the held-out modules to measure it on, which are most of the time otherwise."""
+    """Training, and 4 of the held-out modules to measure it on, which are most of the time otherwise."""
     quick, gather = recipe.quick, recipe.gather
     monkeypatch.setattr(recipe, "quick", lambda: quick(minutes=0.015))
 
     def gather_few(**options):
         corpus = gather(**options)
-        return replace(corpus, held_out=corpus.held_out[:20])
+        return replace(corpus, held_out=corpus.held_out[:4])
 
     monkeypatch.setattr(recipe, "gather", gather_few)
 

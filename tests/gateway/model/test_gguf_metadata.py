@@ -123,7 +123,7 @@ ANY_VALUE = st.one_of(
 )
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
 def test_types_swapped_at_random(path, data, kind):
     said = metadata(kind)

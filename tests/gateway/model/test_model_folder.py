@@ -135,7 +135,7 @@ FILES = {
 }  # fmt: skip
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_there_is_good_or_refused_in_one_line(copied, data):
     for name, keys in FILES.items():

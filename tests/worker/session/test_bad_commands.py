@@ -158,7 +158,7 @@ def warnings(caplog):
 
 
 ONE = pb.Key(request_id="bad")
-SETTINGS = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=75, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS
