@@ -3,6 +3,7 @@ packages and nothing of Baton's, which each child reads by itself, with its own 
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -29,6 +30,8 @@ def _prctl(option: int, value: int) -> None:
 def main() -> None:
     for package in _PACKAGES:
         importlib.import_module(package)
+    gc.collect()
+    gc.freeze()  # else each child looks through what all have in common, and so copies it
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
