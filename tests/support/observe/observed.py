@@ -14,7 +14,7 @@ METERS = (
     "baton/worker/observe/gpu_health.py",
 )  # fmt: skip
 OF_ALL = "baton/service/observe/process_gauges.py"
-SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
+SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/span_exporter.py")
 _KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Count": 3, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
 
