@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.service.clock import now
-from baton.service.errors import BatonError, InvalidRequest, NotFound, Overloaded
+from baton.service.errors import BatonError, InvalidRequest, NotFound
 from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HostCheck
 from baton.service.net.server import MAX_METADATA_BYTES
@@ -36,6 +36,7 @@ from gateway.http.answers import (
 from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
 from gateway.http.call import BadCall, HttpCall, ToError
 from gateway.http.openapi import document
+from gateway.http.prompts import serve_each
 from gateway.http.requests import (
     DETOKENIZE_NAMES,
     TOKENIZE_NAMES,
@@ -180,7 +181,7 @@ class HttpApi:
         def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
             return self._handler.complete(_box(boxes, prompt), context)
 
-        responses = await _each_prompt(complete, len(boxes), num_at_once, self._handler.with_deadline(context))
+        responses = await serve_each(complete, len(boxes), num_at_once, self._handler.with_deadline(context))
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
     def _num_at_once(self, asked: Asked) -> int:
@@ -214,7 +215,7 @@ class HttpApi:
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
             return self._handler.generate(_box(boxes, prompt), context, partial(emit, prompt))
 
-        await _each_prompt(generate, len(boxes), num_at_once, self._handler.with_deadline(context), told)
+        await serve_each(generate, len(boxes), num_at_once, self._handler.with_deadline(context), told)
         data = form.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 
@@ -317,43 +318,3 @@ def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
 def _box(boxes: Sequence[list[pb.GenerateRequest]], prompt: int) -> list[pb.GenerateRequest]:
     """Return a request for the handler to take. Of one of several a copy stays: it may have to be sent again."""
     return boxes[prompt] if len(boxes) == 1 else [*boxes[prompt]]
-
-
-async def _each_prompt(
-    serve: Callable[[int, CallContext], Awaitable[T]],
-    num_prompts: int,
-    num_at_once: int,
-    context: CallContext,
-    told: Collection[int] = (),
-) -> list[T]:
-    """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
-    again once fewer run, but not after something was `told` of it. Raises what the first to fail does, and ends the others.
-    """
-    if num_prompts == 1:
-        return [await serve(0, context)]
-    begun, num_running, changed = now(), 0, asyncio.Condition()
-
-    async def serve_in_turn(prompt: int) -> T:
-        nonlocal num_at_once, num_running
-        while True:
-            async with changed:
-                await changed.wait_for(lambda: num_running < num_at_once)
-                num_running += 1
-            try:
-                return await serve(prompt, context.after(now() - begun))
-            except Overloaded:
-                if num_running == 1 or prompt in told:
-                    raise
-                num_at_once = num_running - 1
-            finally:
-                num_running -= 1
-                async with changed:
-                    changed.notify_all()
-
-    tasks = [asyncio.ensure_future(serve_in_turn(prompt)) for prompt in range(num_prompts)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

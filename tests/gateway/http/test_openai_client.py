@@ -13,9 +13,10 @@ from openai import APIError, BadRequestError, RateLimitError
 
 from baton.service.errors import Overloaded
 from baton.v1 import inference_pb2 as pb
-from gateway.api.request_handler import RequestHandler
+from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http import app
 from gateway.http.answers import ChatForm, CompletionForm
+from gateway.http.prompts import serve_each
 from gateway.http.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
@@ -185,6 +186,75 @@ async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch
         with pytest.raises(RateLimitError, match="no place"):
             await client.completions.create(model="fake", prompt=["a fox"] * 8)
     assert refused.call_count < 2 * 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, tmp_path, monkeypatch, stream):
+    """What was served of such a call was thrown away, and paid for all the same."""
+    serve, num_calls = RequestHandler.generate, 0
+
+    async def generate(*args) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        await serve(*args)
+
+    monkeypatch.setattr(RequestHandler, "generate", generate)
+    path = tmp_path / "quotas.toml"
+    path.write_text("[default]\ntokens_per_s = 1000\nburst_tokens = 200\n")
+    async with served(quotas=path) as (_, client):
+        ask = {"model": "fake", "prompt": [PROMPT] * 16, "max_tokens": 10, "seed": 3}
+        if stream:
+            chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
+            ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        else:
+            ended = [choice.index for choice in (await client.completions.create(**ask)).choices]
+        assert sorted(ended) == list(range(16)) and num_calls < 4 * 16
+
+
+@pytest.mark.parametrize("burst_tokens", [10, 200], ids=["none is served", "some are"])
+async def test_a_quota_that_lasts_longer_than_the_call_is_not_waited_for(served, tmp_path, burst_tokens):
+    path = tmp_path / "quotas.toml"
+    path.write_text(f"[default]\ntokens_per_s = 0.001\nburst_tokens = {burst_tokens}\n")
+    async with served(quotas=path) as (_, client):
+        await client.completions.create(model="fake", prompt=[20] * 9, max_tokens=1)
+        with pytest.raises(RateLimitError, match="quota"):
+            await client.completions.create(model="fake", prompt=[PROMPT] * 8, max_tokens=10)
+
+
+async def test_a_quota_is_not_waited_for_before_a_prompt_is_served():
+    calls = []
+
+    async def serve(prompt: int, context: CallContext) -> None:
+        calls.append(prompt)
+        await asyncio.sleep(0)
+        raise Overloaded("no tokens", patience(600), reason="TENANT_TOKENS")
+
+    with pytest.raises(Overloaded, match="no tokens"):
+        await serve_each(serve, 8, 4, CallContext(patience(3600)))
+    assert len(calls) < 8
+
+
+async def test_after_a_burst_of_refusals_as_many_prompts_run_as_before():
+    """They ran one at a time to the end of the call."""
+    num_running, seen, num_refusals = 0, list[int](), 3
+
+    async def serve(prompt: int, context: CallContext) -> int:
+        nonlocal num_running, num_refusals
+        num_running += 1
+        try:
+            await asyncio.sleep(0)
+            if num_refusals:
+                num_refusals -= 1
+                raise Overloaded("no place", 1.0, reason="QUEUE_FULL")
+            seen.append(num_running)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return prompt
+        finally:
+            num_running -= 1
+
+    assert await serve_each(serve, 64, 4, CallContext()) == list(range(64))
+    assert seen[0] == 1 and max(seen) == seen[-20] == 4
 
 
 async def test_what_is_refused_once_it_has_said_something_ends_the_call(served, monkeypatch):
