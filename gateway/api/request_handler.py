@@ -26,6 +26,7 @@ from gateway.fleet.registry import Registry
 from gateway.observe import request_trace
 from gateway.queue.admission import AdmissionControl
 from gateway.request.embedding import check_embed
+from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
@@ -132,6 +133,13 @@ class RequestHandler:
         async with _Recording(self, record):
             return await self._embed(request, call, record)
 
+    def check_embed(self, request: pb.EmbedRequest) -> int:
+        """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for what
+        can be seen of the request alone: InvalidRequest, NotFound."""
+        version = self._catalog.find(request.model, guard.tenant())
+        self._embed_batch(request, version)
+        return request.dimensions or _hidden_size(version)
+
     async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
         """Return how well each document answers the query. Raises BatonError."""
         record = self._record("rerank", call)
@@ -199,15 +207,17 @@ class RequestHandler:
     async def _embed(self, request: pb.EmbedRequest, call: CallContext, record: RequestRecord) -> pb.EmbedResponse:
         deadline = self._opened(call, record)
         with self._using(request.model, record) as version:
-            model, card = version.seen_by(record.tenant), version.fleet.card
-            hidden_size = 0 if card is None else card.hidden_size
-            batch = check_embed(request, model, hidden_size, record.tenant, self._max_priority(record.tenant))
-            vectors = await version.pipeline.read_prompts(batch, model, deadline, record)
+            batch = self._embed_batch(request, version)
+            vectors = await version.pipeline.read_prompts(batch, version.seen_by(record.tenant), deadline, record)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=each) for each in vectors],
             usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
             request_id=batch.prompts[0].request_id,
         )
+
+    def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion) -> PromptBatch:
+        tenant = guard.tenant()
+        return check_embed(request, version.seen_by(tenant), _hidden_size(version), tenant, self._max_priority(tenant))
 
     async def _score(self, request: pb.ScoreRequest, call: CallContext, record: RequestRecord) -> pb.ScoreResponse:
         deadline = self._opened(call, record)
@@ -316,6 +326,11 @@ class _Recording(_Settling):
             self._handler.end(self._record, raised)
             raise
         self._handler.end(self._record, error)
+
+
+def _hidden_size(version: ModelVersion) -> int:
+    """Return how many numbers the model has for a token, 0 where no worker has said yet."""
+    return 0 if version.fleet.card is None else version.fleet.card.hidden_size
 
 
 def _described(version: ModelVersion) -> pb.GetModelInfoResponse:

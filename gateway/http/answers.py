@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import math
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ class TokenTexts(Protocol):
 
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_FLOAT_BYTES = 21  # of a number of a vector and its comma: 21.1 in the mean, of random ones of 768
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -339,6 +341,11 @@ def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
     if encoding == "base64":
         told = base64.b64encode(struct.pack(f"<{len(told)}f", *told)).decode()
     return to_bytes({"object": "embedding", "index": index, "embedding": told})
+
+
+def embedding_bytes(num_numbers: int, encoding: str) -> int:
+    """Return how many bytes one of these objects has, as float about as many."""
+    return 52 + (4 * math.ceil(4 * num_numbers / 3) if encoding == "base64" else _FLOAT_BYTES * num_numbers)
 
 
 def embeddings(objects: Sequence[bytes], model: str, usage: pb.Usage) -> bytes:

@@ -1,6 +1,7 @@
 """The paths of the HTTP APIs, each the gRPC call that it stands for."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.service.clock import now
 from baton.service.errors import BatonError, InvalidRequest, NotFound
 from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HostCheck
@@ -30,6 +30,7 @@ from gateway.http.answers import (
     StreamForm,
     TokenTexts,
     embedding,
+    embedding_bytes,
     embeddings,
     rerank,
 )
@@ -41,6 +42,7 @@ from gateway.http.requests import (
     DETOKENIZE_NAMES,
     TOKENIZE_NAMES,
     Asked,
+    AskedEmbeddings,
     read_chat,
     read_completion,
     read_detokenize,
@@ -103,18 +105,25 @@ class HttpApi:
 
     async def embeddings(self, call: HttpCall) -> None:
         """POST /v1/embeddings."""
-        asked, context = self._read(call, "embeddings", read_embeddings)
-        context, begun, objects, usage = self._handler.with_deadline(context), now(), list[bytes](), pb.Usage()
-        num_texts = sum(len(request.inputs) for request in asked.requests)
-        for request, call.names in zip(asked.requests, asked.names, strict=True):
-            response = await self._handler.embed(request, context.after(now() - begun))
+        read = partial(read_embeddings, most_inputs=self._most_inputs(call.values))
+        asked, context = self._read(call, "embeddings", read)
+        if len(asked.requests) > 1:
+            await self._check(call, asked)
+        num_texts, usage = sum(len(request.inputs) for request in asked.requests), pb.Usage()
+
+        async def embed(group: int, context: CallContext) -> list[bytes]:
+            request, call.names = asked.requests[group], asked.names[group]
+            response, objects = await self._handler.embed(request, context), list[bytes]()
+            _check_size(num_texts, len(response.embeddings[0].values), asked.encoding)
             usage.prompt_tokens += response.usage.prompt_tokens
             for each in response.embeddings:
-                objects.append(embedding(len(objects), each.values, asked.encoding))
+                index = group * len(asked.requests[0].inputs) + len(objects)
+                objects.append(embedding(index, each.values, asked.encoding))
                 await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
-            if num_texts * len(objects[0]) > _MAX_VECTOR_BYTES:
-                told = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
-                raise InvalidRequest("input", told)
+            return objects
+
+        groups = await serve_each(embed, len(asked.requests), 1, self._handler.with_deadline(context))
+        objects = list(itertools.chain.from_iterable(groups))
         await call.reply_json(embeddings(objects, self._name(asked.requests[0].model), usage))
 
     async def rerank(self, call: HttpCall) -> None:
@@ -153,6 +162,23 @@ class HttpApi:
         request = read_detokenize(call.values)
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
+
+    def _most_inputs(self, values: Mapping[str, Any]) -> int:
+        """Return how many texts a request of the model that a body names may have."""
+        name = values.get("model")
+        return self._handler.model(name if isinstance(name, str) else "").limits.inputs
+
+    async def _check(self, call: HttpCall, asked: AskedEmbeddings) -> None:
+        """Check all texts of a call before the first are read and paid for. Raises InvalidRequest, NotFound, which are
+        recorded."""
+        num_texts = sum(len(request.inputs) for request in asked.requests)
+        try:
+            for request, call.names in zip(asked.requests, asked.names, strict=True):
+                _check_size(num_texts, self._handler.check_embed(request), asked.encoding)
+                await asyncio.sleep(0)  # others run in between
+        except (InvalidRequest, NotFound) as error:
+            self._handler.refuse("embeddings", asked.requests[0].model, call.without_deadline, error)
+            raise
 
     def _known(self, asked: Asked) -> tuple[str, TokenTexts]:
         name = asked.requests[0].model
@@ -303,6 +329,13 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
 def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     tell = to_error if f"{path}/".startswith(f"{_MESSAGES}/") else to_json
     return Response(to_bytes(tell(error, {})), status_of(error), headers, media_type="application/json")
+
+
+def _check_size(num_texts: int, num_numbers: int, encoding: str) -> None:
+    """Raises InvalidRequest for more vectors than an answer may have, of so many numbers each."""
+    if num_texts * embedding_bytes(num_numbers, encoding) > _MAX_VECTOR_BYTES:
+        told = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
+        raise InvalidRequest("input", told)
 
 
 def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:

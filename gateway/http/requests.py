@@ -81,7 +81,7 @@ class AskedRerank:
 class AskedEmbeddings:
     """What a body of /v1/embeddings asks for. `names`: the body's words for fields of each request."""
 
-    requests: list[pb.EmbedRequest]  # with MAX_INPUTS texts each, the last one with what is left
+    requests: list[pb.EmbedRequest]  # with as many texts each as one may have, the last one with what is left
     names: list[dict[str, str]]
     encoding: str  # one of ENCODINGS
 
@@ -137,8 +137,8 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
     return asked
 
 
-def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
-    """Read the body of /v1/embeddings. Raises InvalidRequest."""
+def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) -> AskedEmbeddings:
+    """Read the body of /v1/embeddings. `most_inputs`: texts of one request. Raises InvalidRequest."""
     check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
     check_notes(values)
     shared, names = pb.EmbedRequest(), {"inputs": "input"}
@@ -148,11 +148,11 @@ def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
         raise InvalidRequest("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
     texts, asked = _prompts(values, "input", MAX_TEXTS), AskedEmbeddings([], [], encoding)
     request_id = shared.request_id or new_id()
-    for begin in range(0, len(texts), MAX_INPUTS):
-        request, part = pb.EmbedRequest(), texts[begin : begin + MAX_INPUTS]
+    for begin in range(0, len(texts), most_inputs):
+        request, part = pb.EmbedRequest(), texts[begin : begin + most_inputs]
         request.CopyFrom(shared)
-        if len(texts) > MAX_INPUTS:
-            request.request_id = _id_of_prompt(request_id, begin // MAX_INPUTS)
+        if len(texts) > most_inputs:
+            request.request_id = _id_of_prompt(request_id, begin // most_inputs)
         for text in part:
             put(request.inputs.add(), "text" if isinstance(text, str) else "token_ids.ids", text)
         asked.requests.append(request)
