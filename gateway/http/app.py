@@ -204,8 +204,10 @@ class HttpApi:
         if asked.stream:
             return await self._stream(call, context, form, boxes, num_at_once)
 
-        def complete(prompt: int, context: CallContext) -> Awaitable[pb.CompleteResponse]:
-            return self._handler.complete(_box(boxes, prompt), context)
+        async def complete(prompt: int, context: CallContext) -> pb.CompleteResponse:
+            response = await self._handler.complete(_box(boxes, prompt), context)
+            boxes[prompt].clear()
+            return response
 
         responses = await serve_each(complete, len(boxes), num_at_once, self._handler.with_deadline(context))
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
@@ -230,6 +232,7 @@ class HttpApi:
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
             told.add(prompt)
+            boxes[prompt].clear()  # it is not sent again
             if message.HasField("usage"):
                 usages.append(message.usage)
             if not call.has_begun:
@@ -339,8 +342,8 @@ def _check_size(num_texts: int, num_numbers: int, encoding: str) -> None:
 
 
 def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
-    """Return the requests, each in a box that the handler takes it out of: a prompt is not kept for the length of its
-    answer."""
+    """Return the requests, each in a box that the handler takes it out of: the prompt of a call that has no other is not
+    kept for the length of its answer."""
     call.names, call.request_id = asked.names, asked.requests[0].request_id
     boxes = [[request] for request in asked.requests]
     asked.requests.clear()
@@ -349,5 +352,6 @@ def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
 
 
 def _box(boxes: Sequence[list[pb.GenerateRequest]], prompt: int) -> list[pb.GenerateRequest]:
-    """Return a request for the handler to take. Of one of several a copy stays: it may have to be sent again."""
+    """Return a request for the handler to take. One of several stays in its own box too, until something is told of it
+    or it is answered: it may have to be sent again."""
     return boxes[prompt] if len(boxes) == 1 else [*boxes[prompt]]

@@ -211,6 +211,42 @@ async def test_prompts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, t
         assert sorted(ended) == list(range(16)) and num_calls < 4 * 16
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_prompts_none_is_kept_once_it_is_answered(served, monkeypatch, stream):
+    """Each was, for as long as the longest of their answers took. A stream's may be let go of once it has begun."""
+    requests, take, serve, is_first = list[list[list[pb.GenerateRequest]]](), app._take, RequestHandler.generate, True
+
+    def taken(*args):
+        requests.append(take(*args))
+        return requests[-1]
+
+    async def generate(handler, box, context, emit) -> None:
+        nonlocal is_first
+        is_held, is_first = is_first, False
+
+        async def told(message: pb.GenerateResponse) -> None:
+            await emit(message)
+            if is_held and stream:
+                assert not requests[0][0], "something was told of it"
+
+        await serve(handler, box, context, told)
+        if not is_held:
+            return
+        async with asyncio.timeout(patience(10)):
+            while any(requests[0][1:]):
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(app, "_take", taken)
+    monkeypatch.setattr(RequestHandler, "generate", generate)
+    async with served() as (_, client):
+        ask = {"model": "fake", "prompt": ["a fox", "a dog", "a hen"], "max_tokens": 3}
+        if stream:
+            assert [chunk async for chunk in await client.completions.create(**ask, stream=True)]
+        else:
+            assert len((await client.completions.create(**ask)).choices) == 3
+    assert requests == [[[], [], []]]
+
+
 @pytest.mark.parametrize("burst_tokens", [10, 200], ids=["none is served", "some are"])
 async def test_a_quota_that_lasts_longer_than_the_call_is_not_waited_for(served, tmp_path, burst_tokens):
     path = tmp_path / "quotas.toml"
