@@ -122,6 +122,8 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
         shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
     is_prompt_alone = shared.stopping.max_tokens == 0
     if is_prompt_alone:
+        if shared.stopping.min_tokens:
+            raise InvalidRequest("min_tokens", f"{shared.stopping.min_tokens} is over max_tokens, 0")
         shared.stopping.max_tokens = 1  # the least that is computed
     if shared.echo and shared.sampling.HasField("logprobs") and not shared.sampling.HasField("prompt_logprobs"):
         shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text

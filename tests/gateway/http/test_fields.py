@@ -160,6 +160,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_completion, {"prompt": [[]]}, "prompt[0]"),
         (read_completion, {"prompt": [[-1]]}, "prompt[0]"),
         (read_completion, {"prompt": ["a"] * 129}, "prompt"),
+        (read_completion, {"prompt": "a", "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         (read_completion, {"prompt": "a", "echo": 1}, "echo"),
         (read_chat, {**READERS["chat"][1], "echo": True}, "echo"),
         (read_chat, {**READERS["chat"][1], "prompt_logprobs": 1}, "prompt_logprobs"),
