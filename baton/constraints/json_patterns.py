@@ -2,8 +2,9 @@
 
 import re
 
-# A bracket that closes a class at once is a character of it.
-_CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)\]", re.DOTALL)
+# A bracket that closes a class at once is a character of it. One without an end is a match too: looked for behind each
+# bracket, an end that is missing takes time as the square of the text.
+_CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
 # The library reads classes in classes, and operators between them.
 _OPERATORS = re.compile(r"(?P<kept>\\.)|\[|&&|--|~~", re.DOTALL)
 # Control characters that JSON writes with \\u, what else is escaped, and classes.
@@ -21,7 +22,7 @@ def rewrite_pattern(pattern: str) -> str:
 
 
 def _rewritten(found: re.Match[str]) -> str:
-    if found["of"] is None:
+    if found["end"] is None:
         return found[0]
     return rf"[[{found['not']}{_OPERATORS.sub(_escaped, found['of'])}]&&[^\x00]]"
 

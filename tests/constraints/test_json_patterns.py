@@ -1,0 +1,20 @@
+"""Patterns of a schema: classes that have no end."""
+
+import pytest
+
+from baton.constraints.constraint import MAX_BYTES
+from baton.constraints.json_patterns import asks_for_controls, rewrite_pattern
+
+
+@pytest.mark.parametrize("unclosed", ["[)", "[^)", "[\\[", "[[]", "[\\]"])
+def test_classes_without_an_end_take_time_as_the_text(unclosed):
+    """Looked through from each bracket, 128 KiB of them took three minutes, in which an event loop did nothing else."""
+    pattern = unclosed * (MAX_BYTES // len(unclosed))
+    if "]" not in unclosed.replace("\\]", ""):
+        assert rewrite_pattern(pattern) == pattern
+    assert not asks_for_controls(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["[", "[^", "[]", "[^]", "[a\\", "[a\\]", "[]a", "a["])
+def test_a_class_without_an_end_stays_as_it_is(pattern):
+    assert rewrite_pattern(f"[a]{pattern}") == rf"[[a]&&[^\x00]]{pattern}"
