@@ -5,12 +5,13 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
+_MAX_DIGITS = 9  # of a place in a list
 _ENDLESS = "no text keeps to it: what it needs leads back to it"
 
 
 def check_references(root: Any, references: Iterable[str]) -> tuple[str, str] | None:
     """Return which of these references needs itself, as (place, reason), or None."""
-    targets = {reference: _target(root, reference) for reference in sorted(set(references))}
+    targets = {reference: referred_to(root, reference) for reference in sorted(set(references))}
     graph = dict[int, set[int]]()  # by identity: there may be very many spellings of a reference
     for target in targets.values():
         if id(target) not in graph:
@@ -51,14 +52,14 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _target(root: Any, reference: str) -> Any:
+def referred_to(root: Any, reference: str) -> Any:
     """Return what a reference within the schema leads to, None for any other one."""
     if reference == "#":
         return root
     found = root if reference.startswith("#/") else None
-    for step in reference[2:].split("/"):
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+    for step in unquote(reference[2:]).split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and len(name) <= _MAX_DIGITS and int(name) < len(found):
             found = found[int(name)]
         else:
             found = found.get(name) if isinstance(found, dict) else None

@@ -4,14 +4,13 @@ others stay. What the library has no grammar for otherwise, it leaves out itself
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from baton.constraints.json_numbers import check_numbers
+from baton.constraints.json_references import referred_to
 from baton.constraints.json_schema import with_inner
 
 _TYPES = ("string", "boolean", "integer", "number", "array", "object", "null")
 _UNLIKE_GRAMMAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: look-around, and references back
-_MAX_DIGITS = 9  # of a place in a list
 # Where the patterns of names are left out, names that they would allow must not be forbidden.
 _OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties")
 
@@ -36,21 +35,8 @@ def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_kept(keyword: str, value: Any, root: Mapping[str, Any]) -> bool:
     if keyword == "$ref":
-        return isinstance(value, str) and (not value.startswith("#/") or _leads_somewhere(value, root))
+        return isinstance(value, str) and (not value.startswith("#/") or referred_to(root, value) is not None)
     return keyword not in _SHAPES or _SHAPES[keyword](value)
-
-
-def _leads_somewhere(reference: str, root: Mapping[str, Any]) -> bool:
-    found: Any = root
-    for name in unquote(reference).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and len(name) <= _MAX_DIGITS and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return False
-    return True
 
 
 def _is_type(value: Any) -> bool:

@@ -221,8 +221,9 @@ def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, 
         if is_word and keyword not in _KEPT and keyword not in SAYS_NOTHING:
             raise ValueError(f"has {keyword} at its root, which the form of this model's calls cannot keep to")
     properties = _properties(schema)
-    if missing := next((key for key in listed(schema.get("required")) if key not in properties), None):
-        raise ValueError(f"requires {str(missing)[:40]!r}, which is not in its properties")
+    for key in listed(schema.get("required")):
+        if not isinstance(key, str) or key not in properties:
+            raise ValueError(f"requires {str(key)[:40]!r}, which is not in its properties")
     return schema
 
 

@@ -128,6 +128,7 @@ BAD = [
         '{"items": {"prefixItems": [{}], "items": [{}]}}',
         "/items/prefixItems: stands beside a list of items",
     ),
+    ("json_schema", json.dumps({"anyOf": [{"$ref": f"#/anyOf/{'1' * 5000}"}]}), "Failed to parse array index"),
     ("json_schema", '{"type": "object", "minProperties": 2}', "/minProperties: would count a name twice"),
     ("json_schema", '{"items": {"required": ["a", "a"], "minProperties": 3}}', "/items/minProperties: would count"),
     (
