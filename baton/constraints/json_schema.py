@@ -60,7 +60,7 @@ def check_schema(schema: object) -> tuple[str, str] | None:
 
 def _problem(schema: object) -> tuple[str, str] | None:
     escaped, references = None, list[str]()
-    for place, found in _schemas(schema):
+    for place, found in schemas_in(schema):
         if not isinstance(found, dict):
             return place, f"is {type(found).__name__}, not a schema: an object, true or false"
         for keyword, value in found.items():
@@ -77,21 +77,21 @@ def _problem(schema: object) -> tuple[str, str] | None:
             references.append(reference)
         if not escaped and (problem := check_texts(found)):
             escaped = place + problem[0], problem[1]
-    if escaped and _mixes_names(schema, may_rewrite_names(schema)):
+    if escaped and has_mixed_names(schema, may_rewrite_names(schema)):
         return escaped
     return check_references(schema, references)
 
 
 def check_support(schema: object) -> tuple[str, str] | None:
     """Return which keyword of a checked schema the library does not keep to, as (place, reason), or None."""
-    for place, found in _schemas(schema):
+    for place, found in schemas_in(schema):
         for keyword in found:
             if keyword in _UNKEPT or (keyword == "uniqueItems" and not _says_nothing(keyword, found)):
                 return "".join(map(_shown, f"{place}/{keyword}")), "is not supported"
     return None
 
 
-def _schemas(schema: object) -> Iterator[tuple[str, Any]]:
+def schemas_in(schema: object) -> Iterator[tuple[str, Any]]:
     """Yield a schema and those in it, with their places, but for true and false."""
     waiting = [("", schema)]
     while waiting:
@@ -134,15 +134,16 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
     ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it names
     would be ignored. `is_strict` False: what the library has no grammar for is left out."""
     may_rewrite = may_rewrite_names(schema)
-    are_mixed = _mixes_names(schema, may_rewrite)
+    are_mixed = has_mixed_names(schema, may_rewrite)
     options = {**_OPTIONS, "lenient": not is_strict}
     if are_mixed:
         options["json_allowed_escapes"] = ESCAPES_WITHOUT_U
     return {**_rewritten(schema, may_rewrite), "x-guidance": options}
 
 
-def _mixes_names(schema: Any, are_rewritten: bool) -> bool:
-    return any(isinstance(each, dict) and mixes_names(each, are_rewritten) for _, each in _schemas(schema))
+def has_mixed_names(schema: Any, are_rewritten: bool) -> bool:
+    """Return whether a schema or one in it mixes names, so that no text has `\\u`. `are_rewritten`: by `plain_names`."""
+    return any(isinstance(each, dict) and mixes_names(each, are_rewritten) for _, each in schemas_in(schema))
 
 
 def _rewritten(schema: Any, may_rewrite: bool) -> Any:

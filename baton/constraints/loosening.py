@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from baton.constraints.constraint import BadConstraint
+from baton.constraints.json_names import check_counts, check_texts, may_rewrite_names
 from baton.constraints.json_numbers import check_numbers
-from baton.constraints.json_references import referred_to
-from baton.constraints.json_schema import with_inner
+from baton.constraints.json_references import check_references, referred_to
+from baton.constraints.json_schema import has_mixed_names, schemas_in, with_inner
 
 _TYPES = ("string", "boolean", "integer", "number", "array", "object", "null")
 _UNLIKE_GRAMMAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: look-around, and references back
@@ -16,7 +18,7 @@ _OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties
 
 
 def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without what it says that cannot be kept to."""
+    """Return the schema without what it says that cannot be kept to. Raises BadConstraint for one that needs itself."""
 
     def loosen(schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -24,13 +26,32 @@ def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
         kept = {keyword: value for keyword, value in schema.items() if _is_kept(keyword, value, root)}
         if "patternProperties" in schema and "patternProperties" not in kept:
             kept = {keyword: value for keyword, value in kept.items() if keyword not in _OF_NAMES}
-        while problem := check_numbers(kept):
-            place, _ = problem
-            del kept[place.split("/")[1]]
+        kept = _without(kept, lambda each: check_numbers(each) or check_counts(each))
         return {keyword: with_inner(keyword, value, loosen) for keyword, value in kept.items()}
 
     loose: dict[str, Any] = loosen(root)
+    if has_mixed_names(loose, may_rewrite_names(loose)):
+        loose = _without_texts(loose)
+    referring = (each.get("$ref") for _, each in schemas_in(loose) if isinstance(each, dict))
+    if problem := check_references(loose, (each for each in referring if isinstance(each, str))):
+        raise BadConstraint(*problem)
     return loose
+
+
+def _without(schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], tuple[str, str] | None]) -> dict[str, Any]:
+    """Return a schema without the keywords that a check tells of, one after the other."""
+    kept = dict(schema)
+    while problem := check(kept):
+        place, _ = problem
+        del kept[place.split("/")[1]]
+    return kept
+
+
+def _without_texts(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    kept = _without(schema, check_texts)
+    return {keyword: with_inner(keyword, value, _without_texts) for keyword, value in kept.items()}
 
 
 def _is_kept(keyword: str, value: Any, root: Mapping[str, Any]) -> bool:

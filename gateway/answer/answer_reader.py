@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from baton.constraints.constraint import MAX_BYTES, Constraint
+from baton.constraints.constraint import MAX_BYTES, BadConstraint, Constraint
 from baton.constraints.json_schema import check_schema
 from baton.constraints.loosening import loosened
 from baton.service.errors import InvalidRequest
-from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
+from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar, of_object
 from gateway.parsers.answer_parser import NO_SPELLINGS, AnswerParser
 from gateway.parsers.formats import AnswerFormat
 from gateway.text.detokenizer import Detokenizer
@@ -73,7 +73,7 @@ class AnswerReader:
             schemas = {name: each if name in bound else None for name, each in tools.items()} if form.calls else {}
             _check_tools(options, [name for name, each in schemas.items() if each is not None])
             loose = bound.difference(options.strict_tools)
-            schemas |= {name: loosened(tools[name]) for name in loose & schemas.keys()}
+            schemas |= {name: _loosened(name, tools[name]) for name in loose & schemas.keys()}
             asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint, loose)
             grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
@@ -109,8 +109,16 @@ def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
         if tool["name"] not in options.strict_tools:
             continue
         where, types = f"messages.tools[{index}].parameters", tool["parameters"].get("type", "object")
-        if problem := check_schema(tool["parameters"]):
+        if problem := check_schema(of_object(tool["parameters"])):
             place, reason = problem
             raise InvalidRequest(where, f"{place}: {reason}" if place else reason)
         if "object" not in (types if isinstance(types, list) else [types]):
             raise InvalidRequest(where, "/type: must be object, which arguments are")
+
+
+def _loosened(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what can be kept to of a tool's schema. Raises InvalidRequest where nothing satisfies it."""
+    try:
+        return loosened(of_object(parameters))
+    except BadConstraint as error:
+        raise InvalidRequest("messages.tools", f"{name}: {error}") from None

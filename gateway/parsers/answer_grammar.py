@@ -22,6 +22,11 @@ class GrammarAsked(NamedTuple):
     loose: Collection[str] = ()
 
 
+def of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of arguments: it may say nothing of the type, and what is no object would be no call."""
+    return {**schema, "type": "object"}
+
+
 def answer_grammar(
     form: AnswerFormat, control_ids: Mapping[str, int], prompt_end: str, asked: GrammarAsked
 ) -> str | None:
@@ -32,9 +37,8 @@ def answer_grammar(
         return None
     writer, ways = GrammarWriter(control_ids), list[str]()
     if asked.tools and form.calls:
-        # A schema may say nothing of the type, and arguments that are no object would be no call.
         tools = {
-            name: each if each is None else ArgumentsSchema({**each, "type": "object"}, name not in asked.loose)
+            name: each if each is None else ArgumentsSchema(of_object(each), name not in asked.loose)
             for name, each in asked.tools.items()
         }
         ways.append(form.calls(writer, tools, asked.is_parallel))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.constraints.constraint import Constraint
+from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.constraints.json_schema import rewrite_schema
 from baton.constraints.loosening import loosened
@@ -28,6 +28,14 @@ LOOSENED = [
     ),
     ({"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/x/0"}}, "x": [{}]}, {"properties": {"a": {}, "b": {"$ref": "#/x/0"}}, "x": [{}]}),
     ({"properties": {"a": {"$ref": "#/$defs/a~1%62"}}, "$defs": {"a/b": {"$ref": 3}}}, {"properties": {"a": {"$ref": "#/$defs/a~1%62"}}, "$defs": {"a/b": {}}}),
+    (STRING | {"minProperties": 3, "required": ["a"]}, STRING | {"required": ["a"]}),
+    ({"items": {"minProperties": 2, "additionalProperties": {}}}, {"items": {"additionalProperties": {}}}),
+    ({"minProperties": 3, "properties": {"a": {}}, "additionalProperties": False}, None),
+    *(
+        ({"properties": {"a": STRING | bound}, "additionalProperties": STRING}, {"properties": {"a": STRING}, "additionalProperties": STRING})
+        for bound in ({"const": "\x01"}, {"enum": ["b", "\x1b"]}, {"pattern": r"^\x01"}, {"enum": ["\x01"], "const": "\x01"})
+    ),
+    ({"properties": {"a": {"const": "\x01"}}}, None),
     ({"a word that nobody knows": {"pattern": LOOKING}}, None),
 ]  # fmt: skip
 
@@ -43,3 +51,15 @@ def test_what_can_be_kept_to_comes_back_as_it_was():
     for text in (each.text for each in GOOD if each.kind == "json_schema"):
         if isinstance(schema := json.loads(text), dict):
             assert loosened(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+    ],
+)
+def test_one_that_needs_itself_has_nothing_to_keep_to(schema):
+    with pytest.raises(BadConstraint, match="leads back to it"):
+        loosened(schema)

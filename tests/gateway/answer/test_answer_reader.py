@@ -149,6 +149,19 @@ def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone():
     assert free is not None and "minimun" not in free.text and free.text.count('%json {"type": "object"') == 4
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_arguments_that_would_have_no_end_are_any_of_a_tool_that_is_not_strict(is_strict):
+    """That they are an object is said by no schema."""
+    tools = ({"name": "find", "parameters": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}},)
+    options = ChatOptions(tools, callable_tools=("find",), must_call=True, strict_tools=("find",) * is_strict)
+    conversation = CONVERSATION._replace(options=options)
+    with pytest.raises(InvalidRequest, match="leads back to it"):
+        READER.form_of(conversation, [0])
+    if not is_strict:
+        free = READER.form_of(conversation, [0], keeps_loose=False).constraint
+        assert free is not None and "$ref" not in free.text
+
+
 def test_calls_of_strict_tools_are_bound_alone():
     tools = (
         {"name": "find", "parameters": {}},
