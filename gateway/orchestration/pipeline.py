@@ -170,6 +170,8 @@ class Pipeline:
         try:
             return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=True)
         except InvalidRequest:
+            if checked.messages is None or not checked.messages.options.loose_tools:
+                raise
             return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=False)
 
     async def _form_with(

@@ -68,6 +68,11 @@ class ChatOptions(NamedTuple):
     streams_arguments: bool = False  # of calls, instead of each call whole
     strict_tools: tuple[str, ...] = ()  # those whose calls keep to their parameters also where the answer may be text
 
+    @property
+    def loose_tools(self) -> set[str]:
+        """Return those that the answer may call and that are not strict."""
+        return set(self.callable_tools).difference(self.strict_tools)
+
 
 class Conversation(NamedTuple):
     messages: tuple[ChatMessage, ...]

@@ -156,3 +156,14 @@ async def test_what_cannot_be_kept_to_is_refused_by_name(cluster, capable, parse
     async with cluster(tool_call_parser=parser) as c:
         error = await refused(read(c.stub.Generate(request_, timeout=20)))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and len(error.message) < 400
+
+
+@pytest.mark.parametrize("tools", [(BAD_TOOL,), (BAD_TOOL, pb.Tool(name="b"))])
+async def test_what_is_refused_is_tried_again_where_a_tool_is_not_strict_alone(cluster, capable, monkeypatch, tools):
+    async with cluster(tool_call_parser="hermes") as c:
+        reader, tried = c.pipeline.reader, []
+        form_of = reader.form_of
+        monkeypatch.setattr(reader, "form_of", lambda *args: tried.append(args[-1]) or form_of(*args))
+        request = asked(*tools, tool_choice=pb.TOOL_CHOICE_REQUIRED)
+        assert (await refused(c.stub.Complete(request, timeout=20))).fields == ("messages.tools[0].parameters",)
+        assert tried == [True, False][: len(tools)]
