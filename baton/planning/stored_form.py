@@ -171,8 +171,8 @@ class PlannedRanks(NamedTuple):
 
 def nearest(form: str) -> str:
     """Return the form whose speeds are known that is nearest to the one of most weights, as a WeightReport names it."""
-    known = (name for name in ("int8", "fp8") if form.startswith(name))
-    return "int4-g32" if form.startswith("int4") else next(known, "none")
+    known = (name for name in ("int8", "fp8", "int4-g32") if form.startswith(name.partition("-")[0]))
+    return next(known, "none")
 
 
 def norm_bytes(spec: ModelSpec, value_bytes: int = 2) -> int:

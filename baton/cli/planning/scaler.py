@@ -53,8 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         "scaler",
         summary="say each minute how many workers a running fleet should have",
-        description="Decide once a minute, by the model of `baton plan` held against the gateways' counters. Changes are told; "
-        "--apply carries them out, with --launcher starts too.",
+        description="Decide once a minute, by the model of `baton plan` held against the gateways' counters. Changes are told, "
+        "and carried out with --apply.",
         examples=_EXAMPLES,
         usage="baton scaler --target HOST:PORT [--target ...] [OPTIONS], or baton scaler --dry-run [OPTIONS]",
     )
