@@ -4,6 +4,8 @@ It has no task of its own: legs, queues and the clock all speak through one mail
 everything, and `close()` gives every leg back.
 """
 
+from google.rpc import code_pb2
+
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable
 from baton.v1 import worker_pb2 as pb
@@ -19,6 +21,7 @@ from gateway.orchestration.transitions import TABLE
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # a third of a lease
 _ASKED = (RequestState.ADMITTING, RequestState.PREFILLING)  # a worker has something to answer
+_NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
 
 
@@ -143,7 +146,7 @@ class RequestMachine:
             if isinstance(message, Tokens):
                 leg.num_unread -= len(message.token_ids)
             if isinstance(message, pb.Done) and leg is not attempt.reader:
-                message = pb.Ended(code=13, reason="DIVERGED", message="it answers a prompt that another worker reads")
+                message = pb.Ended(code=code_pb2.INTERNAL, reason="DIVERGED", message=_NOT_ITS_PROMPT)
             self.happen(event_of(message, is_prefill=leg is attempt.prefill), message)
 
     # ---- waiting ----

@@ -160,7 +160,7 @@ class Pipeline:
         if checked.constraint is not None:
             await self.text.check_constraint(checked.constraint, record.tenant, deadline)
         form = await self._form_of(checked, prompt_ids, record.tenant, deadline)
-        if form.constraint is not None:
+        if form.constraint != checked.constraint:
             checked = replace(checked, constraint=form.constraint)
         return checked, prompt_ids, form
 
