@@ -17,8 +17,8 @@ from gateway.http.openapi import document
 from gateway.http.requests import Asked
 from gateway.http.responses import LOGPROBS, NUM_LEVELS, ResponseForm, read_response
 from gateway.http.wire.writing import to_bytes_in_turns
+from tests.gateway.http.clients.test_openai_client import over_grpc, turns
 from tests.gateway.http.conftest import openai_client
-from tests.gateway.http.test_openai_client import over_grpc, turns
 
 ASK = {"model": "fake", "input": "a quick fox", "max_output_tokens": 9, "extra_body": {"seed": 7}}
 KINDS = [

@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import MessageForm, read_count, read_request
 from gateway.http.requests import Asked
 from gateway.http.wire.writing import to_bytes
-from tests.gateway.http.test_openai_client import over_grpc
+from tests.gateway.http.clients.test_openai_client import over_grpc
 from tests.support.pace import patience
 
 ASK = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "a quick fox"}]}

@@ -3,20 +3,15 @@
 import asyncio
 import json
 from collections.abc import Awaitable
-from unittest.mock import AsyncMock
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import httpx2
 import pytest
-from openai import APIError, BadRequestError, NotFoundError, RateLimitError
+from openai import BadRequestError
 
-from baton.service.errors import Overloaded
 from baton.v1 import inference_pb2 as pb
-from gateway.api.request_handler import CallContext, RequestHandler
-from gateway.http import app
 from gateway.http.answers import ChatForm, CompletionForm
-from gateway.http.prompts import serve_each
 from gateway.http.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
@@ -25,7 +20,6 @@ from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
-from tests.support.pace import patience
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
 PROMPT = list(range(20, 90))
@@ -146,183 +140,6 @@ async def test_completions_of_every_form_of_a_prompt(served):
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
         assert texts == {0: said.text, 1: several.choices[2].text}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_beyond_a_quota_wait_for_each_other(served, tmp_path, stream):
-    """Two of two choices each may run, of five that are asked for at once; all at once would be refused each time."""
-    path = tmp_path / "quotas.toml"
-    path.write_text("[default]\nconcurrent_requests = 4\n")
-    async with served(quotas=path) as (_, client):
-        ask = {"model": "fake", "prompt": ["a fox"] * 5, "max_tokens": 3, "seed": 3, "n": 2}
-        if not stream:
-            assert len((await client.completions.create(**ask)).choices) == 10
-            return
-        chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
-        ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-        assert sorted(ended) == list(range(10))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_that_is_refused_for_others_of_its_call_waits_for_them(served, stream):
-    """A batch of 16 prompts of a thousand tokens was refused by what its own prompts would take on a CPU."""
-    async with served(max_concurrent_requests=2) as (_, client):
-        ask = {"model": "fake", "prompt": [f"fox {n}" for n in range(8)], "max_tokens": 3, "echo": True}
-        if stream:
-            texts = [""] * 8
-            async for chunk in await client.completions.create(**ask, stream=True):
-                for choice in chunk.choices:
-                    texts[choice.index] += choice.text
-        else:
-            texts = [choice.text for choice in (await client.completions.create(**ask)).choices]
-        assert all(text.startswith(prompt) for text, prompt in zip(texts, ask["prompt"], strict=True))
-        assert len({*texts}) == 8
-
-
-async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch):
-    refused = AsyncMock(side_effect=Overloaded("no place", 1.0, reason="QUEUE_FULL"))
-    monkeypatch.setattr(RequestHandler, "generate", refused)
-    async with served() as (_, client):
-        with pytest.raises(RateLimitError, match="no place"):
-            await client.completions.create(model="fake", prompt=["a fox"] * 8)
-    assert refused.call_count < 2 * 8
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, tmp_path, monkeypatch, stream):
-    """What was served of such a call was thrown away, and paid for all the same."""
-    serve, num_calls = RequestHandler.generate, 0
-
-    async def generate(*args) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        await serve(*args)
-
-    monkeypatch.setattr(RequestHandler, "generate", generate)
-    path = tmp_path / "quotas.toml"
-    path.write_text("[default]\ntokens_per_s = 1000\nburst_tokens = 200\n")
-    async with served(quotas=path) as (_, client):
-        ask = {"model": "fake", "prompt": [PROMPT] * 16, "max_tokens": 10, "seed": 3}
-        if stream:
-            chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
-            ended = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-        else:
-            ended = [choice.index for choice in (await client.completions.create(**ask)).choices]
-        assert sorted(ended) == list(range(16)) and num_calls < 4 * 16
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_of_several_prompts_none_is_kept_once_it_is_answered(served, monkeypatch, stream):
-    """Each was, for as long as the longest of their answers took. A stream's may be let go of once it has begun."""
-    requests, take, serve, is_first = list[list[list[pb.GenerateRequest]]](), app._take, RequestHandler.generate, True
-
-    def taken(*args):
-        requests.append(take(*args))
-        return requests[-1]
-
-    async def generate(handler, box, context, emit) -> None:
-        nonlocal is_first
-        is_held, is_first = is_first, False
-
-        async def told(message: pb.GenerateResponse) -> None:
-            await emit(message)
-            if is_held and stream:
-                assert not requests[0][0], "something was told of it"
-
-        await serve(handler, box, context, told)
-        if not is_held:
-            return
-        async with asyncio.timeout(patience(10)):
-            while any(requests[0][1:]):
-                await asyncio.sleep(0.01)
-
-    monkeypatch.setattr(app, "_take", taken)
-    monkeypatch.setattr(RequestHandler, "generate", generate)
-    async with served() as (_, client):
-        ask = {"model": "fake", "prompt": ["a fox", "a dog", "a hen"], "max_tokens": 3}
-        if stream:
-            assert [chunk async for chunk in await client.completions.create(**ask, stream=True)]
-        else:
-            assert len((await client.completions.create(**ask)).choices) == 3
-    assert requests == [[[], [], []]]
-
-
-@pytest.mark.parametrize("burst_tokens", [10, 200], ids=["none is served", "some are"])
-async def test_a_quota_that_lasts_longer_than_the_call_is_not_waited_for(served, tmp_path, burst_tokens):
-    path = tmp_path / "quotas.toml"
-    path.write_text(f"[default]\ntokens_per_s = 0.001\nburst_tokens = {burst_tokens}\n")
-    async with served(quotas=path) as (_, client):
-        await client.completions.create(model="fake", prompt=[20] * 9, max_tokens=1)
-        with pytest.raises(RateLimitError, match="quota"):
-            await client.completions.create(model="fake", prompt=[PROMPT] * 8, max_tokens=10)
-
-
-async def test_a_quota_is_not_waited_for_before_a_prompt_is_served():
-    calls = []
-
-    async def serve(prompt: int, context: CallContext) -> None:
-        calls.append(prompt)
-        await asyncio.sleep(0)
-        raise Overloaded("no tokens", patience(600), reason="TENANT_TOKENS")
-
-    with pytest.raises(Overloaded, match="no tokens"):
-        await serve_each(serve, 8, 4, CallContext(patience(3600)))
-    assert len(calls) < 8
-
-
-async def test_after_a_burst_of_refusals_as_many_prompts_run_as_before():
-    """They ran one at a time to the end of the call."""
-    num_running, seen, num_refusals = 0, list[int](), 3
-
-    async def serve(prompt: int, context: CallContext) -> int:
-        nonlocal num_running, num_refusals
-        num_running += 1
-        try:
-            await asyncio.sleep(0)
-            if num_refusals:
-                num_refusals -= 1
-                raise Overloaded("no place", 1.0, reason="QUEUE_FULL")
-            seen.append(num_running)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            return prompt
-        finally:
-            num_running -= 1
-
-    assert await serve_each(serve, 64, 4, CallContext()) == list(range(64))
-    assert seen[0] == 1 and max(seen) == seen[-20] == 4
-
-
-async def test_what_is_refused_once_it_has_said_something_ends_the_call(served, monkeypatch):
-    async def generate(handler, box, call, emit) -> None:
-        await emit(pb.GenerateResponse(text="a", token_ids=[20]))
-        raise Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER")
-
-    monkeypatch.setattr(RequestHandler, "generate", generate)
-    async with served() as (_, client):
-        with pytest.raises(APIError, match="unread"):
-            async for _ in await client.completions.create(model="fake", prompt=["a", "b"], stream=True):
-                pass
-
-
-async def test_a_completion_of_many_prompts_has_few_of_them_at_once(served, monkeypatch):
-    """An evaluation in batches of 64 or 128 was refused."""
-    serve, running, most = RequestHandler.generate, 0, 0
-
-    async def generate(*args) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await serve(*args)
-        running -= 1
-
-    monkeypatch.setattr(RequestHandler, "generate", generate)
-    async with served() as (_, client):
-        ask = {"model": "fake", "prompt": [f"fox {n}" for n in range(128)], "max_tokens": 0, "echo": True}
-        choices = (await client.completions.create(**ask)).choices
-        assert [each.text for each in choices] == ask["prompt"] and most == 32
-        with pytest.raises(BadRequestError, match="129 prompts, 1 to 128"):
-            await client.completions.create(**{**ask, "prompt": ["a"] * 129})
 
 
 async def test_echo_and_the_logprobs_of_a_prompt(served):
@@ -467,24 +284,6 @@ def test_the_likeliest_tokens_have_the_one_that_was_taken_beside_them():
     assert list(found["logprobs"]["top_logprobs"]) == [{first: 0, second: -1, third: -9}, {first: 0, second: -1}]
 
 
-async def test_embeddings(served):
-    async with served() as (c, client):
-        inputs = ["a quick brown fox", "a dog"]
-        wanted = pb.EmbedRequest(inputs=[pb.EmbedInput(text=each) for each in inputs], dimensions=3)
-        said = await c.stub.Embed(wanted, timeout=20)
-        vectors = [list(each.values) for each in said.embeddings]
-        for encoding in ({}, {"encoding_format": "float"}):  # without, the client asks for base64
-            whole = await client.embeddings.create(model="fake", input=inputs, dimensions=3, **encoding)
-            assert [each.embedding for each in whole.data] == vectors
-            assert [each.index for each in whole.data] == [0, 1]
-            assert (whole.model, whole.usage.total_tokens) == ("fake", said.usage.prompt_tokens)
-        one = await client.embeddings.create(model="fake", input=[20, 21, 22], extra_body={"pooling": "mean"})
-        assert one.data[0].embedding == [3, 20, 22, pb.POOLING_MEAN]
-        with pytest.raises(BadRequestError) as caught:
-            await client.embeddings.create(model="fake", input=["a", ""])
-        assert caught.value.param == "input[1].text"
-
-
 async def test_rerank(served, monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "n"))
     documents = ["a fox " * 20, "a dog", "a quick brown fox " * 9]
@@ -599,70 +398,3 @@ async def test_the_id_by_which_the_log_has_a_request_is_where_clients_look_for_i
         # Nothing of a client's own goes into the head that is no id.
         answer = await raw.post("chat/completions", json={**ask, "model": "fake", "request_id": "a\r\nb: c"})
         assert answer.status_code == 400 and "x-request-id" not in answer.headers and "b" not in answer.headers
-
-
-async def test_many_texts_are_embedded_in_parts(served):
-    """Clients that index documents send 512 or 1,000 at a time, as OpenAI lets them; they were refused beyond 128."""
-    async with served() as (c, client):
-        texts = [f"fox {n}" for n in range(300)]
-        whole = await client.embeddings.create(model="fake", input=texts, dimensions=3)
-        assert [each.index for each in whole.data] == [*range(300)]
-        num_tokens = 0
-        for begin in range(0, 300, 100):
-            inputs = [pb.EmbedInput(text=each) for each in texts[begin : begin + 100]]
-            said = await c.stub.Embed(pb.EmbedRequest(inputs=inputs, dimensions=3), timeout=patience(20))
-            here = whole.data[begin : begin + 100]
-            assert [each.embedding for each in here] == [list(each.values) for each in said.embeddings]
-            num_tokens += said.usage.prompt_tokens
-        assert whole.usage.prompt_tokens == num_tokens
-        with pytest.raises(BadRequestError) as caught:
-            await client.embeddings.create(model="fake", input=[*texts[:200], ""])
-        assert caught.value.param == "input[200].text" and "input[200].text" in caught.value.message
-        with pytest.raises(BadRequestError, match="2049 prompts, 1 to 2048"):
-            await client.embeddings.create(model="fake", input=["a"] * 2049)
-
-
-@pytest.mark.parametrize("limits, most", [("normal", 128), ("strict", 16)])
-async def test_all_texts_are_checked_before_the_first_are_read(served, monkeypatch, limits, most):
-    embed, calls = RequestHandler.embed, list[int]()
-
-    async def counted(handler, request, context):
-        calls.append(len(request.inputs))
-        return await embed(handler, request, context)
-
-    monkeypatch.setattr(RequestHandler, "embed", counted)
-    async with served(limits=limits) as (c, client):
-        texts = [f"fox {n}" for n in range(300)]
-        for wrong, where in (
-            ({"input": [*texts, ""]}, "input[300].text"),
-            ({"input": [*([[20]] * 299), [20, 1_000_000]]}, "input[299].token_ids.ids[1]"),
-            ({"input": texts, "dimensions": 5}, "dimensions"),
-        ):
-            with pytest.raises(BadRequestError) as caught:
-                await client.embeddings.create(model="fake", **wrong)
-            assert caught.value.param == where
-        monkeypatch.setattr(app, "_MAX_VECTOR_BYTES", 20_000)
-        with pytest.raises(BadRequestError, match="input: 300 vectors have over 20000 bytes"):
-            await client.embeddings.create(model="fake", input=texts)
-        with pytest.raises(NotFoundError, match="'other' is not served"):
-            await client.embeddings.create(model="other", input=texts)
-        assert not calls and c.gateway.handler.num_running == 0
-        monkeypatch.undo()
-        monkeypatch.setattr(RequestHandler, "embed", counted)
-        assert len((await client.embeddings.create(model="fake", input=texts)).data) == 300
-        assert calls == [most] * (300 // most) + [300 % most]
-
-
-async def test_texts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, tmp_path):
-    """A client that came again paid for the first ones each time, and may never have had the last."""
-    path = tmp_path / "quotas.toml"
-    path.write_text("[default]\ntokens_per_s = 2000\nburst_tokens = 200\n")
-    async with served(quotas=path) as (_, client):
-        texts = [f"fox {n}" for n in range(300)]
-        assert [each.index for each in (await client.embeddings.create(model="fake", input=texts)).data] == [
-            *range(300)
-        ]
-        path.write_text("[default]\ntokens_per_s = 0.001\nburst_tokens = 200\n")
-    async with served(quotas=path) as (_, client):
-        with pytest.raises(RateLimitError, match="quota"):
-            await client.embeddings.create(model="fake", input=texts)
