@@ -21,6 +21,7 @@ from tests.support.faults.table import lines
 
 gc.disable()  # until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
 fix_order_of_sums()  # before any test multiplies
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "1000"  # tests wait for spans, which are sent each 5 s
 settings.register_profile("untimed", deadline=None)  # its own 200 ms an example fail on a busy machine
 settings.load_profile("untimed")
 HERE = Path(__file__).parent

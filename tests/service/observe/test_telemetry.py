@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, ClassVar, cast
 
@@ -165,8 +166,7 @@ def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_
             pass
 
     monkeypatch.setattr(span_sender, "_MAX_WAITING", 2)
-    monkeypatch.setattr(span_sender, "_INTERVAL_S", 0.01)
-    sender = span_sender.SpanSender(cast(Any, Exporter()))
+    sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=0.01)
     with sender._sending:
         for _ in range(5):
             sender.add(*[None] * 11)
@@ -181,7 +181,7 @@ def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_
     assert "3 spans were dropped" in caplog.text and "could not be sent" in caplog.text
 
 
-def test_a_collector_that_takes_nothing_is_tried_less_often(monkeypatch):
+def test_a_collector_that_takes_nothing_is_tried_less_often():
     from baton.service.observe import span_sender
 
     class Exporter:
@@ -196,8 +196,7 @@ def test_a_collector_that_takes_nothing_is_tried_less_often(monkeypatch):
         def shutdown(self):
             pass
 
-    monkeypatch.setattr(span_sender, "_INTERVAL_S", 0.02)
-    sender = span_sender.SpanSender(cast(Any, Exporter()))
+    sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=0.02)
     deadline = time.monotonic() + patience(10)
     while len(Exporter.tried) < 4 and time.monotonic() < deadline:
         sender.add(*[None] * 11)
@@ -205,6 +204,44 @@ def test_a_collector_that_takes_nothing_is_tried_less_often(monkeypatch):
     sender.shut_down()
     first, second, third, fourth, *_ = (at for at, _ in Exporter.tried)
     assert second - first >= 0.04 and third - second >= 0.08 and fourth - third >= 0.02
+
+
+def test_spans_wait_for_the_interval_or_for_a_full_batch(monkeypatch):
+    from baton.service.observe import span_sender
+
+    sent: list[int] = []
+
+    class Exporter:
+        def send(self, spans):
+            sent.append(len(spans))
+            return True
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(span_sender, "_DRAW_S", 0.005)
+    monkeypatch.setattr(span_sender, "_BATCH", 4)
+    sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=3600)
+    for _ in range(3):
+        sender.add(*[None] * 11)
+        drawn = threading.Event()
+        sender.draw_later(drawn.set)
+        assert drawn.wait(patience(10)) and not sent
+    sender.add(*[None] * 11)
+    deadline = time.monotonic() + patience(10)
+    while not sent and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert sent == [4]
+    sender.add(*[None] * 11)
+    sender.shut_down()
+    assert sent == [4, 1]
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("", 5.0), ("250", 0.25), ("0", 5.0), ("1 s", 5.0)])
+def test_the_interval_is_the_environments(monkeypatch, caplog, value, seconds):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", value)
+    assert telemetry._export_interval_s() == seconds
+    assert ("OTEL_BSP_SCHEDULE_DELAY is" in caplog.text) == (value in ("0", "1 s"))
 
 
 def test_not_sampled_by_the_caller_is_not_sent():
