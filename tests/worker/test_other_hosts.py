@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from baton.engine.kv.pool import CPU
 from baton.engine.models.loader import model_identity
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.stage import PipelineStage
+from baton.engine.ranks.build_digest import CODE, build_digest
 from baton.engine.ranks.process import Assignment
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError
@@ -80,6 +82,12 @@ def answers(engine: Engine) -> dict:
     requests.append(make_request("two", PROMPTS[1], 16, temperature=1.0, seed=3, n=2))
     requests += [make_request(f"many{index}", [5 + index] * 6, 16) for index in range(24)]
     return {key: record.answer() for key, record in run(engine, requests).items()}
+
+
+def given_to_a_rank(config: EngineConfig, model, build: str | None = None) -> Assignment:
+    """`build`: of the worker, as it says; this one's unless it is given."""
+    build = build_digest() if build is None else build
+    return Assignment(config, stage=PipelineStage(1, range(2, 4)), identity=model_identity(model).hex(), build=build)
 
 
 @contextmanager
@@ -171,7 +179,7 @@ async def test_a_rank_that_never_joins(listen, model, monkeypatch):
 async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model, certs, tmp_path):
     """Another version, other instructions, nonsense and another role take no place; another model ends both."""
     other = make_model(tmp_path / "other", replace(TINY, num_layers=4), seed=1)
-    own = {"version": baton.__version__, "instructions": instruction_set(CPU)}
+    own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
 
     async def told(listener: RankListener, hello: bytes) -> dict:
         async with open_channel(listener.address, certs.access("rank"), WORKER_NAME) as channel:
@@ -182,6 +190,11 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model
     listener = await listen(certs.tls("decode"))
     for hello, why in (
         (json.dumps(own | {"version": "0.0.1"}).encode(), f"it runs baton 0.0.1, the worker {baton.__version__}"),
+        (
+            json.dumps(own | {"build": "0"}).encode(),
+            f"it runs another build of baton {baton.__version__} than the worker: ",
+        ),
+        (json.dumps({key: own[key] for key in ("version", "instructions")}).encode(), "it runs another build of baton"),
         (json.dumps(own | {"instructions": "none"}).encode(), "it computes with none, the worker with"),
         (b"\xff", "this is no rank's first message"),
         (b"[]", "this is no rank's first message"),
@@ -205,6 +218,32 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
 
 
+@pytest.mark.parametrize("build", ["", "0"], ids=["one that does not say its build", "another"])
+async def test_a_worker_of_another_build_gets_no_rank(listen, model, build):
+    """What is said among ranks changes between two releases: a build behind one change of it, whose number was the same, joined, and
+    each request whose KV came from another worker stood still until its deadline."""
+    listener = await listen()
+    config = config_of(model, dtype="fp32", kv_dtype="fp32", pipeline_parallel=2, remote_stages=1)
+    serving = asyncio.create_task(serve_rank(RankSettings(listener.address, model), asyncio.Event()))
+    joined = await asyncio.to_thread(listener.place, given_to_a_rank(config, model, build))
+    told = f"the worker runs another build of baton {baton.__version__}: install one on both hosts"
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        await serving
+    assert await asyncio.to_thread(joined.said, time.monotonic() + patience(10)) == {"error": told}
+
+
+def test_a_build_is_its_code(tmp_path):
+    """Of python and of kernels; not what else lies there, nor where it is."""
+    for folder in (*CODE, "baton/cli"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "part.py").write_text("a = 1\n")
+    digests = [build_digest(tmp_path)]
+    for path in ("baton/cli/part.py", "baton/engine/notes.txt", "baton/engine/part.cpp", "kvtransfer/part.py"):
+        (tmp_path / path).write_text("a = 2\n")
+        digests.append(build_digest.__wrapped__(tmp_path))
+    assert digests[0] == digests[1] == digests[2] and len(set(digests[2:])) == 3
+
+
 async def test_a_rank_that_leaves_before_it_has_a_place_takes_none(listen, monkeypatch):
     waiting = asyncio.Event()
     refusal = RankListener._refusal
@@ -215,7 +254,8 @@ async def test_a_rank_that_leaves_before_it_has_a_place_takes_none(listen, monke
 
     monkeypatch.setattr(RankListener, "_refusal", accepted)
     listener = await listen()
-    hello = json.dumps({"version": baton.__version__, "instructions": instruction_set(CPU)}).encode()
+    own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
+    hello = json.dumps(own).encode()
     async with open_channel(listener.address, Access(), WORKER_NAME) as channel, asyncio.timeout(patience(10)):
         left = channel.stream_stream(PATH)()
         await left.write(hello)
@@ -247,7 +287,7 @@ async def test_a_worker_that_ends_while_its_rank_reads_the_model(listen, model, 
     monkeypatch.setattr("baton.worker.ranks.rank._load", load_late)
     serving = asyncio.create_task(serve_rank(RankSettings(listener.address, model), asyncio.Event()))
     config = config_of(model, dtype="fp32", kv_dtype="fp32", pipeline_parallel=2, remote_stages=1)
-    given = Assignment(config, stage=PipelineStage(1, range(2, 4)), identity=model_identity(model).hex())
+    given = given_to_a_rank(config, model)
     joined = await asyncio.to_thread(listener.place, given)
     assert await asyncio.to_thread(begun.wait, patience(10))
     await listener.stop()

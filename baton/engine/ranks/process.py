@@ -37,6 +37,7 @@ class Assignment:
     stage: PipelineStage | None = None
     stream_fd: int = -1  # of a stage's first rank: a socket to the first stage; on a GPU: to its worker, for KV
     identity: str = ""  # of the model, where a rank reads files of its own
+    build: str = ""  # digest of the worker's code, where a rank runs code of its own
     device: str = "cpu"
     store: str = ""  # on GPUs: a file by which ranks find each other
 

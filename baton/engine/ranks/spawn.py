@@ -21,6 +21,7 @@ from baton.engine.parallel.shard import Shard
 from baton.engine.parallel.stage import PipelineStage
 from baton.engine.parallel.stream import RankStream, SocketStream
 from baton.engine.parallel.sums import SumSpeed
+from baton.engine.ranks.build_digest import build_digest
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
@@ -296,7 +297,7 @@ def start_ranks(
         ranks.extend(RankProcess(replace(given, shard=shard)) for shard in shards)
     for stage in stages[len(stages) - config.remote_stages :]:
         assert joining is not None
-        rank = joining.place(Assignment(config, stage=stage, identity=identity))
+        rank = joining.place(Assignment(config, stage=stage, identity=identity, build=build_digest()))
         ranks.append(rank)
         streams.append(rank.stream)
     pipeline = PipelineLeader(streams, rows_over(rows.memory, hidden_size, dtype)) if streams else None

@@ -1,8 +1,8 @@
 """Where ranks of other hosts join a worker: a rank says what it is, is told its place, reads its layers, says that it has
 them, and computes what comes then.
 
-rank     {"version", "instructions"} ─► leader          {"refused": why}, or an Assignment
-rank     Ready, or {"error": why}    ─► leader          then messages of parallel/pipeline.py, both ways
+rank     {"version", "build", "instructions"} ─► leader  {"refused": why}, or an Assignment
+rank     Ready, or {"error": why}             ─► leader  then messages of parallel/pipeline.py, both ways
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import grpc
 import baton
 from baton.engine.core.device import instruction_set
 from baton.engine.kv.pool import CPU
+from baton.engine.ranks.build_digest import build_digest
 from baton.engine.ranks.process import Assignment
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
@@ -160,11 +161,13 @@ class RankListener:
         """Return why a rank that says this has no place here; "" if it has one."""
         try:
             said = json.loads(hello)
-            version, instructions = said["version"], said["instructions"]
+            version, build, instructions = said["version"], said.get("build"), said["instructions"]
         except (ValueError, TypeError, KeyError):
             return "this is no rank's first message"
         if version != baton.__version__:
             return f"it runs baton {version}, the worker {baton.__version__}"
+        if build != build_digest():
+            return f"it runs another build of baton {version} than the worker: install the worker's on its host"
         if instructions != (own := instruction_set(CPU)):
             return f"it computes with {instructions}, the worker with {own}: their bits would differ"
         if not self._num_free:

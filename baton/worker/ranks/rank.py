@@ -24,6 +24,7 @@ from baton.engine.models.leading import follow_stage
 from baton.engine.models.loader import load_model, model_identity
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.pipeline import PipelineFollower
+from baton.engine.ranks.build_digest import build_digest
 from baton.engine.ranks.process import Assignment, Ready
 from baton.engine.ranks.spawn import BEAT_S
 from baton.service.net.client import explain_failure, open_channel
@@ -98,7 +99,8 @@ async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
 
 
 async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStreamCall) -> None:
-    await call.write(json.dumps({"version": baton.__version__, "instructions": instruction_set(CPU)}).encode())
+    own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
+    await call.write(json.dumps(own).encode())
     told = await call.read()
     if not isinstance(told, bytes):
         await call.code()  # it has ended; what it says is raised by `read` of a call that failed
@@ -106,9 +108,11 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     fields = json.loads(told)
     if "refused" in fields:
         raise NotJoined(f"the worker at {settings.leader} refuses this rank: {fields['refused']}")
-    given = Assignment.parse(told.decode())
-    config = replace(given.config, model=settings.model, threads=settings.threads or torch.get_num_threads())
     try:
+        if fields.get("build") != own["build"]:
+            raise ValueError(f"the worker runs another build of baton {own['version']}: install one on both hosts")
+        given = Assignment.parse(told.decode())
+        config = replace(given.config, model=settings.model, threads=settings.threads or torch.get_num_threads())
         if given.identity != identity:
             raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
         model = await asyncio.to_thread(_load, config, given)
