@@ -220,6 +220,11 @@ def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
     assert "--device=cuda" in prefill["args"] and "--device=cuda" in decode["args"]
 
 
+def test_values_of_a_release_before_the_operators_make_the_same_chart():
+    """`helm upgrade --reuse-values` gives those of the chart before: what is new in this one is not there."""
+    assert render({"networkPolicy": {"operators": None}}) == render({})
+
+
 def test_operators_are_let_in_by_gateways_and_workers():
     peer = {"podSelector": {"matchLabels": {"app": "scaler"}}}
     objects = render({"networkPolicy": {"operators": [peer]}})
