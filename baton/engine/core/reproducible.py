@@ -1,10 +1,24 @@
-"""Products of torch whose bits do not depend on the number of rows, as far as that is up to its libraries."""
+"""Bits that are the same wherever they are computed: products of torch, as far as that is up to its libraries, and a name for the
+code that computes, which is another in a build that may compute other bits."""
 
+import hashlib
 import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+ENGINE = Path(__file__).parents[1]
 
 # MKL: one order for any number of rows and threads (512 rows take as long as without it, a single one up to twice as
 # long). oneDNN: all instructions but AMX, whose tiles are chosen by the number of rows.
 _ORDER = {"MKL_CBWR": "AUTO,STRICT", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+
+# Below baton/engine: from the files of a model to the sums over ranks.
+FOLDERS = (
+    "adapters", "attention", "core", "families", "gpu_ranks", "kv", "layers", "models", "native", "parallel", "recurrent",
+    "weights",
+)  # fmt: skip
+SUFFIXES = (".py", ".cpp", ".h")
 
 
 def fix_order_of_sums() -> None:
@@ -12,3 +26,19 @@ def fix_order_of_sums() -> None:
     before that. What the user has set stays."""
     for name, value in _ORDER.items():
         os.environ.setdefault(name, value)
+
+
+@cache
+def computing_code(engine: Path = ENGINE) -> str:
+    """Name the code of FOLDERS below the folder `engine` by a digest. Comments count: too many workers are called unlike, not
+    too few."""
+    return f"code-{digest_of(engine, FOLDERS)[:8]}"
+
+
+def digest_of(root: Path, folders: Iterable[str]) -> str:
+    """Return a digest of the code in these folders below `root`, in hex."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SUFFIXES):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -20,6 +20,7 @@ from baton.engine.core.batch import AdapterRows, ForwardBatch
 from baton.engine.core.device import instruction_set
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
+from baton.engine.core.reproducible import computing_code
 from baton.engine.kernels.sums import order_of_sums
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import by_rows, make_between, soft_capped
@@ -126,10 +127,10 @@ class Model:
 
     @property
     def numerics(self) -> tuple[str, ...]:
-        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set and order of sums,
-        rope factors."""
+        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set, code and order of
+        sums, rope factors."""
         is_fast = self.collectives is not None and self.collectives.fast
-        capability = instruction_set(self.device)
+        capability = f"{instruction_set(self.device)}+{computing_code()}"
         attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
         if any("triton" in name for name in (attention, self.layers_name, linears)):
             capability = f"{capability}+{order_of_sums()}"
