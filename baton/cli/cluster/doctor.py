@@ -316,10 +316,12 @@ def _told(error: Exception) -> str:
 
 
 def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) -> None:
-    if prefill.numerics_class == decode.numerics_class and prefill.layout == decode.layout:
+    if prefill.layout != decode.layout:
+        report.note("layouts", where, f"{describe_layout(prefill)} is converted to {describe_layout(decode)}")
+    elif prefill.numerics_class == decode.numerics_class:
         report.say("layouts", where, f"equal: {describe_layout(prefill)}")
     else:
-        report.note("layouts", where, f"{describe_layout(prefill)} is converted to {describe_layout(decode)}")
+        report.note("layouts", where, f"equal, but of other kernels or another build: {describe_layout(prefill)}")
 
 
 async def _requests(target: str, access: Access, report: Findings) -> bool:

@@ -322,3 +322,22 @@ async def test_a_worker_that_answers_here_and_is_not_used_there(capsys, view, to
         server.stop(0)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("WARN")]
     assert len(warned) == bool(told) and all(f"does not use {worker}, " in line and told in line for line in warned)
+
+
+def test_workers_of_two_builds_are_told_as_such():
+    """Their blocks are alike: nothing is converted."""
+    report, hello = Findings(is_json=True), pb.Hello(numerics_class="a", limits=pb.Limits(block_size=32))
+    hello.layout.groups.add(kind="paged", num_layers=2, num_kv_heads=2, head_dim=16, form="bf16", block_size=32)
+    other, larger = pb.Hello(), pb.Hello()
+    for each in (other, larger):
+        each.CopyFrom(hello)
+        each.numerics_class = "b"
+    larger.layout.groups[0].block_size = larger.limits.block_size = 64
+    for each in (hello, other, larger):
+        doctor_command._layouts(hello, each, "a > b", report)
+    blocks = "2 layers x 2 heads x 16 bf16, blocks of "
+    assert [(each.status, each.text) for each in report.found] == [
+        ("ok", f"equal: {blocks}32"),
+        ("note", f"equal, but of other kernels or another build: {blocks}32"),
+        ("note", f"{blocks}32 is converted to {blocks}64"),
+    ]
