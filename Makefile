@@ -82,7 +82,7 @@ test-faults: setup system-packages
 marathon: setup system-packages
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tests.faults.marathon --hours $(HOURS) $(if $(SEED),--seed $(SEED))
 
-# Totals of all runs that left a line there: marathons, and `python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT`.
+# Totals of all runs that left a line there: marathons, and `python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack|builds COUNT`.
 fault-report: setup
 	@$(PY) -m tests.faults.record
 

@@ -1,5 +1,5 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT [--seed
-N] [--seconds S].
+"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack|builds COUNT [--seed
+N] [--seconds S] [--other CHECKOUT].
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 
@@ -7,11 +7,13 @@ import argparse
 import asyncio
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,6 +26,7 @@ from tests.support.faults.load import Load
 from tests.support.faults.reference import Reference
 from tests.support.faults.world import Case, World
 from tests.support.fuzz import fuzzers
+from tests.support.fuzz.builds import MixedStacks, builds_plan
 from tests.support.fuzz.fuzzer import Fuzzer, words
 from tests.support.fuzz.fuzzer import run as run_fuzzer
 from tests.support.fuzz.stacks import Stacks, stack_plan
@@ -164,19 +167,27 @@ def two_engines(count: int, seed: int, ends_at: float) -> dict:
     return {**values, "differences": 0}
 
 
-def stacks(count: int, seed: int, ends_at: float) -> dict:
-    """Requests of one stack after the other plan, with a fault in some forty; the first difference ends it."""
+def stacks(count: int, seed: int, ends_at: float, other: Path | None = None) -> dict:
+    """Requests of one stack after the other plan, with a fault in some forty; the first difference ends it. `other`: a
+    checkout that half of the processes run."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    with Stacks(make_model(folder / "tiny"), folder / "stack") as running:
-        fuzzer = Fuzzer("stack", stack_plan, running.obey)
+    parts = make_model(folder / "tiny"), folder / "stack"
+    with Stacks(*parts) if other is None else MixedStacks(*parts, other) as running:
+        fuzzer = Fuzzer("stack", stack_plan if other is None else builds_plan, running.obey)
         counts, found = run_fuzzer(fuzzer, count, seed, ends_at, max_tries=STACK_TRIES)
     if found:
         print(words(found), "logs are kept in", folder, sep="\n", flush=True)
     else:
         shutil.rmtree(folder)
     statuses = {name: count for name, count in counts.items() if name.isupper()}
+    beside = {} if other is None else {"other": _commit(other)}
     return {"stack_requests": counts["requests"], "stack_faults": counts["faults"],
-            "differences": counts["differences"], "statuses": statuses}  # fmt: skip
+            "differences": counts["differences"], "statuses": statuses, **beside}  # fmt: skip
+
+
+def _commit(checkout: Path) -> str:
+    argv = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
 
 _WORKS = {"kills": kills, "rolls": rolls, "digests": digests, "nemesis": nemesis}
@@ -210,18 +221,21 @@ def _is_broken(values: dict) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.gather", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=(*_WORKS, "fuzz", "world", "stack"))
+    parser.add_argument("what", choices=(*_WORKS, "fuzz", "world", "stack", "builds"))
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing more is begun after these")
+    parser.add_argument("--other", type=Path, metavar="CHECKOUT", help="of builds: of another commit")
     arguments = parser.parse_args()
+    if (arguments.what == "builds") != (arguments.other is not None):
+        parser.error("builds needs --other, and nothing else has it")
     ends_at = time.monotonic() + arguments.seconds
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
     if arguments.what == "fuzz":
         values = fuzz.run(arguments.count, arguments.seed)
-    elif arguments.what in ("world", "stack"):
+    elif arguments.what in ("world", "stack", "builds"):
         torch.set_num_threads(1)
-        work = two_engines if arguments.what == "world" else stacks
+        work = two_engines if arguments.what == "world" else partial(stacks, other=arguments.other)
         values = work(arguments.count, arguments.seed, ends_at)
     else:
         values = asyncio.run(_in_world(_WORKS[arguments.what], arguments.count, arguments.seed, ends_at))

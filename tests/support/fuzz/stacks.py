@@ -147,12 +147,13 @@ class FuzzStack(NurseryStack):
 class Stacks:
     """`with Stacks(model, folder) as stacks`: one stack for many plans."""
 
-    def __init__(self, model: Path, folder: Path):
+    def __init__(self, model: Path, folder: Path, stack_class: type[FuzzStack] = FuzzStack, run_class=None):
+        """`run_class`: a Run that knows further faults."""
         self._world = World(
-            model, folder, None, redis=True, stack_class=FuzzStack, options=OPTIONS, num_gateways=2,
+            model, folder, None, redis=True, stack_class=stack_class, options=OPTIONS, num_gateways=2,
             gateway_options=("--split", "auto"),
         )  # fmt: skip
-        self._oracle = Oracle(model)
+        self._oracle, self._run_class = Oracle(model), run_class or Run
 
     def __enter__(self) -> "Stacks":
         self._world.__enter__()
@@ -165,7 +166,7 @@ class Stacks:
         self._world.__exit__(*exc)
 
     def obey(self, plan: Plan) -> Counter[str]:
-        return self._runner.run(Run(self._world, self._oracle, plan).run())
+        return self._runner.run(self._run_class(self._world, self._oracle, plan).run())
 
 
 class Run:
