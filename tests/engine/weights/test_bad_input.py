@@ -114,6 +114,33 @@ def test_a_config_that_contradicts_the_tensors(gptq, changes, parts):
     assert_refused(gptq, *parts)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "told"),
+    [
+        ("gptq", dict(group_size="32"), "group_size is '32', not a positive integer"),
+        ("gptq", dict(group_size=0), "group_size is 0, not a positive integer"),
+        ("gptq", dict(group_size=None), "group_size is None, not a positive integer"),
+        ("gptq", dict(dynamic={"(": {}}), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("gptq", dict(dynamic={".*": 5}), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("gptq", dict(modules_in_block_to_quantize=5), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("awq", dict(modules_to_not_convert=[3]), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("awq", dict(group_size=True), "group_size is True, not a positive integer"),
+        ("fp8", dict(weight_block_size=[128]), "blocks of scales are [128], not two positive integers"),
+        ("fp8", dict(weight_block_size=[0, 128]), "blocks of scales are [0, 128], not two positive integers"),
+        ("fp8", dict(weight_block_size=5), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("fp8", dict(ignored_layers=7), "a value cannot be used for model.layers.0.self_attn.q_proj"),
+        ("fp8", dict(quant_method="compressed-tensors", config_groups="all"), "'str' object has no attribute 'values'"),
+    ],
+    ids=str,
+)
+def test_a_config_whose_values_have_the_wrong_type(tmp_path, kind, changes, told):
+    published.dense_folder(tmp_path)
+    getattr(published, f"write_{kind}")(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    published.change_config(tmp_path, quantization_config=config | changes)
+    assert_refused(tmp_path, "config.json: quantization_config: ", told)
+
+
 def test_awq_that_scales_an_activation(tmp_path):
     """As AutoAWQ does where no linear is before it that would take the scales: of StarCoder2 among others."""
     published.dense_folder(tmp_path, "starcoder2")

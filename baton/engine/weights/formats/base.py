@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.model_errors import ModelError
+from baton.engine.core.model_spec import WRONG_VALUE
 from baton.engine.layers.embedding import Embedding
 from baton.engine.weights.forms import DenseWeight, Weight
 from baton.engine.weights.tensors import Weights, weight_files
@@ -18,6 +19,8 @@ CONFIG = "config.json"
 _UNTIE = "and config.json has tie_word_embeddings true; set it to false for the head to be used"
 _HEADLESS = "the model has no output head; to serve its embeddings alone set tie_word_embeddings to true in config.json"
 _ROWS = 4096  # of a table that are compared at once: a copy of all of them is none of the memory that a start has
+# What a value of quantization_config that has a wrong type, or is no expression, raises, somewhere.
+WRONG_CONFIG = (KeyError, re.error, *WRONG_VALUE)
 BUFFERS = ("rotary_emb.inv_freq",)  # of old folders: computed here
 
 
@@ -163,8 +166,11 @@ class Format(DenseFormat):
         self.config = config
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
-        if self.is_quantized(module):
-            return self.quantized(module, out_features, in_features)
+        try:
+            if self.is_quantized(module):
+                return self.quantized(module, out_features, in_features)
+        except WRONG_CONFIG as error:
+            raise self.wrong_config(f"a value cannot be used for {module} ({why_wrong(error)})") from None
         return super().linear(module, out_features, in_features)
 
     def expert(
@@ -229,9 +235,16 @@ class Format(DenseFormat):
 
     def num_groups(self, module: str, in_features: int, group: int) -> int:
         """Return the groups of `group` inputs. Raises ModelError where they do not divide the inputs."""
+        if not isinstance(group, int) or isinstance(group, bool) or group < 1:
+            raise self.wrong_config(f"group_size is {group!r:.40}, not a positive integer")
         if in_features % group:
             raise self.wrong(f"{module}.weight", f"has {in_features} inputs, groups of {group} do not divide them")
         return in_features // group
+
+
+def why_wrong(error: Exception) -> str:
+    """Return what is wrong with a value of a config, in the words of one of WRONG_CONFIG."""
+    return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def listed(module: str, patterns: Iterable[str] | None) -> bool:

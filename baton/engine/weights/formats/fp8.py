@@ -69,6 +69,8 @@ def _spread(
 ) -> tuple[Tensor, tuple[int, int]]:
     """Scales as a matrix, and the block that each is for: all, a row or the config's."""
     if block is not None:
+        if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+            raise source.wrong_config(f"blocks of scales are {list(block)!r:.40}, not two positive integers")
         wanted = (math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1]))
     elif scales.numel() == 1:
         wanted, block = (1, 1), shape

@@ -1,5 +1,6 @@
 """Recognize the format of a model: by the file's type, or quantization_config of its config.json."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.weights.formats.awq import AWQFormat
-from baton.engine.weights.formats.base import DenseFormat, Format, WeightSource
+from baton.engine.weights.formats.base import WRONG_CONFIG, DenseFormat, Format, WeightSource, why_wrong
 from baton.engine.weights.formats.bitsandbytes import BitsAndBytesFormat
 from baton.engine.weights.formats.compressed import CompressedTensorsFormat
 from baton.engine.weights.formats.fp8 import FP8Format
@@ -60,7 +61,10 @@ def open_source(
         )
     if quantization != AUTO:
         raise ValueError(f"quantization {quantization}: {path} is already quantized ({method}); leave it at auto")
-    return FORMATS[method](Weights(path, renamed), config, dtype)
+    try:
+        return FORMATS[method](Weights(path, renamed), config, dtype)
+    except WRONG_CONFIG as error:
+        raise ModelError(f"{path / 'config.json'}: quantization_config: {why_wrong(error)}") from None
 
 
 def quantization_config(folder: Path) -> dict | None:
@@ -68,7 +72,7 @@ def quantization_config(folder: Path) -> dict | None:
     path = folder / "config.json"
     found = read_json(path)
     config = found.get("quantization_config") or found.get("compression_config")
-    if config is None and (folder / OLD_CONFIG).exists():
+    if config is None and os.path.lexists(folder / OLD_CONFIG):
         config = {"quant_method": "gptq"} | read_json(folder / OLD_CONFIG)
     if config is not None and not isinstance(config, dict):
         raise ModelError(f"{path}: quantization_config is not an object")
