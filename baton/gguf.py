@@ -11,6 +11,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from baton.model_files import why_not_itself
+
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_DIMENSIONS = 4
 ALIGNMENT = 32  # bytes, of every tensor, where general.alignment does not say
@@ -72,9 +74,10 @@ class GGUFHeader:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._read()
         except OSError as error:
-            raise GGUFError(f"{path}: {error.strerror}") from None
+            raise GGUFError(f"{path}: {why_not_itself(path) or error.strerror}") from None
         except (struct.error, ValueError, KeyError, OverflowError, IndexError) as error:
-            raise GGUFError(f"{path}: truncated or not a GGUF file ({error})") from None
+            told = why_not_itself(path) or f"truncated or not a GGUF file ({error})"
+            raise GGUFError(f"{path}: {told}") from None
 
     def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """A value; `default` where the file does not say. Raises GGUFError for one of another kind."""

@@ -9,6 +9,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import Ranks
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
+from baton.model_files import why_not_itself
 from baton.protocol import (
     ADAPTERS,
     CONSTRAINTS,
@@ -92,7 +93,7 @@ def tokenizer_digest(folder: Path) -> bytes:
     try:
         return hashlib.sha256(path.read_bytes()).digest()
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from None
+        raise ModelError(f"{path}: {why_not_itself(path) or error.strerror}") from None
 
 
 def _add_limits(limits, engine: Engine) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.model_files import why_not_itself
 from baton.protocol import UNLIMITED_CONTEXT
 from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 from baton.service.settings import SettingsError
@@ -85,13 +87,16 @@ def _named(path: Path) -> Iterator[None]:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        found = path.read_bytes()
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
+        raise SettingsError(f"{path}: {why_not_itself(path) or error.strerror}") from None
+    if told := why_not_itself(path):
+        raise SettingsError(f"{path}: {told}")
+    return found
 
 
 def _read_json(path: Path, optional: bool = False) -> dict:
-    if optional and not path.exists():
+    if optional and not os.path.lexists(path):
         return {}
     try:
         value = json.loads(_read_bytes(path))
@@ -173,7 +178,7 @@ def _shown(value: object) -> str:
 def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """Return the template: chat_template.jinja goes before tokenizer_config.json; of several named ones, "default"."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if os.path.lexists(path):
         with _named(path):
             return _read_bytes(path).decode()
     template = tokenizer_config.get("chat_template")

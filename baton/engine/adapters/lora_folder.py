@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.weights.tensors import FLOATS
+from baton.model_files import why_not_itself
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
@@ -97,14 +98,16 @@ class LoraFolder:
         try:
             return (self.folder / name).read_bytes()
         except OSError as error:
-            raise ModelError(f"{self.folder / name}: {error.strerror}") from None
+            path = self.folder / name
+            raise ModelError(f"{path}: {why_not_itself(path) or error.strerror}") from None
 
     def _read_tensors(self, weights: bytes) -> None:
         path = self.folder / WEIGHTS
         try:
             tensors = load(weights)
         except (SafetensorError, ValueError, KeyError) as error:
-            raise ModelError(f"{path}: truncated or not a safetensors file ({error})") from None
+            told = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
+            raise ModelError(f"{path}: {told}") from None
         for name, tensor in tensors.items():
             if (match := _TENSOR.fullmatch(name)) is None:
                 raise self._wrong(name, "is no low-rank part of a linear layer")

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from baton.engine.core.model_errors import ModelError
 from baton.gguf import FLAG, INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHeader, Kind, TensorInfo
+from baton.model_files import why_not_itself
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -44,7 +45,7 @@ class GGUFFile:
         """Raises ModelError for what is not a whole GGUF file."""
         self.path = path
         if not path.is_file():
-            raise ModelError(f"{path}: no such file")
+            raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}")
         try:
             header = GGUFHeader(path)
             self.metadata = header.get

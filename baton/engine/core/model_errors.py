@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from baton.model_files import why_not_itself
+
 
 class ModelError(Exception):
     """A model that cannot be served; the message is one line that names the file, and the tensor where there is one."""
@@ -13,9 +15,9 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
+        raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error})") from None
+        raise ModelError(f"{path}: {why_not_itself(path) or f'not readable as JSON ({error})'}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
     return value

@@ -43,6 +43,7 @@ from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import Weight
 from baton.engine.weights.tensors import Weights, weight_files
 from baton.gguf import is_gguf
+from baton.model_files import why_not_itself
 from kvtransfer.naming import ModelIdentity
 from kvtransfer.naming import model_identity as identity_of
 
@@ -159,12 +160,12 @@ def model_identity(path: str | Path) -> ModelIdentity:
     tokenizer = folder / "tokenizer.json"
     config = folder / "config.json"
     if not config.is_file():
-        raise ModelError(f"{config}: no such file")
+        raise ModelError(f"{config}: {why_not_itself(config) or 'no such file'}")
     return identity_of(config.read_bytes(), manifest.encode(), tokenizer.read_bytes() if tokenizer.is_file() else b"")
 
 
 def _sha256(path: Path) -> str:
     if not path.is_file():
-        raise ModelError(f"{path}: no such file")
+        raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,6 @@
 """The table of served families, and from a model folder or a .gguf file to its spec."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     path = folder / "config.json"
     config = read_json(path)
     generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if os.path.lexists(generation_path) else {}
     try:
         return _spec(folder, config, generation)
     except KeyError as error:

@@ -1,5 +1,6 @@
 """The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.gguf import is_gguf
+from baton.model_files import why_not_itself
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BASE, BARE = "model.", "embed_tokens.weight"
@@ -24,7 +26,7 @@ class Weights:
     def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] = ()):
         """`renamed`: beginnings of names as they are asked for, and as the files have them."""
         self.folder = folder
-        self._source = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
+        self._source = folder / (INDEX if os.path.lexists(folder / INDEX) else SINGLE)
         self._files: dict[str, tuple[Path, Any]] = {}
         self._read: set[str] = set()
         self.read_bytes = 0
@@ -131,7 +133,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, in order of name; a .gguf file is its own."""
     if is_gguf(folder):
         return [folder]
-    if (folder / INDEX).exists():
+    if os.path.lexists(folder / INDEX):  # a link that leads nowhere, too: the weights are not in one file
         return sorted(folder / name for name in set(_weight_map(folder).values()))
     return [folder / SINGLE]
 
@@ -157,8 +159,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _open(path: Path):
     if not path.is_file():
-        raise ModelError(f"{path}: no such file")
+        raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: truncated or not a safetensors file ({error})") from None
+        told = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
+        raise ModelError(f"{path}: {told}") from None

@@ -1,0 +1,19 @@
+"""A file of a model that is not what its name says. Plain Python, for gateway and engine alike."""
+
+import os
+from pathlib import Path
+
+_POINTER = b"version https://git-lfs"
+
+
+def why_not_itself(path: Path) -> str | None:
+    """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared leaves them, or
+    Git LFS's pointer, as a clone without it does. None: the file itself, or nothing."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which is not there; fetch the model again"
+    try:
+        with open(path, "rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return None
+    return "is Git LFS's pointer to the file; fetch the file itself: git lfs pull" if is_pointer else None

@@ -1,0 +1,111 @@
+"""What stands in place of a model's file is said by all who read one: a link that leads nowhere, Git LFS's pointer."""
+
+import json
+
+import pytest
+
+from baton.engine.adapters.lora_folder import LoraFolder
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
+from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.registry import read_spec
+from baton.service.settings import SettingsError
+from baton.worker.hello import tokenizer_digest
+from gateway.model.model_file import read_model
+from tests.support.engine.folders import make_adapter, make_folder
+from tests.support.gateway.gguf_metadata import metadata, write
+from tests.support.gateway.small_tokenizers import byte_level
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
+WAYS = {
+    "link": (lambda path: path.symlink_to("../blobs/0123"), "is a link to ../blobs/0123, which is not there"),
+    "pointer": (lambda path: path.write_text(POINTER), "is Git LFS's pointer to the file; fetch the file itself: git lfs pull"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = make_folder(tmp_path / "model", "qwen3", vocab_size=420)
+    make_adapter(tmp_path / "adapter", model, ["q_proj"])
+    files = {"tokenizer_config.json": {}, "model.safetensors.index.json": {}, "quantize_config.json": {}}
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    (tmp_path / "model" / "tokenizer.json").write_bytes(byte_level())
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    write(tmp_path / "model.gguf", metadata())
+    return tmp_path / "model"
+
+
+def weights(folder):
+    return load_model(EngineConfig(folder))
+
+
+def replace(path, way: str) -> str:
+    put, told = WAYS[way]
+    path.unlink()
+    put(path)
+    return f"{path}: {told}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_spec),
+        ("generation_config.json", read_spec),
+        ("quantize_config.json", weights),
+        ("model.safetensors.index.json", weights),
+        ("model.safetensors", weights),
+        ("tokenizer.json", tokenizer_digest),
+    ],
+)
+def test_the_engine_and_the_worker(folder, name, read, way):
+    if name in ("quantize_config.json", "model.safetensors"):
+        (folder / "model.safetensors.index.json").unlink()
+    if name == "model.safetensors":
+        (folder / "quantize_config.json").unlink()
+    told = replace(folder / name, way)
+    if read is tokenizer_digest and way == "pointer":
+        return  # of whose words the gateway knows more
+    with pytest.raises(ModelError) as caught:
+        read(folder)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_the_gateway(folder, name, way):
+    """A chat template that is not there is not the same as none, nor is what ends an answer."""
+    told = replace(folder / name, way)
+    with pytest.raises(SettingsError) as caught:
+        read_model(folder)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gguf_file(folder, way):
+    path = folder.with_suffix(".gguf")
+    told = replace(path, way)
+    for read, kind in ((read_spec, ModelError), (read_model, SettingsError)):
+        with pytest.raises(kind) as caught:
+            read(path)
+        assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter(folder, name, way):
+    told = replace(folder.parent / "adapter" / name, way)
+    with pytest.raises(ModelError) as caught:
+        LoraFolder(folder.parent / "adapter")
+    assert str(caught.value).startswith(told)
+
+
+def test_the_identity_of_weights_that_are_a_link(folder):
+    (folder / "model.safetensors.index.json").unlink()
+    told = replace(folder / "model.safetensors", "link")
+    with pytest.raises(ModelError, match="which is not there") as caught:
+        model_identity(folder)
+    assert str(caught.value).startswith(told)
