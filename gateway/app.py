@@ -226,7 +226,7 @@ class Gateway:
 
     def _text_of(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
         """Raises SettingsError. Takes a second for a large tokenizer."""
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
+        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path), folder.begin, folder.end)
         text = TextWork(tokenizer, _make_template(folder), folder.vocab_size)
         form = _answer_format(self._settings.tool_call_parser, folder)
         return text, AnswerReader(tokenizer, text.detokenizer, form)

@@ -39,6 +39,9 @@ class ModelFolder:
     tokenizer_digest: bytes  # workers and gateway must read the same tokenizer
     chat_template: str | None = field(repr=False)
     special_tokens: dict[str, str]
+    # That stand around a text, also where tokenizer.json puts none there.
+    begin: str | None = None
+    end: str | None = None
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -73,6 +76,8 @@ def read_folder(path: Path) -> ModelFolder:
         tokenizer_digest=hashlib.sha256(tokenizer_json).digest(),
         chat_template=chat_template,
         special_tokens=special,
+        begin=special.get("bos_token") if of_tokenizer.get("add_bos_token") is True else None,
+        end=special.get("eos_token") if of_tokenizer.get("add_eos_token") is True else None,
     )
 
 

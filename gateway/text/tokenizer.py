@@ -5,9 +5,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 
 from baton.service.settings import SettingsError
 from gateway.text.control_tokens import ControlTokens, Match
@@ -21,6 +23,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 # Steps that take no character away, and what those may take that write several as one: four letters at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
+_MOST_IDS = 1 << 20  # the library writes a vocabulary with a place for each id, also of those that no token has
 
 
 class CannotEncode(Exception):
@@ -38,19 +41,30 @@ class Tokenizer:
     A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...].
     """
 
-    def __init__(self, tokenizer_json: bytes, name: str = "tokenizer.json"):
-        """Raises SettingsError when the file is not a tokenizer."""
+    def __init__(
+        self, tokenizer_json: bytes, name: str = "tokenizer.json", begin: str | None = None, end: str | None = None
+    ):
+        """`begin`, `end`: tokens that stand around a text, also where the file puts none there (DeepSeek's says so in
+        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer."""
         self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
+        vocabulary = self._normal.get_vocab()
+        if (most := max(vocabulary.values(), default=0)) >= _MOST_IDS:
+            raise SettingsError(f"{name}: a token has id {most}, at most {_MOST_IDS - 1} is believed")
+        _put_around(self._normal, begin, end)
         content = json.loads(tokenizer_json)
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self._controls = {token["content"]: token for token in self.added.values() if _is_control(token)}
         self.controls = ControlTokens(self._controls)
-        self._plain = _without_control(self._normal, content.get("added_tokens") or [])
+        # `_behind`: the same of what stands behind a control token.
+        self._plain = self._behind = _without_control(self._normal, content.get("added_tokens") or [])
+        if (own := content.get("pre_tokenizer")) != (behind := _without_first(own)):
+            self._behind = _without_control(self._normal, content.get("added_tokens") or [])
+            self._behind.pre_tokenizer = _pre_tokenizer(behind)
         self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
         self._normalizer = self._normal.normalizer
         self._normalizes = any(token.get("normalized") for token in self._controls.values())
-        self._chars_per_token = _most_chars_per_token(content, self._normal)
+        self._chars_per_token = _most_chars_per_token(content, vocabulary)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -105,7 +119,7 @@ class Tokenizer:
             pieces.append(_stripped(text[position:begin], strip, control.get("lstrip", False)))
             position, strip = end, control.get("rstrip", False)
         pieces.append(_stripped(text[position:], strip, False))
-        encoded = _encode(self._plain, pieces)
+        encoded = [*_encode(self._plain, pieces[:1]), *_encode(self._behind, pieces[1:])]
         token_ids = encoded[0].ids
         for (begin, end), piece in zip(of_template, encoded[1:], strict=True):
             token_ids.append(self._controls[text[begin:end]]["id"])
@@ -139,6 +153,26 @@ def _load(tokenizer_json: bytes, name: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _put_around(tokenizer: tokenizers.Tokenizer, begin: str | None, end: str | None) -> None:
+    """Have the tokens put around a text, beside those that are put there already; none that is there, or that the vocabulary has
+    not."""
+    first, last = (None if token is None else tokenizer.token_to_id(token) for token in (begin, end))
+    if first is None and last is None:
+        return
+    text, whole = (tokenizer.encode("a", add_special_tokens=around).ids for around in (False, True))
+    at = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
+    before, behind = whole[:at], whole[at + len(text) :]
+    if first is not None and first not in before[:1]:
+        before = [first, *before]
+    if last is not None and last not in behind[-1:]:
+        behind = [*behind, last]
+    if before + text + behind != whole:
+        names = {id_: tokenizer.id_to_token(id_) for id_ in (*before, *behind)}
+        single = [*(names[id_] for id_ in before), "$A", *(names[id_] for id_ in behind)]
+        special = [(name, id_) for id_, name in names.items()]
+        tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+
+
 def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) -> tokenizers.Tokenizer:
     """The same vocabulary, which both then share, and no eye for control tokens."""
     plain = tokenizers.Tokenizer(tokenizer.model)
@@ -147,6 +181,21 @@ def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) 
     plain.add_tokens([_added(token) for token in added_tokens])
     plain.encode_special_tokens = True
     return plain
+
+
+def _without_first(part: Any) -> Any:
+    """Return a pre-tokenizer as it is for what does not stand first in a text, where some vocabularies put a space."""
+    if isinstance(part, dict):
+        kept = {key: _without_first(value) for key, value in part.items()}
+        return kept | ({"prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else {})
+    return list(map(_without_first, part)) if isinstance(part, list) else part
+
+
+def _pre_tokenizer(content: dict) -> tokenizers.pre_tokenizers.PreTokenizer:
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    whole = {"version": "1.0", **parts, "added_tokens": [], "pre_tokenizer": content, "model": model}
+    return tokenizers.Tokenizer.from_str(json.dumps(whole)).pre_tokenizer
 
 
 def _added(token: dict) -> tokenizers.AddedToken:
@@ -159,12 +208,12 @@ def _is_control(token: dict) -> bool:
     return bool(content.strip()) and (token.get("special", False) or content[0] + content[-1] in ("<>", "[]"))
 
 
-def _most_chars_per_token(content: dict, tokenizer: tokenizers.Tokenizer) -> float:
+def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
     """Infinite if one token may mean any number of characters: one for all that is unknown, one that swallows
     the white space beside it, a step that takes characters away."""
     model, steps = content["model"], [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
     swallows = any(token.get("lstrip") or token.get("rstrip") for token in content.get("added_tokens") or ())
-    kinds, vocabulary = {step["type"] for step in steps}, tokenizer.get_vocab()
+    kinds = {step["type"] for step in steps}
     alphabet = ByteLevel.alphabet() if "ByteLevel" in kinds else [f"<0x{value:02X}>" for value in range(256)]
     knows_all = ("ByteLevel" in kinds or model.get("byte_fallback")) and vocabulary.keys() >= set(alphabet)
     if swallows or not knows_all or not all(map(_keeps, steps)):
@@ -177,7 +226,8 @@ def _steps(part: dict | None) -> list[dict]:
     if part is None:
         return []
     inner = part.get("normalizers") or part.get("pretokenizers") or part.get("decoders")
-    return [step for each in inner for step in _steps(each)] if inner else [part]
+    # The library takes some without a type, or of a type that is no text.
+    return [step for each in inner for step in _steps(each)] if inner else [{**part, "type": str(part.get("type"))}]
 
 
 def _keeps(step: dict) -> bool:

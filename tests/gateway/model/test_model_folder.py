@@ -108,6 +108,21 @@ def test_tokenizer_config(copied, values):
     assert next(iter(values)) in refusal(copied, "tokenizer_config.json")
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (None, None)),
+        ({"add_bos_token": True, "bos_token": "<s>"}, ("<s>", None)),
+        ({"add_bos_token": True, "add_eos_token": True, "eos_token": {"content": "</s>"}}, (None, "</s>")),
+        ({"add_bos_token": False, "bos_token": "<s>", "add_eos_token": None}, (None, None)),
+    ],
+)
+def test_tokens_around_a_text(copied, values, expected):
+    (copied / "tokenizer_config.json").write_text(json.dumps(values))
+    found = read_folder(copied)
+    assert (found.begin, found.end) == expected
+
+
 def test_a_template_that_is_no_text(copied):
     (copied / "chat_template.jinja").write_bytes(b"\xff\xfe")
     refusal(copied, "chat_template.jinja")
