@@ -342,13 +342,13 @@ def _make_template(folder: ModelFolder) -> ChatTemplate | None:
     if folder.chat_template is None:
         return None
     try:
-        return ChatTemplate(folder.chat_template, folder.special_tokens)
+        return ChatTemplate(folder.chat_template, folder.special_tokens, folder.tool_template)
     except TemplateFailed as error:
         raise SettingsError(f"{folder.path}: chat template: {error}") from None
 
 
 def _answer_format(name: str, folder: ModelFolder) -> AnswerFormat | None:
-    return format_of(folder.chat_template or "") if name == "auto" else format_named(name)
+    return format_of(folder.tool_template or folder.chat_template or "") if name == "auto" else format_named(name)
 
 
 def _host(address: str) -> str:

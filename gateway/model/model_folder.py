@@ -42,6 +42,7 @@ class ModelFolder:
     # That stand around a text, also where tokenizer.json puts none there.
     begin: str | None = None
     end: str | None = None
+    tool_template: str | None = field(default=None, repr=False)  # of conversations with tools, where it is another
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -64,7 +65,7 @@ def read_folder(path: Path) -> ModelFolder:
     with _named(generation if names_ends else config):
         eos_ids = _eos_ids(preferred if names_ends else said, vocab_size)
     with _named(tokenizer_config):
-        chat_template, special = _chat_template(path, of_tokenizer), _special_tokens(special_tokens)
+        templates, special = _chat_templates(path, of_tokenizer), _special_tokens(special_tokens)
     return ModelFolder(
         path=path,
         name=path.resolve().name,
@@ -74,7 +75,8 @@ def read_folder(path: Path) -> ModelFolder:
         defaults=defaults,
         tokenizer_json=tokenizer_json,
         tokenizer_digest=hashlib.sha256(tokenizer_json).digest(),
-        chat_template=chat_template,
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         special_tokens=special,
         begin=special.get("bos_token") if of_tokenizer.get("add_bos_token") is True else None,
         end=special.get("eos_token") if of_tokenizer.get("add_eos_token") is True else None,
@@ -98,6 +100,11 @@ def _read_bytes(path: Path) -> bytes:
     if told := why_not_itself(path):
         raise SettingsError(f"{path}: {told}")
     return found
+
+
+def _read_text(path: Path) -> str:
+    with _named(path):
+        return _read_bytes(path).decode()
 
 
 def _read_json(path: Path, optional: bool = False) -> dict:
@@ -180,20 +187,22 @@ def _shown(value: object) -> str:
     return repr(value)[:40]
 
 
-def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
-    """Return the template: chat_template.jinja goes before tokenizer_config.json; of several named ones, "default"."""
-    path = folder / "chat_template.jinja"
-    if os.path.lexists(path):
-        with _named(path):
-            return _read_bytes(path).decode()
+def _chat_templates(folder: Path, tokenizer_config: dict) -> dict[str, str]:
+    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json."""
+    path, beside = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    if found := {name: file for name, file in (("default", path), ("tool_use", beside)) if os.path.lexists(file)}:
+        return {name: _read_text(file) for name, file in found.items()}
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
-            raise ValueError("chat_template is a list, and not of names and templates")
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if not isinstance(template, str | None):
-        raise ValueError(f"chat_template is {_shown(template)}, not a text")
-    return template
+    if template is None:
+        return {}
+    if not isinstance(template, list):
+        template = [{"name": "default", "template": template}]
+    elif not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+        raise ValueError("chat_template is a list, and not of names and templates")
+    for entry in template:
+        if not isinstance(entry["name"], str) or not isinstance(entry["template"], str):
+            raise ValueError(f"chat_template is {_shown(entry['template'])}, not a text")
+    return {entry["name"]: entry["template"] for entry in template}
 
 
 def _special_tokens(values: dict) -> dict[str, str]:

@@ -26,6 +26,22 @@ class ChatToolCall(NamedTuple):
     name: str
     arguments: JsonObject
 
+    def values(self, form: "CallForm") -> JsonObject:
+        """Return the function that is called, as templates know it."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False) if form.as_text else self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class CallForm(NamedTuple):
+    """How a template reads an assistant's message with calls."""
+
+    content: str | None = ""  # where the message has none
+    as_text: bool = False  # arguments are JSON as text, in place of an object
+    is_apart: bool = False  # a text before calls is a message of its own
+
+
+PLAIN_CALLS = CallForm()
+
 
 class ChatMessage(NamedTuple):
     role: str
@@ -34,18 +50,28 @@ class ChatMessage(NamedTuple):
     tool_call_id: str = ""
     reasoning: str = ""
 
-    def values(self) -> JsonObject:
+    @property
+    def parts(self) -> tuple["ChatMessage", ...]:
+        """Return its text and its calls as messages of their own; as it is where it has not both."""
+        if not (self.tool_calls and self.content):
+            return (self,)
+        return self._replace(tool_calls=()), self._replace(content="", reasoning="")
+
+    def values(self, form: CallForm = PLAIN_CALLS) -> JsonObject:
         """Return the message as templates know it; what it has not is not there."""
         values: JsonObject = {"role": self.role, "content": self.content}
         if self.tool_calls:
+            values["content"] = self.content or form.content
             values["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
+                {"id": call.id, "type": "function", "function": call.values(form)} for call in self.tool_calls
             ]
         if self.tool_call_id:
             values["tool_call_id"] = self.tool_call_id
         if self.reasoning:
             values["reasoning_content"] = self.reasoning
+            # As gpt-oss calls it, whose template refuses it beside a text before calls.
+            if not (self.tool_calls and self.content):
+                values["thinking"] = self.reasoning
         return values
 
 
@@ -103,9 +129,11 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: dict[str, str]):
-        """Raises TemplateFailed when the template does not compile."""
+    def __init__(self, source: str, special_tokens: dict[str, str], tool_source: str | None = None):
+        """`tool_source`: of conversations with tools, where that is another. Raises TemplateFailed when a template does not
+        compile."""
         self._special_tokens = special_tokens
+        self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         # By name: a template that does not know them would leave them out of the prompt without a word.
         self.takes_tools, self.takes_tool_calls = "tools" in source, "tool_calls" in source
         self._knows_developer = "developer" in source
@@ -113,6 +141,11 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
             raise TemplateFailed(_one_line(error)) from None
+        self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
+
+    def of(self, options: ChatOptions) -> "ChatTemplate":
+        """Return the template of a conversation with these options."""
+        return self._for_tools if options.tools and self._for_tools is not None else self
 
     def names(self, name: str) -> bool:
         """Return whether a variable of this name is the gateway's own to give."""
@@ -122,17 +155,47 @@ class ChatTemplate:
         """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to be
         continued. Raises TemplateFailed, also for a rendering that would not end."""
         if not options.continues:
-            return self._written(messages, options)
+            return self._written(messages, options, self.form)
         # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
         (tag,) = unused_marks(1, texts_of(messages, options))
         last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
-        head, found, tail = self._written([*messages[:-1], last], options).rpartition(tag)
+        head, found, tail = self._written([*messages[:-1], last], options, self.form).rpartition(tag)
         if not found:
             raise TemplateFailed("it does not write the message that is to be continued")
         return head if tail.startswith(" ") else head.rstrip()
 
-    def _written(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
-        values = [message.values() for message in messages]
+    def _find_form(self) -> CallForm:
+        """Return the first form of calls in which the template writes one. Some write it only where the content is none, or
+        join its arguments to a text (DeepSeek V3, R1), and others write an empty content as a message of its own: the
+        shorter text has none of it."""
+        for as_text in (False, True):
+            forms = [CallForm(content, as_text) for content in ("", None)]
+            written = {form: text for form in forms if (text := self._try_call(form))}
+            if written:
+                found = min(written, key=lambda form: len(written[form]))
+                apart = found._replace(is_apart=True)
+                return apart if not self._try_call(found, "text") and self._try_call(apart, "text") else found
+        return PLAIN_CALLS
+
+    def _try_call(self, form: CallForm, content: str = "") -> str:
+        """Return a conversation with a call as the template writes it; nothing where the call is not in it as it was made."""
+        call = ChatToolCall("probe0000", "probe", {"argument": "of the probe"})
+        chat = (
+            ChatMessage("user", "?"),
+            ChatMessage("assistant", content, (call,)),
+            ChatMessage("tool", "!", (), call.id),
+        )
+        try:
+            text = self._written(chat, NO_OPTIONS, form)
+        except TemplateFailed:
+            return ""
+        is_altered = "{'argument'" in text or '\\"argument' in text  # as Python writes it, or as JSON within JSON
+        return "" if is_altered or any(word not in text for word in (call.name, *call.arguments.values())) else text
+
+    def _written(self, messages: Sequence[ChatMessage], options: ChatOptions, form: CallForm) -> str:
+        if form.is_apart:
+            messages = [part for message in messages for part in message.parts]
+        values = [message.values(form) for message in messages]
         if not self._knows_developer:
             values = [each | {"role": "system"} if each["role"] == "developer" else each for each in values]
         tools = [{"type": "function", "function": tool} for tool in options.tools] or None

@@ -55,7 +55,7 @@ class TextWork:
         if text is None:
             if self._template is None:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
-            self._check_options(messages, self._template)
+            self._check_options(messages, self._template.of(messages.options))
             return await self._in_thread(partial(self._encode_chat, messages, words, context), tenant, deadline)
         work = partial(self._encode_text, text)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
@@ -152,10 +152,10 @@ class TextWork:
         """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises
         ControlTokenInContent for a key that can: a template asks for keys, so they carry no marks."""
         messages, options = conversation
-        tokenizer, (texts, keys) = self._tokenizer, words
+        tokenizer, (texts, keys), template = self._tokenizer, words, self._template.of(options)
         if any(map(tokenizer.may_spell_control, keys)):
             raise ControlTokenInContent
         if any(map(tokenizer.may_spell_control, texts)) or any(map(tokenizer.controls.may_name, keys)):
-            return render_origins(self._template, tokenizer.controls, messages, options)
-        text = self._template.render(messages, options)
+            return render_origins(template, tokenizer.controls, messages, options)
+        text = template.render(messages, options)
         return Rendered(text, tuple(tokenizer.controls.find(text)))

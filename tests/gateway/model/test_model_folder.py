@@ -123,6 +123,31 @@ def test_tokens_around_a_text(copied, values, expected):
     assert (found.begin, found.end) == expected
 
 
+NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, {"name": "rag", "template": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "values", "expected"),
+    [
+        ({}, {}, (None, None)),
+        ({}, {"chat_template": "a"}, ("a", None)),
+        ({}, {"chat_template": NAMED}, ("a", "b")),
+        ({}, {"chat_template": NAMED[1:]}, (None, "b")),
+        ({"chat_template.jinja": "x"}, {"chat_template": NAMED}, ("x", None)),
+        ({"chat_template.jinja": "x", "additional_chat_templates/tool_use.jinja": "y"}, {}, ("x", "y")),
+    ],
+)
+def test_templates_by_name(copied, files, values, expected):
+    """As transformers chooses: tool_use where there are tools. It keeps them in a list, in new folders in files."""
+    (copied / "chat_template.jinja").unlink(missing_ok=True)
+    (copied / "tokenizer_config.json").write_text(json.dumps(values))
+    for name, text in files.items():
+        (copied / name).parent.mkdir(exist_ok=True)
+        (copied / name).write_text(text)
+    found = read_folder(copied)
+    assert (found.chat_template, found.tool_template) == expected
+
+
 def test_a_template_that_is_no_text(copied):
     (copied / "chat_template.jinja").write_bytes(b"\xff\xfe")
     refusal(copied, "chat_template.jinja")

@@ -5,7 +5,7 @@ import pytest
 
 from baton.service.errors import InvalidRequest
 from gateway.text.origins import render_origins
-from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation
+from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.test_templates import reference, special
@@ -121,4 +121,19 @@ async def test_what_a_template_would_leave_out_is_refused(conversation, field):
     with pytest.raises(InvalidRequest) as error:
         await work.encode(None, None, conversation, 4096)
     assert error.value.field == field
+    work.close()
+
+
+async def test_tools_have_a_template_of_their_own():
+    """Command R, Hermes 2 Pro and 3: the one without tools has no place for them."""
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with_tools = "{{ tools | length }} tools: {{ messages[0].content }}"
+    template = ChatTemplate(plain, {"bos_token": "<s>"}, with_tools)
+    tokenizer = Tokenizer(byte_level())
+    work = TextWork(tokenizer, template, 1000)
+    for options, text in ((ChatOptions(), "the fox"), (ChatOptions(TOOLS), "1 tools: the fox")):
+        found = await work.encode(None, None, Conversation((ChatMessage("user", "the fox"),), options), 4096)
+        assert tokenizer.decoder.decode(list(found)) == text
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(plain, {}, "{% for %}")
     work.close()
