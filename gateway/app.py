@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from baton import tasks
+from baton.gguf import is_gguf
 from baton.service import heap, progress
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
@@ -226,7 +227,8 @@ class Gateway:
 
     def _text_of(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
         """Raises SettingsError. Takes a second for a large tokenizer."""
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path), folder.begin, folder.end)
+        name = str(folder.path if is_gguf(folder.path) else folder.path / "tokenizer.json")
+        tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
         text = TextWork(tokenizer, _make_template(folder), folder.vocab_size)
         form = _answer_format(self._settings.tool_call_parser, folder)
         return text, AnswerReader(tokenizer, text.detokenizer, form)

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
+from baton.constraints.constraint import MAX_TOKEN_IDS, BadConstraint, Constraint, grammar_of
 
 # A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
 END = "<|end of the grammar|>"
@@ -27,6 +27,8 @@ class Vocabulary:
         self.vocab_size = vocab_size
         try:
             tokenizer = Tokenizer.from_buffer(tokenizer_json)
+            if (most := max(tokenizer.get_vocab().values(), default=0)) >= MAX_TOKEN_IDS:
+                raise ValueError(f"a token has id {most}, at most {MAX_TOKEN_IDS - 1} is believed")
             tokenizer.no_truncation()
             tokenizer.no_padding()
             tokenizer.add_special_tokens([AddedToken(END, special=True)])

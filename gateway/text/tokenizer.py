@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
+from baton.constraints.constraint import MAX_TOKEN_IDS
 from baton.service.settings import SettingsError
 from gateway.text.control_tokens import ControlTokens, Match
 from gateway.text.origins import Rendered
@@ -23,7 +24,6 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 # Steps that take no character away, and what those may take that write several as one: four letters at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
-_MOST_IDS = 1 << 20  # the library writes a vocabulary with a place for each id, also of those that no token has
 
 
 class CannotEncode(Exception):
@@ -49,8 +49,8 @@ class Tokenizer:
         self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
         vocabulary = self._normal.get_vocab()
-        if (most := max(vocabulary.values(), default=0)) >= _MOST_IDS:
-            raise SettingsError(f"{name}: a token has id {most}, at most {_MOST_IDS - 1} is believed")
+        if (most := max(vocabulary.values(), default=0)) >= MAX_TOKEN_IDS:
+            raise SettingsError(f"{name}: a token has id {most}, at most {MAX_TOKEN_IDS - 1} is believed")
         _put_around(self._normal, begin, end)
         content = json.loads(tokenizer_json)
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
