@@ -23,7 +23,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PLAIN = {
     "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,), "modules_to_save": ([],),
     "layer_replication": ([],), "trainable_token_indices": ([], {}), "target_parameters": ([],),
-    "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}),
+    "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}), "arrow_config": (), "kasa_config": (),
 }  # fmt: skip
 # How PEFT may have begun and left the base as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the base's weights
 # what the pairs begin as, which makes an adapter of another base than the one that is served.
@@ -84,6 +84,8 @@ class LoraFolder:
         if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
             told = "changes the base's weights; save the adapter with path_initial_model_for_weight_conversion"
             raise ModelError(f"{path}: init_lora_weights {begun!r} {told}")
+        if not isinstance(scales_by_root := config.get("use_rslora"), bool | None):
+            raise ModelError(f"{path}: use_rslora is {scales_by_root!r:.40}: true or false is needed")
         numbers = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
         for key in ("rank_pattern", "alpha_pattern"):
             patterns = config.get(key) or {}

@@ -25,6 +25,12 @@ _ROPE_NEEDS = {
 }
 # A folder's word is not reason enough to make a billion layers before the first weight is looked for.
 _MAX_LAYERS, _MAX_COUNT = 4096, 2**31 - 1
+# What values are of which no method of Config asks for one, where they are not null.
+_KINDS = {
+    "a list": (list, ("architectures", "layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers")),
+    "an object": (dict, ("rope_parameters", "rope_scaling")),
+    "a whole number": (int, ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")),
+}
 
 
 class Config:
@@ -32,6 +38,7 @@ class Config:
 
     def __init__(self, folder: Path, values: dict, generation: dict):
         self.folder, self.values, self.generation = folder, values, generation
+        check_kinds(values)
         named = values.get("layers_block_type")  # where it stands, it may be all that says how many there are
         self.num_layers = self.count("num_hidden_layers", len(named) or None if isinstance(named, list) else None)
 
@@ -54,7 +61,11 @@ class Config:
         return None if value is None else positive(key, value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.values.get(key, default))
+        """Return true or false; null is false."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{key} is {value!r:.40}, not true or false")
+        return bool(value)
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> str:
         """Return the MLP's activation as ModelSpec names it."""
@@ -213,6 +224,15 @@ def around_predictor(names: dict[str, str], prefix: str) -> tuple[tuple[str, str
     """Return where the checkpoint has what stands around a layer that predicts further tokens: `names` of modules as
     PredictorSpec has them, and as they are below `prefix`."""
     return tuple((f"{PREDICTOR}.{own}.", f"{prefix}{name}.") for own, name in names.items())
+
+
+def check_kinds(values: dict) -> None:
+    """Raise ValueError for a value that is no list, object or number where it must be one."""
+    for words, (kind, keys) in _KINDS.items():
+        for key in keys:
+            value = values.get(key)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise ValueError(f"{key} is {value!r:.40}, not {words}")
 
 
 def counted(key: str, value: object) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
-from baton.engine.families.config import Config
+from baton.engine.families.config import Config, check_kinds
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
 from baton.engine.families.hybrid import bamba, falcon_h1, granite_hybrid, jamba, mamba2, nemotron_h, qwen3_next
 from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, llama4, mixtral, olmoe, qwen_moe
@@ -114,6 +114,7 @@ def _from_gguf(path: Path) -> ModelSpec:
 
 
 def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
+    check_kinds(config)
     for architecture in config.get("architectures") or ():
         if architecture in ARCHITECTURES:
             return _read(architecture, Config(folder, config, generation))

@@ -99,6 +99,32 @@ def test_config_that_cannot_be(folder, changes):
     assert_refused(folder, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("qwen3", {"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM', not a list"),
+        ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
+        ("qwen3", {"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        ("qwen3", {"rope_parameters": 5}, "rope_parameters is 5, not an object"),
+        ("qwen3", {"rope_parameters": {}, "rope_scaling": [8]}, "rope_scaling is [8], not an object"),
+        (
+            "qwen2-window",
+            {"max_window_layers": "1", "layer_types": None},
+            "max_window_layers is '1', not a whole number",
+        ),
+        ("gemma3", {"layer_types": 2}, "layer_types is 2, not a list"),
+        ("qwen3-moe", {"mlp_only_layers": 0}, "mlp_only_layers is 0, not a list"),
+        ("deepseek-v3", {"first_k_dense_replace": "1"}, "first_k_dense_replace is '1', not a whole number"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_named(tmp_path, name, changes, told):
+    """A flag of "false" was taken for true; the others were told in Python's words, without the key."""
+    make_folder(tmp_path, name)
+    change_config(tmp_path, **changes)
+    assert_refused(tmp_path, "config.json: ", told)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "deepseek-v3"])
 @pytest.mark.parametrize(
     ("changes", "told"),
