@@ -166,7 +166,8 @@ class Config:
         if size % 2:
             raise ValueError(f"head_dim {size} is odd, rotary embedding needs pairs")
         vocab_size = self.count("vocab_size")
-        ends = self.generation.get("eos_token_id", self.values.get("eos_token_id"))
+        beside = "eos_token_id" in self.generation
+        ends = _ids((self.generation if beside else self.values).get("eos_token_id"), vocab_size, beside)
         return ModelSpec(
             folder=self.folder,
             family=family,
@@ -181,7 +182,7 @@ class Config:
             layers=layers or self.same_layers(),
             tied=self.flag("tie_word_embeddings", tied),
             dtype=self._dtype(),
-            eos_token_ids=_ids(ends, vocab_size),
+            eos_token_ids=ends,
             generation_config=self.generation,
             **({"activation": self.activation()} | differences),
         )
@@ -257,9 +258,11 @@ def _typed(parameters: dict) -> dict:
     return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
 
 
-def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+def _ids(value: Any, vocab_size: int, is_beside: bool) -> tuple[int, ...]:
+    """`is_beside`: of generation_config.json."""
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-            raise ValueError(f"eos_token_id {token_id!r:.40} is not one of the vocabulary, which has {vocab_size} ids")
+            which = f"eos_token_id {token_id!r:.40}{' of generation_config.json' if is_beside else ''}"
+            raise ValueError(f"{which} is not one of the vocabulary, which has {vocab_size} ids")
     return ids

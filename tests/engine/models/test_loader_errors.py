@@ -240,3 +240,15 @@ def test_end_of_sequence_ids_come_from_generation_config(folder):
     assert read_spec(folder).eos_token_ids == (5, 7)
     (folder / "generation_config.json").unlink()
     assert read_spec(folder).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("generation_config.json", " of generation_config.json"), ("config.json", "")]
+)
+def test_an_end_beyond_the_vocabulary_names_its_file(folder, name, told):
+    (folder / "generation_config.json").unlink()
+    change_config(folder, eos_token_id=2)
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {"eos_token_id": 10**6}))
+    with pytest.raises(ModelError, match=rf"config.json: eos_token_id 1000000{told} is not one of the vocabulary"):
+        read_spec(folder)
