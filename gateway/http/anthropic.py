@@ -12,6 +12,7 @@ from gateway.http.constraints import read_constraint
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.fields import (
     BOOLEAN,
+    EFFORT,
     INTEGER,
     NUMBER,
     OBJECT_TEXT,
@@ -25,7 +26,7 @@ from gateway.http.fields import (
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 from gateway.http.wire.errors import status_of, to_json
 from gateway.http.wire.writing import Json, named_event
-from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, WITHOUT_THINKING
+from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, THINKING
 
 MESSAGES = (
     Field("model", "model", STRING),
@@ -35,12 +36,16 @@ MESSAGES = (
     Field("top_k", "sampling.top_k", TOP_K),
     Field("top_p", "sampling.top_p", NUMBER),
 )
-MESSAGES_NEUTRAL: Mapping[str, tuple] = {
-    "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),  # told to the chat template
+MESSAGES_NEUTRAL: Mapping[str, tuple] = {"service_tier": ("auto", "standard_only")}
+_CONVERSATION = (
+    "messages", "system", "cache_control", "tools", "tool_choice", "thinking", "output_config", "context_management",
+)  # fmt: skip
+# Fields of each type of thinking; how much a budget or a display asks for changes nothing.
+THINKS: Mapping[str, tuple[str, ...]] = {
+    "enabled": ("type", "budget_tokens", "display"),
+    "adaptive": ("type", "display"),
+    "disabled": ("type",),
 }
-COUNT_NEUTRAL = {name: values for name, values in MESSAGES_NEUTRAL.items() if name != "service_tier"}
-_CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice", "output_config")
 TOOL_CHOICES = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "any": pb.TOOL_CHOICE_REQUIRED,
@@ -79,7 +84,7 @@ def read_request(values: Mapping[str, Any]) -> Asked:
     fill(request, values, MESSAGES, names)
     if not request.stopping.HasField("max_tokens"):
         raise InvalidRequest("max_tokens", "is missing")
-    _check_objects(values, "metadata", "cache_control")
+    _check_objects(values, "metadata")
     stream = read_value(values, "stream", BOOLEAN, False)
     return Asked(f"msg_{request.request_id}", [request], names, stream)
 
@@ -87,9 +92,8 @@ def read_request(values: Mapping[str, Any]) -> Asked:
 def read_count(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
     """Read the body of /v1/messages/count_tokens; return the request and the words for its fields. Raises
     InvalidRequest."""
-    check_known(values, (), COUNT_NEUTRAL, (*_CONVERSATION, "model"))
+    check_known(values, (), {}, (*_CONVERSATION, "model"))
     read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
-    _check_objects(values, "cache_control")
     names = {**TOKENIZE_NAMES, **_NAMES}
     model = read_value(values, "model", STRING, "")
     return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
@@ -101,9 +105,10 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "is missing" if given is None else "must be a list of messages, and not empty")
     read_list("messages", given, MAX_MESSAGES)
+    _check_objects(values, "cache_control", "context_management", "output_config")
     conversation = _tools(values, names)
-    if values.get("thinking"):
-        conversation.chat_template_kwargs = WITHOUT_THINKING
+    if kwargs := _thinking(values) | _effort(values):
+        conversation.chat_template_kwargs = json.dumps(kwargs)
     if system := read_content("system", values["system"]) if "system" in values else "":
         conversation.messages.add(role="system", content=system)
     for index, message in enumerate(given):
@@ -116,6 +121,27 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
             "messages", "the last one must be the user's: an answer that is begun is not continued here"
         )
     return conversation
+
+
+def _thinking(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that say whether the model reasons."""
+    if "thinking" not in values:
+        return {}
+    given = values["thinking"]
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in THINKS:
+        raise InvalidRequest("thinking", f"must be an object of type {' or '.join(THINKS)}")
+    fields = read_fields("thinking", given, THINKS[kind])
+    read_as("thinking.budget_tokens", INTEGER, fields.get("budget_tokens", 0))
+    if fields.get("display", "summarized") != "summarized":
+        raise InvalidRequest("thinking.display", "is not supported here: reasoning is told as it is")
+    return dict.fromkeys(THINKING, kind != "disabled")
+
+
+def _effort(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variable of the chat template that says how much."""
+    effort = values.get("output_config", {}).get("effort")
+    return {} if effort is None else {"reasoning_effort": read_as("output_config.effort", EFFORT, effort)}
 
 
 def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
@@ -232,8 +258,10 @@ def _check_objects(values: Mapping[str, Any], *names: str) -> None:
 class MessageForm:
     """The form of one answer."""
 
-    def __init__(self, asked: Asked, model: str):
+    def __init__(self, asked: Asked, model: str, tells_edits: bool = False):
+        """`tells_edits`: of the conversation, as clients ask for them by `context_management`: there are none."""
         self._id, self._model = asked.id, model
+        self._edits: Json = {"context_management": {"applied_edits": []}} if tells_edits else {}
         self._has_begun = False
         self._blocks: list[str] = []  # types of those of a stream, the last one open
         self._end: Json = {}
@@ -262,7 +290,8 @@ class MessageForm:
         """Return the last events."""
         (usage,) = usages
         data = self._within(self._blocks[-1] if self._blocks else "text") + self._close()
-        return data + _event("message_delta", delta=self._end, usage=_usage(usage)) + _event("message_stop")
+        end = _event("message_delta", delta=self._end, usage=_usage(usage), **self._edits)
+        return data + end + _event("message_stop")
 
     def error_event(self, error: Json) -> bytes:
         """Return the event that an error ends a stream with."""
@@ -276,7 +305,7 @@ class MessageForm:
         if choice.reasoning:
             content.insert(0, _block("thinking", choice.reasoning))
         content += [{**_use(call), "input": _input(call)} for call in choice.tool_calls]
-        return {**self._message(content, _usage(response.usage)), **_end(choice)}
+        return {**self._message(content, _usage(response.usage)), **_end(choice), **self._edits}
 
     def _within(self, kind: str) -> bytes:
         """Return the events after which a block of this type is open."""

@@ -96,7 +96,8 @@ class HttpApi:
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
         asked, context = self._read(call, "chat", read_request)
-        await self._answer(call, context, asked, MessageForm(asked, self._known(asked)[0]))
+        form = MessageForm(asked, self._known(asked)[0], "context_management" in call.values)
+        await self._answer(call, context, asked, form)
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""

@@ -63,7 +63,7 @@ def _of_text(value: object) -> dict[str, Any]:
 
 def _of_output_config(value: object) -> dict[str, Any]:
     """As _of_text, of a message of Anthropic's, whose one type is that of a schema."""
-    fields = _given("output_config", value, {"format"})
+    fields = _given("output_config", value, {"format", "effort"})
     if "format" not in fields:
         return {}
     fields = _given("output_config.format", fields["format"], {"type", "schema"})

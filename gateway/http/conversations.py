@@ -31,7 +31,7 @@ TOOL_FIELDS = ("name", "description", "parameters", "strict")
 ITEM_ROLES = ("system", "developer", "user", "assistant")
 ITEM_PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")
-CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
+CALL_FIELDS = ("type", "call_id", "name", "namespace", "arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 _MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 
@@ -219,11 +219,19 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
         messages.add(role="assistant", reasoning="\n".join(thoughts))
 
 
+def in_namespace(namespace: str, name: str) -> str:
+    """Return the name that the model knows a function by: templates have no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
     fields = read_fields(where, item, CALL_FIELDS)
     return pb.ToolCall(
         id=read_as(f"{where}.call_id", STRING, fields.get("call_id")),
-        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        name=in_namespace(
+            read_as(f"{where}.namespace", STRING, fields.get("namespace", "")),
+            read_as(f"{where}.name", STRING, fields.get("name")),
+        ),
         arguments=read_as(f"{where}.arguments", STRING, fields.get("arguments")),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from baton.protocol import MAX_INPUTS
-from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL
+from gateway.http.anthropic import MESSAGES, MESSAGES_NEUTRAL
 from gateway.http.fields import (
     BOOLEAN,
     CHAT,
@@ -12,6 +12,7 @@ from gateway.http.fields import (
     COMPLETION_NEUTRAL,
     EMBEDDING,
     INPUT_NEUTRAL,
+    METADATA,
     NOTES,
     RERANK,
     RESPONSE,
@@ -117,6 +118,7 @@ _OF_RESPONSE = {
     "include": {"type": "array", "items": {"enum": INCLUDED}},
     "stream": BOOLEAN.schema,
     "stream_options": closed([], include_obfuscation=BOOLEAN.schema),
+    "client_metadata": METADATA.schema,
     **_NOTES,
 }
 _OF_MESSAGES = {**ANTHROPIC, "metadata": OBJECT, "stream": BOOLEAN.schema}
@@ -146,7 +148,7 @@ def document() -> Json:
     response = _body(_OF_RESPONSE, ["input"], RESPONSE, RESPONSE_NEUTRAL)
     count_input = _body({**OF_RESPONSES, "model": STRING.schema}, ["input"], neutral=INPUT_NEUTRAL)
     message = _body(_OF_MESSAGES, ["messages", "max_tokens"], MESSAGES, MESSAGES_NEUTRAL)
-    count = _body({**ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
+    count = _body({**ANTHROPIC, "model": STRING.schema}, ["messages"])
     counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}}
     statuses = {"200": {"description": "Requests are served."}, "503": {"description": "Not now."}}
     paths = {

@@ -4,7 +4,7 @@ whole conversation."""
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from gateway.http.answers import TokenTexts, split_parts, token_logprobs
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
     TOOL_FIELDS,
+    in_namespace,
     read_fields,
     read_input,
     read_list,
@@ -21,7 +22,7 @@ from gateway.http.conversations import (
     read_tool,
     read_tool_choice,
 )
-from gateway.http.fields import BOOLEAN, INPUT_NEUTRAL, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING
+from gateway.http.fields import BOOLEAN, INPUT_NEUTRAL, METADATA, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as
 from gateway.http.requests import Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
 from gateway.http.wire.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 from gateway.request.messages import MAX_TOOLS
@@ -32,6 +33,7 @@ SUMMARIES, SUMMARY_KINDS = (
     ("summary", "generate_summary"),
     ("auto", "concise", "detailed"),
 )  # of reasoning: none is made
+ELSEWHERE = ("web_search", "image_generation")  # how types of tools begin that a service runs, not the client
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
 _NAMES = {
     "messages.messages": "input",
@@ -52,7 +54,8 @@ _TOLD = (
 
 def read_response(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/responses. Raises InvalidRequest."""
-    check_known(values, RESPONSE, RESPONSE_NEUTRAL, (*_CONVERSATION, "include", "stream", "stream_options", *NOTES))
+    others = (*_CONVERSATION, "include", "stream", "stream_options", "client_metadata", *NOTES)
+    check_known(values, RESPONSE, RESPONSE_NEUTRAL, others)
     names = dict(_NAMES)
     request = pb.GenerateRequest(messages=_conversation(values, names))
     fill(request, values, RESPONSE, names)
@@ -61,6 +64,7 @@ def read_response(values: Mapping[str, Any]) -> Asked:
     elif "top_logprobs" in values:
         raise InvalidRequest("top_logprobs", f'needs include: ["{LOGPROBS}"]')
     check_notes(values)
+    read_value(values, "client_metadata", METADATA, {})
     stream = read_value(values, "stream", BOOLEAN, False)
     read_part_of(values, "stream_options", ("include_obfuscation",))
     request.request_id = request.request_id or new_id()
@@ -79,7 +83,7 @@ def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, di
 
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     """Read a conversation, and its words for messages into `names`."""
-    conversation = _tools(values)
+    conversation = _tools(values, names)
     fields = read_part_of(values, "reasoning", ("effort", *SUMMARIES))
     for name in SUMMARIES:
         if fields.get(name, SUMMARY_KINDS[0]) not in SUMMARY_KINDS:
@@ -91,18 +95,53 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
     return conversation
 
 
-def _tools(values: Mapping[str, Any]) -> pb.Messages:
-    """Return a conversation with its tools alone."""
+def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
+    """Return a conversation with its tools alone, and their words into `names`."""
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
-    for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
+    given = read_list("tools", values.get("tools"), MAX_TOOLS)
+    for index, tool in enumerate(given):
         where = f"tools[{index}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise InvalidRequest(f"{where}.type", 'must be "function"')
-        fields = read_fields(where, tool, ("type", *TOOL_FIELDS))
-        conversation.tools.append(read_tool(where, fields, "parameters"))
+        if _kind(tool) == "namespace":
+            _namespace(where, tool, conversation, names)
+        elif not _is_elsewhere(tool):
+            _function(where, tool, conversation, names)
+    if not conversation.tools and any(map(_is_elsewhere, given)):
+        raise InvalidRequest("tools[0].type", "is not supported here: function and namespace are")
     return conversation
+
+
+def _kind(tool: object) -> object:
+    return tool.get("type") if isinstance(tool, dict) else None
+
+
+def _is_elsewhere(tool: object) -> bool:
+    """Return whether a service would run the tool, of a kind that agents offer beside their own whoever serves them: the
+    model is not told of it."""
+    kind = _kind(tool)
+    return isinstance(kind, str) and kind.startswith(ELSEWHERE)
+
+
+def _namespace(where: str, namespace: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
+    """Read functions under a common name. Their own has it before it; what is said of all of them stands before what is
+    said of the first."""
+    fields = read_fields(where, namespace, ("type", "name", "description", "tools"))
+    name, num_before = read_as(f"{where}.name", STRING, fields.get("name")), len(conversation.tools)
+    for index, tool in enumerate(read_list(f"{where}.tools", fields.get("tools"), MAX_TOOLS - num_before)):
+        _function(f"{where}.tools[{index}]", tool, conversation, names, name)
+    if description := read_as(f"{where}.description", STRING, fields.get("description", "")):
+        for first in conversation.tools[num_before : num_before + 1]:
+            first.description = "\n\n".join(filter(None, (description, first.description)))
+
+
+def _function(where: str, tool: object, conversation: pb.Messages, names: dict[str, str], namespace: str = "") -> None:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise InvalidRequest(f"{where}.type", 'must be "function"')
+    fields = read_fields(where, tool, ("type", *TOOL_FIELDS))
+    names[f"messages.tools[{len(conversation.tools)}]"] = where
+    conversation.tools.append(read_tool(where, fields, "parameters"))
+    conversation.tools[-1].name = in_namespace(namespace, conversation.tools[-1].name)
 
 
 def _has_logprobs(values: Mapping[str, Any]) -> bool:
@@ -122,6 +161,7 @@ class _Item:
     kind: str  # reasoning | message | function_call
     id: str
     call: pb.ToolCall | None = None
+    name: Json = field(default_factory=dict)  # of the call, and of its namespace if it has one
     text: str = ""
     logprobs: list[pb.Logprobs] = field(default_factory=list)
     status: str = "in_progress"
@@ -134,7 +174,7 @@ class _Item:
         """Return it as it is now; with `tokens` its logprobs too, as an iterator."""
         head = {"id": self.id, "type": self.kind, "status": self.status}
         if self.call is not None:
-            return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {**head, "call_id": self.call.id, **self.name, "arguments": self.text}
         content = [] if self.status == "in_progress" else [self.part(tokens)]
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
@@ -146,6 +186,15 @@ class _Item:
             return {"type": "reasoning_text", "text": self.text}
         logprobs = token_logprobs(self.logprobs, tokens) if tokens and self.logprobs else []
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
+
+
+def _names_in(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Json]]:
+    """Yield the name of each function in a namespace, as the model knows it, with what a client calls it."""
+    for each in tools:
+        if _kind(each) == "namespace":
+            for function in each.get("tools") or ():
+                told = {"name": function["name"], "namespace": each["name"]}
+                yield in_namespace(each["name"], function["name"]), told
 
 
 def _is_json(text: str) -> bool:
@@ -170,6 +219,8 @@ class ResponseForm:
     def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, tokens: TokenTexts):
         """`values`: of the body, some of which an answer repeats."""
         self._tokens, self._is_stream = tokens, asked.stream
+        tools = [tool for tool in values.get("tools", ()) if not _is_elsewhere(tool)]
+        self._names = dict(_names_in(tools))  # of functions in namespaces
         self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
         self._items: list[_Item] = []  # the last one open
@@ -183,9 +234,10 @@ class ResponseForm:
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "parallel_tool_calls": True, "previous_response_id": None,
             "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None}, "store": False, "text": {"format": {"type": "text"}},
-            "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            "tool_choice": "auto", "truncation": "disabled",
             "service_tier": "default" if "service_tier" in values else None,
             **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
+            "tools": tools,
         }  # fmt: skip
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
@@ -264,7 +316,8 @@ class ResponseForm:
 
     def _open(self, kind: str, call: pb.ToolCall | None = None) -> list[Json]:
         events = self._close("completed") if self._items else []
-        self._items.append(item := self._item(kind, call=call))
+        name = self._names.get(call.name, {"name": call.name}) if call else {}
+        self._items.append(item := self._item(kind, call=call, name=name))
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
         return events + (self._of_item("response.content_part.added", part=item.part()) if call is None else [])
 
@@ -273,7 +326,7 @@ class ResponseForm:
         and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
         item = self._items[-1]
         if item.kind == "function_call" and item.call is not None:
-            done: Json = {"arguments": item.text, "name": item.call.name}
+            done: Json = {"arguments": item.text, **item.name}
         else:
             done = {"text": item.text, **({"logprobs": []} if item.kind == "message" else {})}
         events = self._of_item(f"{_DELTAS[item.kind]}.done", **done)

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from gateway.http.anthropic import TOOL_CHOICES
+from gateway.http.anthropic import THINKS, TOOL_CHOICES
 from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
-from gateway.http.fields import BOOLEAN, CONSTRAINTS, EFFORT, FORMAT_TYPES, JSON_SCHEMA, STRING, TOKEN_IDS
-from gateway.http.responses import SUMMARIES, SUMMARY_KINDS
+from gateway.http.fields import BOOLEAN, CONSTRAINTS, EFFORT, FORMAT_TYPES, INTEGER, JSON_SCHEMA, STRING, TOKEN_IDS
+from gateway.http.responses import ELSEWHERE, SUMMARIES, SUMMARY_KINDS
 from gateway.http.wire.writing import Json
 
 OBJECT = {"type": "object"}
@@ -58,6 +58,13 @@ _TOOL_USE = closed(
     cache_control=OBJECT,
 )
 _THINKING = closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
+
+
+def _thinking(kind: str, *names: str) -> Json:
+    fields: Json = {"budget_tokens": INTEGER.schema, "display": {"const": "summarized"}, "type": {"const": kind}}
+    return closed(["type"], **{name: fields[name] for name in names})
+
+
 ANTHROPIC = {
     "messages": _conversation(
         _message("system", content=_CONTENT),
@@ -66,8 +73,12 @@ ANTHROPIC = {
     ),
     "system": _CONTENT,
     "cache_control": OBJECT,
+    "context_management": OBJECT,
+    "thinking": {"anyOf": [_thinking(kind, *names) for kind, names in THINKS.items()]},
     "output_config": closed(
-        [], format=closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema)
+        [],
+        format=closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema),
+        effort=EFFORT.schema,
     ),
     "tools": _list_of(
         closed(
@@ -112,12 +123,23 @@ _ITEMS = _conversation(
         "properties": {"type": {"const": "reasoning"}, "content": _content("reasoning_text")},
     },
 )
+_ITEM_TOOL = closed(["type", "name"], type={"const": "function"}, **_FUNCTION)
 OF_RESPONSES = {
     "input": {"anyOf": [STRING.schema, _ITEMS]},
     "instructions": STRING.schema,
     "chat_template_kwargs": OBJECT,
     "reasoning": closed([], effort=EFFORT.schema, **{key: {"enum": SUMMARY_KINDS} for key in SUMMARIES}),
-    "tools": _list_of(closed(["type", "name"], type={"const": "function"}, **_FUNCTION)),
+    "tools": _list_of(
+        _ITEM_TOOL,
+        closed(
+            ["type", "name"],
+            type={"const": "namespace"},
+            name=STRING.schema,
+            description=STRING.schema,
+            tools=_list_of(_ITEM_TOOL),
+        ),
+        {"type": "object", "required": ["type"], "properties": {"type": {"pattern": f"^({'|'.join(ELSEWHERE)})"}}},
+    ),
     "tool_choice": {
         "anyOf": [
             {"enum": ["none", "auto", "required"]},

@@ -11,7 +11,7 @@ from baton.service import errors
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import RequestLimits
-from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
+from gateway.http.anthropic import MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
 from gateway.http.conversations import CONVERSATION
 from gateway.http.fields import (
     CHAT,
@@ -71,7 +71,10 @@ OF_PATHS = {
     "/v1/messages/count_tokens": (read_count, {"messages": READERS["messages"][1]["messages"]}),
 }
 REQUIRED = {("messages", "max_tokens"): {"max_tokens": 1}}  # nothing is read without it
-OBJECTS = ("metadata", "cache_control", "chat_template_kwargs", "prompt_cache_options", "prediction")
+OBJECTS = (
+    "metadata", "client_metadata", "cache_control", "context_management", "chat_template_kwargs", "prompt_cache_options",
+    "prediction",
+)  # fmt: skip
 TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "messages": MESSAGES}
 ROWS = [(door, row) for door, table in TABLES.items() for row in table]
 
@@ -176,7 +179,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_request, {**READERS["messages"][1], "system": [{"type": "image"}]}, "system[0]"),
         (read_request, {**READERS["messages"][1], "metadata": "me"}, "metadata"),
         (read_request, {**READERS["messages"][1], "cache_control": True}, "cache_control"),
-        (read_request, {**READERS["messages"][1], "thinking": {"type": "enabled"}}, "thinking"),
+        (read_request, {**READERS["messages"][1], "thinking": {"type": "always"}}, "thinking"),
         (read_request, {**READERS["messages"][1], "n": 2}, "n"),
         (
             read_request,
@@ -467,7 +470,7 @@ def test_the_document_has_every_field_and_no_other():
         ("/v1/rerank", RERANK, {}),
         ("/v1/responses", RESPONSE, RESPONSE_NEUTRAL),
         ("/v1/messages", MESSAGES, MESSAGES_NEUTRAL),
-        ("/v1/messages/count_tokens", (), COUNT_NEUTRAL),
+        ("/v1/messages/count_tokens", (), {}),
     ):
         read, given = OF_PATHS[path]
         body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
