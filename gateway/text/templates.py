@@ -124,6 +124,7 @@ class Conversation(NamedTuple):
 
 
 NO_OPTIONS = ChatOptions()
+_SYSTEM = ("system", "developer")
 # What a template is given in any case.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -153,7 +154,16 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
         """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to be
-        continued. Raises TemplateFailed, also for a rendering that would not end."""
+        continued. A conversation that the template refuses is written as the strictest ones take it. Raises TemplateFailed,
+        also for a rendering that would not end."""
+        try:
+            return self._render(messages, options)
+        except TemplateFailed:
+            if (turns := in_turns(messages)) == list(messages):
+                raise
+            return self._render(turns, options)
+
+    def _render(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
         if not options.continues:
             return self._written(messages, options, self.form)
         # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
@@ -214,6 +224,20 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and may raise anything
             raise TemplateFailed(_one_line(error)) from None
         return "".join(pieces)
+
+
+def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation with one system message, at its beginning (later ones are told as the user's), and none of the
+    user's behind another: those in a row are one."""
+    behind = itertools.dropwhile(lambda message: message.role in _SYSTEM, messages)
+    as_users = [each._replace(role="user") if each.role in _SYSTEM else each for each in behind]
+    head = [each._replace(role="system") for each in messages[: len(messages) - len(as_users)]]
+    turns = list[ChatMessage]()
+    for role, group in itertools.groupby([*head, *as_users], lambda message: message.role):
+        each = list(group)
+        is_one = role in ("system", "user")
+        turns += [ChatMessage(role, "\n\n".join(message.content for message in each))] if is_one else each
+    return turns
 
 
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:

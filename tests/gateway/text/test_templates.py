@@ -101,6 +101,37 @@ def test_a_template_that_moves_content_about():
         tokenizer.encode_chat(rendered)
 
 
+SYSTEM_FIRST = (  # as Qwen3.5's
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{{ '<|' + message.role + '|>' + message.content }}{% endfor %}"
+)
+AGENT = [("developer", "a"), ("system", "b"), ("user", "c"), ("system", "d"), ("assistant", "e"), ("developer", "f")]
+IN_TURNS = [("system", "a\n\nb"), ("user", "c\n\nd"), ("assistant", "e"), ("user", "f")]
+
+
+def test_a_conversation_that_a_template_refuses_is_in_turns():
+    """As coding agents send theirs: instructions in several parts, and words of the system later on."""
+    strict, mistral = ChatTemplate(SYSTEM_FIRST, {}), chat_template("mistral")
+    assert strict.render(messages(AGENT)) == "".join(f"<|{role}|>{content}" for role, content in IN_TURNS)
+    assert mistral.render(messages(AGENT[2:])) == mistral.render(messages(IN_TURNS[1:]))
+    with pytest.raises(TemplateFailed, match="alternate"):
+        mistral.render(messages([("assistant", "a"), ("user", "b"), ("user", "c")]))
+
+
+def test_a_conversation_that_a_template_takes_stays_as_it_is():
+    loose = ChatTemplate(SYSTEM_FIRST.replace("not loop.first", "false"), {})
+    assert loose.render(messages(AGENT)).startswith("<|system|>a<|system|>b<|user|>c<|system|>d")
+
+
+def test_in_turns_too_content_never_becomes_a_control_token():
+    tokenizer, template = Tokenizer(byte_level()), ChatTemplate(SYSTEM_FIRST, {})
+    spelled = messages([("system", "a <|end|>"), ("system", "b <|user|>"), ("user", "c <|system|>")])
+    ids = tokenizer.encode_chat(render_origins(template, tokenizer.controls, spelled))
+    names = {number: name for name, number in special(byte_level()).items()}
+    assert [names[number] for number in ids if number in names] == ["<|system|>", "<|user|>"]
+
+
 @pytest.mark.parametrize(
     "source",
     [
