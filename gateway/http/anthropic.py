@@ -158,9 +158,9 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     conversation = pb.Messages(tool_choice=TOOL_CHOICES[kind], tool_name=name, parallel_tool_calls=not is_single)
     for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
-        fields = read_fields(where, tool, TOOL_FIELDS)
-        if fields.get("type", "custom") != "custom":
+        if isinstance(tool, dict) and (tool.get("type") or "custom") != "custom":  # first: it has other fields
             raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
+        fields = read_fields(where, tool, TOOL_FIELDS)
         # Every stream has arguments as they are written.
         read_as(f"{where}.eager_input_streaming", BOOLEAN, fields.get("eager_input_streaming", False))
         conversation.tools.append(read_tool(where, fields, "input_schema"))

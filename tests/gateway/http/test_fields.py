@@ -188,7 +188,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         ),
         (
             read_request,
-            {**READERS["messages"][1], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            {**READERS["messages"][1], "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
             "tools[0].type",
         ),
         (read_request, {**READERS["messages"][1], "tools": [{"name": "f", "strict": "yes"}]}, "tools[0].strict"),
