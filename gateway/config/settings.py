@@ -83,6 +83,11 @@ class GatewaySettings(Exposure):
     public_prefixes: Path | None = option(
         "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
     )
+    control_tokens_in_prompts: bool = option(
+        "take control tokens that the text of a prompt spells for these, as vLLM and llama.cpp do (default: all of it is "
+        "text; in conversations it always is)",
+        False,
+    )
     limits: str = option("limits on a single request", "normal", choices=tuple(PRESETS))
     slo_classes: Path | None = option(
         'TOML file of latency goals by class, name = "ttft=300ms,tpot=50ms" (default: interactive, standard, batch)',

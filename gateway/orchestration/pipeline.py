@@ -236,7 +236,7 @@ class Pipeline:
         for index, checked in enumerate(batch.prompts):
             prompt = (checked.text, checked.token_ids, checked.messages)
             try:
-                prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+                prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline, is_data=True)
                 room_behind(checked, len(prompt_ids), model)
             except InvalidRequest as error:
                 raise batch.error_of(index, error) from None

@@ -25,9 +25,13 @@ _INLINE = 2048
 class TextWork:
     """The work for one model. Belongs to the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int):
-        """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, prompts_spell_controls: bool = False
+    ):
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer. `prompts_spell_controls`: control tokens
+        in the text of a prompt are these."""
         self.detokenizer = Detokenizer(tokenizer)
+        self._prompts_spell_controls = prompts_spell_controls
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
         self._constraints = ConstraintChecks(tokenizer.json, vocab_size)
         self._threads = TextThreads()
@@ -43,9 +47,11 @@ class TextWork:
         context: int,
         tenant: str = DEFAULT_TENANT,
         deadline: float = math.inf,
+        is_data: bool = False,
     ) -> Sequence[int]:
-        """Return the token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest, at
-        once for a prompt that could never fit; DeadlineExceeded."""
+        """Return the token ids of a prompt, given in one of three ways, in little memory. `is_data`: the text is no prompt,
+        and spells no control tokens in any case. Raises InvalidRequest, at once for a prompt that could never fit;
+        DeadlineExceeded."""
         if token_ids is not None:
             return token_ids
         field = "messages" if text is None else "text"
@@ -57,7 +63,7 @@ class TextWork:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
             self._check_options(messages, self._template.of(messages.options))
             return await self._in_thread(partial(self._encode_chat, messages, words, context), tenant, deadline)
-        work = partial(self._encode_text, text)
+        work = partial(self._encode_text, text, self._prompts_spell_controls and not is_data)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     def label_ids(self, labels: Sequence[str]) -> list[int]:
@@ -113,9 +119,9 @@ class TextWork:
             told = f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
             raise ContextLengthExceeded(field, told)
 
-    def _encode_text(self, text: str) -> Sequence[int]:
+    def _encode_text(self, text: str, spells_controls: bool) -> Sequence[int]:
         try:
-            return self._known("text", self._tokenizer.encode_text(text))
+            return self._known("text", self._tokenizer.encode_text(text, spells_controls))
         except CannotEncode as error:
             raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 

@@ -1,4 +1,5 @@
-"""Turn text into token ids as transformers does, except that what users write never becomes a control token."""
+"""Turn text into token ids as transformers does, except that what users write becomes a control token only where that is
+asked for."""
 
 import json
 import math
@@ -75,10 +76,10 @@ class Tokenizer:
     def decoder(self) -> tokenizers.Tokenizer:
         return self._normal
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises
-        CannotEncode."""
-        tokenizer = self._plain if self._spelled(text) else self._normal
+    def encode_text(self, text: str, spells_controls: bool = False) -> list[int]:
+        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. `spells_controls`:
+        control tokens in it are these. Raises CannotEncode."""
+        tokenizer = self._plain if not spells_controls and self._spelled(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     def only_token(self, text: str) -> int | None:

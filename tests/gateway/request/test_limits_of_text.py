@@ -107,7 +107,7 @@ def test_no_text_is_refused_that_fits(tokenizer):
 async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):  # noqa: F811
     async with cluster() as c:
         encoded = []
-        monkeypatch.setattr(c.pipeline.text._tokenizer, "encode_text", lambda text: encoded.append(text) or [5])
+        monkeypatch.setattr(c.pipeline.text._tokenizer, "encode_text", lambda *args: encoded.append(args) or [5])
         for prompt in ("a" * 1_000_000, [("user", "a" * 500_000), ("user", "a" * 500_000)]):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await generate(c, prompt)

@@ -38,10 +38,36 @@ async def test_there_and_back(cluster):
         assert (await detokenize(c, [0, 1, 4])).text == ""
 
 
+SPELLS = "the <|user|> fox"
+USER_ID = 1
+
+
+async def prompt_ids(c, text: str) -> list[int]:
+    request = make_request(text, max_tokens=1, echo=True)
+    return list((await c.stub.Complete(request, timeout=20)).prompt.token_ids)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+async def test_a_prompt_spells_control_tokens_where_the_operator_allows_it(cluster, is_allowed):
+    async with cluster(control_tokens_in_prompts=is_allowed) as c:
+        ids = await prompt_ids(c, SPELLS)
+        assert ids.count(USER_ID) == is_allowed and ids == (await tokenize(c, SPELLS)).token_ids
+        assert (await detokenize(c, ids)).text == (SPELLS.replace("<|user|>", "") if is_allowed else SPELLS)
+
+
+async def test_conversations_and_texts_that_are_no_prompts_never_spell_control_tokens(cluster):
+    async with cluster(control_tokens_in_prompts=True) as c:
+        assert list((await tokenize(c, [SPELLS])).token_ids).count(USER_ID) == 1, "the template's own"
+        inputs = [pb.EmbedInput(text=SPELLS)]
+        await c.stub.Embed(pb.EmbedRequest(inputs=inputs), timeout=20)
+        (spec,) = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
+        assert spec.token_ids and USER_ID not in spec.token_ids
+
+
 async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
     async with cluster() as c:
         work = c.pipeline.text
-        monkeypatch.setattr(work._tokenizer, "encode_text", lambda text: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(work._tokenizer, "encode_text", lambda *args: pytest.fail("it was tokenized"))
         monkeypatch.setattr(work._template, "render", lambda messages, options: pytest.fail("it was rendered"))
         for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
             error = await refused(tokenize(c, content))
@@ -104,11 +130,11 @@ class Held:
         tokenizer = c.pipeline.text._tokenizer
         encode = tokenizer.encode_text
 
-        def held(text):
+        def held(text, *args):
             self.num += 1
             self.began.set()
             assert len(text) <= text_work._INLINE or self.go.wait(20)
-            return encode(text)
+            return encode(text, *args)
 
         monkeypatch.setattr(tokenizer, "encode_text", held)
 
