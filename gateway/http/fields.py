@@ -199,7 +199,7 @@ RESPONSE = (
 COMPLETION = (
     *_BOTH,
     *_rows(pb.Sampling.DESCRIPTOR, ("logprobs", "prompt_logprobs"), "sampling."),
-    *_rows(pb.GenerateRequest.DESCRIPTOR, ("echo",)),
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("echo", "suffix")),
 )
 
 EMBEDDING = (
@@ -255,7 +255,7 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "truncation": ("disabled",),
 }
 INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
-COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "suffix": ("",)}
+COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,)}
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,8 +154,13 @@ class Pipeline:
     ) -> tuple[Checked, Sequence[int], ReaderForm]:
         """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
         BatonError."""
-        prompt = (checked.text, checked.token_ids, checked.messages)
-        prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+        if checked.text is not None and checked.suffix:
+            prompt_ids = await self.text.infill(checked.text, checked.suffix, model.context, record.tenant, deadline)
+            if not checked.ignore_eos:
+                checked = replace(checked, stop_token_ids=checked.stop_token_ids | self.text.infilling_ends)
+        else:
+            prompt = (checked.text, checked.token_ids, checked.messages)
+            prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
         if checked.constraint is not None:
             await self.text.check_constraint(checked.constraint, record.tenant, deadline)

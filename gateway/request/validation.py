@@ -52,6 +52,7 @@ class Checked:
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
+    suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and `text`
     num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
     # They are still to be had: a client that has a token of the answer has them too.
     asks_for_prompt_logprobs: bool = False
@@ -73,7 +74,7 @@ class Checked:
         sampling = self.sampling
         sampling.ClearField("logit_bias")
         return replace(
-            self, text=None, token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString(), stops=(),
+            self, text=None, suffix="", token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString(), stops=(),
             stop_token_ids=_NO_IDS, constraint=None,
         )  # fmt: skip
 
@@ -112,7 +113,7 @@ def check(
     as that. Raises InvalidRequest or NotFound."""
     check_size(request)
     adapter = check_model(request.model, served)
-    text, token_ids, messages = check_input(request, served)
+    text, token_ids, messages = check_input(request, served, may_be_empty=bool(request.suffix))
     stopping = request.stopping
     request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
     resume_from = _resume_from(request, served)
@@ -137,6 +138,7 @@ def check(
         resume_from=resume_from,
         constraint=_constraint(request),
         echo=_echo(request),
+        suffix=_suffix(request),
         num_prompt_logprobs=sampling.prompt_logprobs,
         asks_for_prompt_logprobs=sampling.HasField("prompt_logprobs") and not any(resume_from),
         stream_interval_s=_stream_interval_s(request.stream_interval_ms),
@@ -144,13 +146,13 @@ def check(
     )
 
 
-def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel):
-    """Return (text, token_ids, messages), one of which is not None. Raises InvalidRequest."""
+def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel, may_be_empty: bool = False):
+    """Return (text, token_ids, messages), one of which is not None. `may_be_empty`: a text. Raises InvalidRequest."""
     kind = request.WhichOneof("input")
     if kind is None:
         _refuse("input", "one of text, token_ids and messages is needed")
     if kind == "text":
-        if not request.text:
+        if not request.text and not may_be_empty:
             _refuse("text", "is empty")
         return request.text, None, None
     if kind == "token_ids":
@@ -294,6 +296,14 @@ def _echo(request: pb.GenerateRequest) -> bool:
     if request.echo and request.HasField("messages"):
         _refuse("echo", "is for text and token_ids, not for messages")
     return request.echo
+
+
+def _suffix(request: pb.GenerateRequest) -> str:
+    if request.suffix and not request.HasField("text"):
+        _refuse("suffix", "is for text, not for token_ids and messages")
+    if request.suffix and request.echo:
+        _refuse("suffix", "is not for a prompt that is echoed, which is another one then")
+    return request.suffix
 
 
 def _constraint(request: pb.GenerateRequest) -> Constraint | None:

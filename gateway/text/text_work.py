@@ -13,6 +13,7 @@ from baton.service.errors import ContextLengthExceeded, DeadlineExceeded, Failed
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
+from gateway.text.infilling import find_infilling
 from gateway.text.origins import Rendered, render_origins
 from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed, Words
 from gateway.text.text_threads import NUM_CHECKS, TextThreads
@@ -33,6 +34,7 @@ class TextWork:
         self.detokenizer = Detokenizer(tokenizer)
         self._prompts_spell_controls = prompts_spell_controls
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
+        self._infilling = find_infilling(tokenizer)
         self._constraints = ConstraintChecks(tokenizer.json, vocab_size)
         self._threads = TextThreads()
         # Of their own: a check waits for a process, for seconds at worst, and prompts do not wait with it.
@@ -63,7 +65,26 @@ class TextWork:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
             self._check_options(messages, self._template.of(messages.options))
             return await self._in_thread(partial(self._encode_chat, messages, words, context), tenant, deadline)
-        work = partial(self._encode_text, text, self._prompts_spell_controls and not is_data)
+        spells_controls = self._prompts_spell_controls and not is_data
+        work = partial(self._encode, partial(self._tokenizer.encode_text, text, spells_controls))
+        return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
+
+    @property
+    def infilling_ends(self) -> frozenset[int]:
+        """Return the tokens that end an answer between two texts."""
+        return self._infilling.end_ids if self._infilling else frozenset()
+
+    async def infill(
+        self, prefix: str, suffix: str, context: int, tenant: str = DEFAULT_TENANT, deadline: float = math.inf
+    ) -> Sequence[int]:
+        """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for a
+        model that is not asked so; DeadlineExceeded."""
+        if (form := self._infilling) is None:
+            told = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
+            raise InvalidRequest("suffix", told)
+        num_chars = len(prefix) + len(suffix)
+        self._check_length("text", num_chars, context)
+        work = partial(self._encode, partial(form.encode, prefix, suffix))
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     def label_ids(self, labels: Sequence[str]) -> list[int]:
@@ -119,9 +140,9 @@ class TextWork:
             told = f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
             raise ContextLengthExceeded(field, told)
 
-    def _encode_text(self, text: str, spells_controls: bool) -> Sequence[int]:
+    def _encode(self, encode: Callable[[], list[int]]) -> Sequence[int]:
         try:
-            return self._known("text", self._tokenizer.encode_text(text, spells_controls))
+            return self._known("text", encode())
         except CannotEncode as error:
             raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 

@@ -25,6 +25,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 # Steps that take no character away, and what those may take that write several as one: four letters at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
+_BEFORE = "☺"  # that joins nothing behind it; as makers of SentencePiece models have it
 
 
 class CannotEncode(Exception):
@@ -63,6 +64,7 @@ class Tokenizer:
             self._behind = _without_control(self._normal, content.get("added_tokens") or [])
             self._behind.pre_tokenizer = _pre_tokenizer(behind)
         self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
+        self._is_byte_level = self.decoder_steps == ["ByteLevel"]
         self._normalizer = self._normal.normalizer
         self._normalizes = any(token.get("normalized") for token in self._controls.values())
         self._chars_per_token = _most_chars_per_token(content, vocabulary)
@@ -82,9 +84,22 @@ class Tokenizer:
         tokenizer = self._plain if not spells_controls and self._spelled(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
+    @property
+    def first_ids(self) -> list[int]:
+        """Return the tokenizer's own special tokens before a text."""
+        return _encode(self._plain, [""], add_special_tokens=True)[0].ids
+
+    def encode_plain(self, text: str, continues: bool = False) -> list[int]:
+        """Return the token ids of a user's text alone, none of which is a control token. `continues`: it goes on with
+        another text, so that its first word gets no space that it has not. Raises CannotEncode."""
+        if not continues or self._is_byte_level:
+            return _encode(self._plain, [text])[0].ids
+        before, both = (each.ids for each in _encode(self._plain, [_BEFORE, _BEFORE + text]))
+        return both[len(before) :]
+
     def only_token(self, text: str) -> int | None:
         """Return the id that is the whole of a text; None where it has more."""
-        ids = _encode(self._plain, [text])[0].ids
+        ids = self.encode_plain(text)
         return ids[0] if len(ids) == 1 else None
 
     def encode_chat(self, rendered: Rendered) -> list[int]:

@@ -1,0 +1,58 @@
+"""How models of code are asked for what stands between two texts: by control tokens around both."""
+
+from typing import NamedTuple
+
+from gateway.text.tokenizer import Tokenizer
+
+_PREFIX, _SUFFIX = "{prefix}", "{suffix}"
+
+
+class _Form(NamedTuple):
+    """`parts`: control tokens, and the places of both texts; `ends`: tokens that end an answer beside the model's own."""
+
+    parts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+
+# In the makers' own order. Codestral goes on with the text before the answer.
+_FORMS = (
+    _Form(  # Qwen-coder, CodeGemma, Granite
+        ("<|fim_prefix|>", _PREFIX, "<|fim_suffix|>", _SUFFIX, "<|fim_middle|>"),
+        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+    ),
+    _Form(  # StarCoder
+        ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
+        ("<|endoftext|>", "<fim_pad>", "<repo_name>", "<file_sep>"),
+    ),
+    _Form(("▁<PRE>", _PREFIX, "▁<SUF>", _SUFFIX, "▁<MID>"), ("▁<EOT>",)),  # CodeLlama
+    _Form(("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>")),  # DeepSeek
+    _Form(("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX)),  # Codestral
+)
+
+
+class Infilling:
+    """The form of one model. Immutable, so threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, form: _Form, ids: dict[str, int]):
+        self.end_ids = frozenset(ids[token] for token in form.ends if token in ids)
+        self._tokenizer, self._parts = tokenizer, [ids.get(part, part) for part in form.parts]
+
+    def encode(self, prefix: str, suffix: str) -> list[int]:
+        """Return the token ids of a prompt, in which neither text spells a control token. Raises CannotEncode."""
+        token_ids = self._tokenizer.first_ids
+        for part in self._parts:
+            if isinstance(part, int):
+                token_ids.append(part)
+            elif part == _PREFIX:
+                token_ids += self._tokenizer.encode_plain(prefix)
+            else:  # the answer is before it
+                token_ids += self._tokenizer.encode_plain(suffix, continues=True)
+        return token_ids
+
+
+def find_infilling(tokenizer: Tokenizer) -> Infilling | None:
+    """Return the form whose tokens are among those that a tokenizer adds; None: there is none."""
+    ids = {token["content"]: token_id for token_id, token in tokenizer.added.items()}
+    known = {*ids, _PREFIX, _SUFFIX}
+    form = next((form for form in _FORMS if known.issuperset(form.parts)), None)
+    return form and Infilling(tokenizer, form, ids)

@@ -1,0 +1,73 @@
+"""Tools that are not strict, and whose schemas no grammar keeps to: each is given up by itself."""
+
+import math
+
+import pytest
+
+from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.grammar import Vocabulary
+from baton.service.errors import InvalidRequest
+from gateway.answer.answer_reader import AnswerReader
+from gateway.answer.form_search import FormSearch
+from gateway.parsers.formats import format_named
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.templates import ChatMessage, ChatOptions, Conversation
+from gateway.text.tokenizer import Tokenizer
+from tests.support.gateway.small_tokenizers import byte_level
+
+GOOD = {"properties": {"kept": {"enum": [1, 2]}}, "required": ["kept"]}
+NEEDS_ITSELF = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+IMPOSSIBLE = {"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"]}
+
+
+class Text:
+    """What checks constraints, here and now."""
+
+    def __init__(self, source: bytes, vocab_size: int):
+        self.vocabulary, self.checked = Vocabulary(source, vocab_size), list[Constraint]()
+
+    async def check_constraint(self, constraint: Constraint, tenant: str, deadline: float, field: str) -> None:
+        self.checked.append(constraint)
+        try:
+            self.vocabulary.compile(constraint)
+        except BadConstraint as error:
+            raise InvalidRequest(field, str(error)) from None
+
+
+@pytest.fixture(params=["hermes", "qwen-xml", "deepseek-dsml"])
+def search(request):
+    form = format_named(request.param)
+    tokenizer = Tokenizer(source := byte_level(unspecial=form.markers))
+    text = Text(source, tokenizer.decoder.get_vocab_size())
+    return FormSearch(AnswerReader(tokenizer, Detokenizer(tokenizer), form), text, "", math.inf)
+
+
+async def grammar(search: FormSearch, *schemas: dict, **options) -> str:
+    tools = tuple({"name": f"t{n}", "parameters": schema} for n, schema in enumerate(schemas))
+    asked = ChatOptions(tools, callable_tools=tuple(tool["name"] for tool in tools), must_call=True, **options)
+    form = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
+    return form.constraint.text
+
+
+@pytest.mark.parametrize(("num_bad", "is_kept"), [(0, True), (1, True), (4, True), (5, False)])
+async def test_one_whose_schema_cannot_be_kept_to_is_given_up_alone(search, num_bad, is_kept):
+    """With it all were that are not strict."""
+    text = await grammar(search, *([IMPOSSIBLE, NEEDS_ITSELF] * 3)[:num_bad], GOOD)
+    assert ("kept" in text) == is_kept and "minLength" not in text and "$ref" not in text
+    assert all(f"t{n}" in text for n in range(num_bad + 1))
+
+
+async def test_one_alone_is_given_up_without_a_search(search):
+    assert "minLength" not in await grammar(search, IMPOSSIBLE)
+    assert len(search._text.checked) == 2
+
+
+async def test_those_that_are_too_large_together_are_all_given_up(search):
+    large = {"properties": {"x" * 50_000: {}}}
+    assert "xxx" not in await grammar(search, large, large, large)
+    assert len(search._text.checked) == 1, "none is looked at alone"
+
+
+async def test_a_strict_one_is_refused_whatever_the_others_are(search):
+    with pytest.raises(InvalidRequest, match="messages.tools"):
+        await grammar(search, IMPOSSIBLE, IMPOSSIBLE, GOOD, strict_tools=("t1",))
