@@ -97,6 +97,11 @@ class RequestHandler:
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
 
+    @property
+    def max_timeout_s(self) -> float:
+        """Return the longest that a request may take."""
+        return self._settings.max_timeout_s
+
     def with_deadline(self, call: CallContext) -> CallContext:
         """Return it with the deadline that it has in any case."""
         return call._replace(time_left_s=self._time_left_s(call))
@@ -241,6 +246,8 @@ class RequestHandler:
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""
         deadline = self._deadline(call, record.stamps.received)
+        if call.time_left_s is not None and call.time_left_s > self.max_timeout_s:
+            record.cut_from_s = call.time_left_s
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
         return deadline
@@ -304,7 +311,7 @@ class RequestHandler:
         left_s = self._time_left_s(call)
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
-        return received + min(left_s, self._settings.max_timeout_s)
+        return received + min(left_s, self.max_timeout_s)
 
 
 class _Recording(_Settling):
@@ -320,6 +327,10 @@ class _Recording(_Settling):
         self._handler.begin(self._record)
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, DeadlineExceeded) and self._record.cut_from_s is not None:
+            error.message += (
+                f": of {self._record.cut_from_s:.0f} s asked for this gateway gives {self._handler.max_timeout_s:g}"
+            )
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:

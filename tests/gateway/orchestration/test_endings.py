@@ -50,6 +50,16 @@ def holder(c, role: str):
     return next(worker for worker in getattr(c, role) if worker.held or worker.kinds())
 
 
+async def test_a_deadline_that_is_cut_to_the_longest_is_told_where_it_ends(cluster):
+    asked_s = round(patience(20))
+    async with cluster(max_timeout_s=0.4, default_timeout_s=0.4) as c:
+        hold(c, "decode")
+        for timeout_s, told in ((asked_s, f": of {asked_s} s asked for this gateway gives 0.4"), (None, "")):
+            error = await refused(c.stub.Complete(make_request(PROMPT, max_tokens=6), timeout=timeout_s))
+            assert error.code.name == "DEADLINE_EXCEEDED"
+            assert error.message.partition(":")[1:] == told.partition(":")[1:], error.message
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("n", [1, 3])
 async def test_the_client_goes(cluster, gate, n):
