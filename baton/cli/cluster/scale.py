@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 
 from baton.cli.launch.choice import add_launcher_flags, make_launcher
-from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.launcher import MAX_WORKERS, LaunchError, PlacedWorker, WorkerLauncher, scale
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive
@@ -37,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--timeout", type=positive, default=600.0, metavar="S", help="until it must be done (default: 600)"
     )
-    add_launcher_flags(parser, DEFAULT_ADDRESS)
+    add_launcher_flags(parser, "the stack on this machine, where there is one")
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
@@ -53,8 +52,6 @@ def run(args: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"baton scale: {error}", file=sys.stderr)
         return 1
-    if wanted and args.launcher == DEFAULT_ADDRESS:
-        print(f"scaling the stack at {DEFAULT_ADDRESS}; of several --launcher says which", file=sys.stderr, flush=True)
     try:
         print(asyncio.run(_scale(launcher, wanted, args.timeout)))
     except LaunchError as error:

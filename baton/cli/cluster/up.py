@@ -96,8 +96,7 @@ async def _announce(stack: Stack, model: str | None) -> bool:
     ask = "" if has_keys else f'; next: baton generate "def f(x):"{named} --target {fields["grpc"]}'
     print(f"baton: page http://{fields['admin']}/{ask}", file=sys.stderr, flush=True)
     if (control := fields["control"]) != DEFAULT_ADDRESS:  # a stack that was here first may have that
-        told = f"scale this stack with --launcher {control}: without it baton scale asks the one at {DEFAULT_ADDRESS}"
-        print(f"baton: {told}", file=sys.stderr, flush=True)
+        print(f"baton: scale this stack with --launcher {control}", file=sys.stderr, flush=True)
     return True
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 
 from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
-from baton.cli.launch.control import RemoteLauncher
+from baton.cli.launch.control import DEFAULT_ADDRESS, RemoteLauncher
 from baton.cli.launch.placing.launcher import WorkerLauncher
+from baton.cli.launch.stacks import noted_stacks
 from baton.service.security.access import Access
 
 KUBERNETES = "kubernetes"
 
 
-def add_launcher_flags(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add --launcher and what goes with it."""
+def add_launcher_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --launcher and what goes with it. `default`: whose workers are placed without it, in words."""
     group = parser.add_argument_group("where workers are placed")
     group.add_argument(
         "--launcher",
-        default=default,
         metavar=f"HOST:PORT|{KUBERNETES}",
-        help=f"control= of `baton up`, or {KUBERNETES} (default: {default or 'none'})",
+        help=f"control= of `baton up`, or {KUBERNETES} (default: {default})",
     )
     group.add_argument("--namespace", metavar="NAME", help="of Kubernetes (default: this pod's own)")
     group.add_argument("--release", metavar="NAME", help="of Helm, where a namespace has several")
@@ -33,4 +33,15 @@ def make_launcher(args: argparse.Namespace, access: Access) -> WorkerLauncher:
     for name in ("namespace", "release", "api"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} has no effect without --launcher {KUBERNETES}")
-    return RemoteLauncher(args.launcher, access)
+    return RemoteLauncher(args.launcher or _only_stack(), access)
+
+
+def _only_stack() -> str:
+    """Return where the stack on this machine is scaled. Raises ValueError where several run."""
+    try:
+        stacks = noted_stacks()
+    except OSError:  # then none has noted anything either
+        stacks = []
+    if len(stacks) > 1:
+        raise ValueError(f"{len(stacks)} stacks run on this machine: say which with --launcher {' or '.join(stacks)}")
+    return stacks[0] if stacks else DEFAULT_ADDRESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.launcher import Resources, WorkerLauncher, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts
+from baton.cli.launch.stacks import StackNote
 from baton.protocol import ROLES, model_setting
 from baton.service.net.server import AddressInUse
 from baton.service.security.access import Access
@@ -94,6 +96,7 @@ class Stack:
         self._gateways: list[Keeper] = []
         self._launcher: PlacingLauncher | None = None
         self._control: ControlServer | None = None
+        self._note: StackNote | None = None
 
     async def start(self) -> dict[str, str]:
         """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
@@ -169,9 +172,15 @@ class Stack:
             if self._plan.control:
                 raise
             port = await self._control.start("127.0.0.1:0")  # another stack was here first
-        return f"{address.rpartition(':')[0]}:{port}"
+        address = f"{address.rpartition(':')[0]}:{port}"
+        with contextlib.suppress(OSError):  # then it is scaled by its address alone
+            self._note = StackNote(address)
+        return address
 
     async def _stop_control(self) -> None:
+        if self._note is not None:
+            self._note.close()
+            self._note = None
         if self._control is not None:
             await self._control.stop()
 

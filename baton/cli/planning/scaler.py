@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="its most requests a second, mean tokens of prompt and output (default: %(default)s)",
     )  # fmt: skip
     dry.add_argument("--picture", type=Path, metavar="FILE", help="write workers over the day as SVG")
-    add_launcher_flags(parser, None)
+    add_launcher_flags(parser, "none")
     add_access_flags(parser)
     parser.set_defaults(run=run)
 

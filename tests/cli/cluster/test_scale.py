@@ -1,12 +1,17 @@
 """`baton scale`: for how long it waits, and for what."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
 from baton.cli.cluster import scale, up
+from baton.cli.launch import choice, stacks
 from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard
+from baton.cli.launch.stacks import StackNote, noted_stacks
 from baton.cli.main import main
 from tests.support.pace import patience
 
@@ -29,7 +34,6 @@ def test_a_launcher_that_does_not_answer():
 
 @pytest.mark.parametrize("control", [DEFAULT_ADDRESS, "127.0.0.1:40001"])
 async def test_a_stack_beside_another_says_how_it_is_scaled(control, capsys):
-    """Its control port is another one: `baton scale` without --launcher scales the first."""
 
     class Started:
         async def start(self):
@@ -37,14 +41,54 @@ async def test_a_stack_beside_another_says_how_it_is_scaled(control, capsys):
 
     assert await up._announce(Started(), None)
     told = capsys.readouterr().err
-    assert ("scale this stack with --launcher 127.0.0.1:40001: without it" in told) == (control != DEFAULT_ADDRESS)
+    assert ("scale this stack with --launcher 127.0.0.1:40001" in told) == (control != DEFAULT_ADDRESS)
 
 
-@pytest.mark.parametrize(("options", "is_told"), [([], True), (["--launcher", "127.0.0.1:1"], False)])
-def test_the_stack_that_is_scaled_is_told_where_none_is_named(options, is_told, capsys, monkeypatch):
-    monkeypatch.setattr(scale, "make_launcher", lambda args, access: _Full())
-    assert main(["scale", "decode=2", *options]) == 0
-    assert capsys.readouterr().err.startswith(f"scaling the stack at {DEFAULT_ADDRESS}; of several") == is_told
+@pytest.fixture
+def noted(tmp_path, monkeypatch):
+    """Stacks of this test alone."""
+    monkeypatch.setattr(stacks, "default_parent", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("wanted", [[], ["decode=2"]])
+def test_of_several_stacks_none_is_scaled_until_one_is_named(wanted, noted, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(choice, "RemoteLauncher", lambda target, access: asked.append(target) or _Full())
+    notes = []
+    for address in ("127.0.0.1:50050", "127.0.0.1:40001"):
+        assert main(["scale", *wanted]) == 0, "there is one at most"
+        notes.append(StackNote(address))
+    assert asked == [DEFAULT_ADDRESS, "127.0.0.1:50050"]
+    assert main(["scale", *wanted]) == 2
+    assert "say which with --launcher 127.0.0.1:50050 or 127.0.0.1:40001" in capsys.readouterr().err
+    assert main(["scale", *wanted, "--launcher", "127.0.0.1:40001"]) == 0
+    notes.pop(0).close()
+    assert main(["scale", *wanted]) == 0 and asked[2:] == ["127.0.0.1:40001"] * 2
+
+
+def test_a_stack_that_was_killed_is_noted_no_more(noted):
+    program = "import sys; from baton.cli.launch.stacks import StackNote; note = StackNote('127.0.0.1:1'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(noted)},
+    ) as process:
+        process.stdout.readline()
+        assert noted_stacks() == ["127.0.0.1:1"]
+        process.kill()
+    assert noted_stacks() == []
+
+
+def test_a_stack_that_finds_no_room_is_not_noted(noted):
+    notes = [StackNote(f"127.0.0.1:{port}") for port in range(64)]
+    for address in ("127.0.0.1:65", f"{'a' * 253}:1"):
+        with pytest.raises(OSError, match="there are 64"):
+            StackNote(address)
+    for note in notes:
+        note.close()
+    assert noted_stacks() == []
 
 
 class _Full:

@@ -1,0 +1,54 @@
+"""Which stacks of one user run on this machine: each notes in a small file where it is scaled, and locks its place there for as
+long as its process lives, however that ends."""
+
+import os
+from pathlib import Path
+
+from baton import system
+from kvtransfer.transports.socket_folder import default_parent
+
+_NUM_PLACES, _PLACE_BYTES = 64, 256
+
+
+class StackNote:
+    """Where one stack is scaled, noted until `close` or the end of its process."""
+
+    def __init__(self, address: str, folder: Path | None = None):
+        """`folder`: of the file; None: that in which workers find each other. Raises OSError, also where there is no room."""
+        words = address.encode().ljust(_PLACE_BYTES, b"\0")
+        self._fd = _open(folder)
+        places = (place for place in range(_NUM_PLACES) if system.lock_byte(self._fd, place))
+        if len(words) > _PLACE_BYTES or (place := next(places, None)) is None:
+            self.close()
+            raise OSError(f"a place has {_PLACE_BYTES} bytes, and there are {_NUM_PLACES}")
+        os.pwrite(self._fd, words, place * _PLACE_BYTES)
+
+    def close(self) -> None:
+        """Give the place back."""
+        os.close(self._fd)
+
+
+def noted_stacks(folder: Path | None = None) -> list[str]:
+    """Return where the stacks that run are scaled. Raises OSError."""
+    fd, found = _open(folder), list[str]()
+    try:
+        for place in range(_NUM_PLACES):
+            begin = place * _PLACE_BYTES
+            if system.lock_byte(fd, place):  # its stack has ended
+                os.pwrite(fd, bytes(_PLACE_BYTES), begin)
+                system.unlock_byte(fd, place)
+            elif address := os.pread(fd, _PLACE_BYTES, begin).rstrip(b"\0"):
+                found.append(address.decode(errors="replace"))
+    finally:
+        os.close(fd)
+    return found
+
+
+def _open(folder: Path | None) -> int:
+    """Raises OSError."""
+    path = (folder or default_parent()) / f"baton-stacks-{os.getuid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if os.fstat(fd).st_uid != os.getuid():
+        os.close(fd)
+        raise PermissionError(f"{path} is another user's")
+    return fd
