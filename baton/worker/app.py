@@ -209,7 +209,8 @@ class Worker:
             ranks.when_lost(leave_for_lost_rank)
         exits.push_async_callback(self._transfer.stop)
         await self._transfer.start()
-        await self._add_services().restore()
+        adapters = self._add_services()
+        await adapters.restore()
         exits.callback(self._loop.stop)
         self._loop.start()
         if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:
@@ -221,6 +222,7 @@ class Worker:
         self.admin_port = await admin.start(settings.admin)
         exits.push_async_callback(admin.stop)
         await server.start()
+        self._run("adapters", adapters.catch_up)
         if settings.gateways:
             where = pb.RegisterRequest(address=settings.address_at(self.port), role=self._role)
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)

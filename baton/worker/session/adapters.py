@@ -14,6 +14,10 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.session.adapter_records import AdapterRecords
 from baton.worker.session.sessions import Sessions
 
+# After the start, between looks at what was loaded elsewhere meanwhile: in all as long as the calls of one who loads an adapter
+# on each worker, one after the other, may take.
+LOOKS_S = (1.0, 4.0, 15.0, 100.0)
+
 log = logging.getLogger(__name__)
 
 
@@ -26,21 +30,26 @@ class LiveAdapters:
         self._turn = asyncio.Lock()
         root = engine.config.adapter_root
         self._records = None if root is None else AdapterRecords(root, engine.model_name, engine.model_identity)
+        self._noted: dict[str, str] = {}  # paths by name, of records that were followed
 
     async def restore(self) -> None:
         """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
         not held."""
         given = self._engine.adapters.listed()
-        for name, path in await asyncio.to_thread(self._recorded):
-            try:
-                identity = await self._read(name, await asyncio.to_thread(self._checked, name, path))
-            except Exception as error:  # for want of memory, say: the worker starts, and serves the others
-                log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
-                continue
+        await self._follow_records()
+        for name, identity in self._engine.adapters.listed().items():
             if given.get(name, identity) != identity:
-                log.warning(
-                    "an adapter that was loaded before replaces that of --adapter %s", fields(name=name, path=path)
-                )
+                told = fields(name=name, path=self._noted[name])
+                log.warning("an adapter that was loaded before replaces that of --adapter %s", told)
+
+    async def catch_up(self) -> None:
+        """Follow what was loaded and unloaded on other workers while this one started, and no call could reach it. Does not
+        end."""
+        for pause_s in LOOKS_S:
+            await asyncio.sleep(pause_s)
+            async with self._turn:
+                await self._follow_records()
+        await asyncio.get_running_loop().create_future()
 
     async def load(self, name: str, path: str) -> bytes:
         """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that cannot
@@ -64,16 +73,38 @@ class LiveAdapters:
                 identity = await self._read(name, folder)
             except ModelError as error:
                 return error
-            await asyncio.to_thread(self._record, name, folder)
+            if (path := await asyncio.to_thread(self._record, name, folder)) is not None:
+                self._noted[name] = path
         return identity
 
     async def _unload(self, name: str) -> bool:
         async with self._turn:
             was_recorded = await asyncio.to_thread(self._forget, name)
-            if was_held := self._engine.adapters.remove(name):
-                self._tell()
-                log.info("adapter unloaded %s", fields(name=name))
+            was_held = self._take_away(name)
         return was_held or was_recorded
+
+    async def _follow_records(self) -> None:
+        """Read what is noted and was not, and take away what was and is no more."""
+        if (recorded := await asyncio.to_thread(self._recorded)) is None:
+            return
+        for name in self._noted.keys() - recorded.keys():
+            self._take_away(name)
+        for name, path in recorded.items():
+            if self._noted.get(name) == path:
+                continue
+            self._noted[name] = path
+            try:
+                await self._read(name, await asyncio.to_thread(self._checked, name, path))
+            except Exception as error:  # for want of memory, say: the worker serves the others
+                log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
+
+    def _take_away(self, name: str) -> bool:
+        """Return whether it was held."""
+        self._noted.pop(name, None)
+        if was_held := self._engine.adapters.remove(name):
+            self._tell()
+            log.info("adapter unloaded %s", fields(name=name))
+        return was_held
 
     async def _read(self, name: str, folder: Path) -> bytes:
         """Read an adapter and tell of it. Raises ModelError."""
@@ -82,19 +113,24 @@ class LiveAdapters:
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity
 
-    def _recorded(self) -> list[tuple[str, str]]:
+    def _recorded(self) -> dict[str, str] | None:
+        """Return paths by name; None: they cannot be looked at."""
         try:
-            return [] if self._records is None else self._records.read()
+            return {} if self._records is None else dict(self._records.read())
         except OSError as error:
             log.error("adapters that were loaded before are not held %s", fields(error=error))
-            return []
+            return None
 
-    def _record(self, name: str, folder: Path) -> None:
+    def _record(self, name: str, folder: Path) -> str | None:
+        """Return the path that is noted; None: none could be."""
         assert self._records is not None and self._engine.config.adapter_root is not None
+        path = str(folder.relative_to(self._engine.config.adapter_root.resolve()))
         try:
-            self._records.keep(name, str(folder.relative_to(self._engine.config.adapter_root.resolve())))
+            self._records.keep(name, path)
         except OSError as error:
             log.warning("workers that start later will not hold this adapter %s", fields(name=name, error=error))
+            return None
+        return path
 
     def _forget(self, name: str) -> bool:
         """Return whether there was a record of it, as far as can be seen."""

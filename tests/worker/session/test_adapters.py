@@ -14,6 +14,7 @@ import torch
 from baton.engine.core.model_errors import ModelError
 from baton.service.errors import InvalidRequest, NotFound
 from baton.v1 import worker_pb2 as pb
+from baton.worker.session import adapters
 from baton.worker.session.adapter_records import FOLDER, AdapterRecords
 from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.session import WorkerService
@@ -159,6 +160,33 @@ async def test_a_worker_that_starts_later_holds_what_was_loaded_and_not_unloaded
     assert await restored(root) == {"bot": b"b"}
     await second.unload("fleeting")
     assert await restored(root) == {"bot": b"b"}
+
+
+async def test_what_others_load_and_unload_while_a_worker_starts_is_followed(root, monkeypatch):
+    """Its notes were read before, and no call reaches it yet."""
+    monkeypatch.setattr(adapters, "LOOKS_S", (0.005,) * 100_000)
+    await ready(root).adapters.load("early", "a")
+    starting, other = ready(root), ready(root)
+    await starting.adapters.restore()
+    following = asyncio.create_task(starting.adapters.catch_up())
+    await other.adapters.load("bot", "a")
+    await until(lambda: names(starting.hello) == ["early", "bot"])
+    await other.adapters.load("bot", "b")
+    await until(lambda: starting.engine.known == {"early": b"a", "bot": b"b"})
+    await other.adapters.unload("bot")
+    await until(lambda: names(starting.hello) == ["early"])
+    await starting.adapters.load("own", "b")
+    with monkeypatch.context() as away:
+        away.setattr(AdapterRecords, "read", unreadable)
+        await asyncio.sleep(0.05)
+    await starting.adapters.unload("early")
+    await asyncio.sleep(0.05)
+    assert names(starting.hello) == ["own"] and starting.engine.reading == ["early", "bot", "bot", "own"]
+    following.cancel()
+
+
+def unreadable(records: AdapterRecords) -> list[tuple[str, str]]:
+    raise OSError("the share is away")
 
 
 async def test_what_another_model_holds_is_not_restored(root):

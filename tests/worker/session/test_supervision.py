@@ -13,6 +13,7 @@ from tests.support.worker.scripted import Pair, Session, make_spec, run, run_wor
 
 SUPERVISED = {
     "loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http accept", "http date",
+    "adapters",
 }  # fmt: skip
 GROUPS = {"reports", "registrations"}  # wait for supervised tasks, and do nothing else
 REPLACED = {"session reader", "session writer"}  # their session ends, and its gateway opens another
