@@ -227,7 +227,8 @@ class Gateway:
 
     def _text_of(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
         """Raises SettingsError. Takes a second for a large tokenizer."""
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path), folder.begin, folder.end)
+        name = str(folder.path if is_gguf(folder.path) else folder.path / "tokenizer.json")
+        tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
         spells_controls = self._settings.control_tokens_in_prompts
         text = TextWork(tokenizer, _make_template(folder), folder.vocab_size, spells_controls)
         form = _answer_format(self._settings.tool_call_parser, folder)

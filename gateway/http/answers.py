@@ -365,6 +365,13 @@ def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, mod
     return {"id": f"rerank-{response.request_id}", "model": model, "results": results, "usage": usage}
 
 
+def cohere_rerank(response: pb.ScoreResponse, top_n: int) -> Json:
+    """Return the answer of /v2/rerank, best first."""
+    ranked = rerank(response, (), top_n, "")
+    meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": response.usage.prompt_tokens}}
+    return {"id": ranked["id"], "results": ranked["results"], "meta": meta}
+
+
 def _call(call: pb.ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

@@ -29,6 +29,7 @@ from gateway.http.answers import (
     Form,
     StreamForm,
     TokenTexts,
+    cohere_rerank,
     embedding,
     embedding_bytes,
     embeddings,
@@ -43,7 +44,9 @@ from gateway.http.requests import (
     TOKENIZE_NAMES,
     Asked,
     AskedEmbeddings,
+    AskedRerank,
     read_chat,
+    read_cohere_rerank,
     read_completion,
     read_detokenize,
     read_embeddings,
@@ -129,11 +132,14 @@ class HttpApi:
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank."""
-        asked, context = self._read(call, "rerank", read_rerank)
-        call.names = asked.names
-        response = await self._handler.score(asked.request, context)
+        asked, response = await self._score(call, read_rerank)
         documents = asked.request.documents if asked.return_documents else ()
         await call.reply(rerank(response, documents, asked.top_n, self._name(asked.request.model)))
+
+    async def cohere_rerank(self, call: HttpCall) -> None:
+        """POST /v2/rerank."""
+        asked, response = await self._score(call, read_cohere_rerank)
+        await call.reply(cohere_rerank(response, asked.top_n))
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
@@ -163,6 +169,13 @@ class HttpApi:
         request = read_detokenize(call.values)
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
+
+    async def _score(
+        self, call: HttpCall, read: Callable[[Mapping[str, Any]], AskedRerank]
+    ) -> tuple[AskedRerank, pb.ScoreResponse]:
+        asked, context = self._read(call, "rerank", read)
+        call.names = asked.names
+        return asked, await self._handler.score(asked.request, context)
 
     def _most_inputs(self, values: Mapping[str, Any]) -> int:
         """Return how many texts a request of the model that a body names may have."""
@@ -292,6 +305,7 @@ def make_app(
         route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
+        route("/v2/rerank", api.cohere_rerank, "Score"),
         route("/v1/models", api.models, "ListModels", "GET"),
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, put, read_as, without_nulls
+from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, VERBOSITY, put, read_as, without_nulls
 
 CONSTRAINED = ("response_format", "structured_outputs")
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
@@ -49,7 +49,9 @@ def _of_format(value: object) -> dict[str, Any]:
 
 def _of_text(value: object) -> dict[str, Any]:
     """As _of_format, of a response: its schema stands beside the type."""
-    fields = _given("text", value, {"format"})
+    fields = _given("text", value, {"format", "verbosity"})
+    if "verbosity" in fields:
+        read_as("text.verbosity", VERBOSITY, fields["verbosity"])
     if "format" not in fields:
         return {}
     fields = _given("text.format", fields["format"], _NAMED | {"type"})

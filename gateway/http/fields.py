@@ -2,7 +2,7 @@
 same. The reader of requests, the words of errors and the OpenAPI document come from it."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -107,10 +107,13 @@ def _notes(value: object) -> dict[str, str]:
     return {_string(name): _string(each) for name, each in value.items()}
 
 
-def _effort(value: object) -> str:
-    if value not in EFFORTS:
-        raise ValueError
-    return _string(value)
+def _one_of(words: Sequence[str]) -> ValueKind:
+    def read(value: object) -> str:
+        if value not in words:
+            raise ValueError
+        return _string(value)
+
+    return ValueKind(f"one of {', '.join(words)}", {"enum": [*words]}, read)
 
 
 def _true(value: object) -> bool:
@@ -145,7 +148,8 @@ STRINGS = ValueKind(
 POOLINGS = {name.removeprefix("POOLING_").lower(): number for name, number in pb.Pooling.items() if number}
 POOLING = ValueKind(f"one of {', '.join(POOLINGS)}", {"enum": [*POOLINGS]}, _pooling)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-EFFORT = ValueKind(f"one of {', '.join(EFFORTS)}", {"enum": EFFORTS}, _effort)
+EFFORT = _one_of(EFFORTS)
+VERBOSITY = _one_of(("low", "medium", "high"))  # read by nobody: no chat template has a place for it
 TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
 JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)
@@ -208,6 +212,7 @@ EMBEDDING = (
 )
 
 RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
+COHERE_RERANK = tuple(row for row in RERANK if row.name != "priority")  # there the lower is first
 
 # What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then vLLM's
 # structured_outputs. One of all of these.

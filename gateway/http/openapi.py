@@ -8,6 +8,7 @@ from gateway.http.fields import (
     BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
+    COHERE_RERANK,
     COMPLETION,
     COMPLETION_NEUTRAL,
     EMBEDDING,
@@ -20,6 +21,7 @@ from gateway.http.fields import (
     STRING,
     TEXTS,
     TOKEN_IDS,
+    VERBOSITY,
     Field,
 )
 from gateway.http.requests import ENCODINGS, MAX_PROMPTS, MAX_TEXTS
@@ -101,6 +103,7 @@ _RANKED = {
     "required": ["id", "model", "results", "usage"],
     "properties": {"results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"]}}},
 }
+_RANKED_COHERE = {**_RANKED, "required": ["id", "results", "meta"]}
 _NOTES = {name: kind.schema for name, kind in NOTES.items()}
 _STREAMED = {
     "response_format": FORMAT,
@@ -112,7 +115,13 @@ _STREAMED = {
     **_NOTES,
     "return_token_ids": BOOLEAN.schema,
 }
-_OF_CHAT = {**CONVERSATION, "logprobs": BOOLEAN.schema, "prediction": OBJECT, **_STREAMED}
+_OF_CHAT = {
+    **CONVERSATION,
+    "logprobs": BOOLEAN.schema,
+    "prediction": OBJECT,
+    "verbosity": VERBOSITY.schema,
+    **_STREAMED,
+}
 _OF_RESPONSE = {
     **OF_RESPONSES,
     "include": {"type": "array", "items": {"enum": INCLUDED}},
@@ -133,16 +142,13 @@ def document() -> Json:
         ["input"],
         EMBEDDING,
     )
-    rerank = _body(
-        {
-            "documents": {**TEXTS.schema, "minItems": 1, "maxItems": MAX_INPUTS},
-            "top_n": {"type": "integer", "minimum": 1},
-            "return_documents": BOOLEAN.schema,
-            "user": STRING.schema,
-        },
-        ["query", "documents"],
-        RERANK,
-    )
+    ranked: Json = {
+        "documents": {**TEXTS.schema, "minItems": 1, "maxItems": MAX_INPUTS},
+        "top_n": {"type": "integer", "minimum": 1},
+    }
+    told: Json = {"return_documents": BOOLEAN.schema, "user": STRING.schema}
+    rerank = _body({**ranked, **told}, ["query", "documents"], RERANK)
+    cohere = _body(ranked, ["query", "documents"], COHERE_RERANK)
     tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
     response = _body(_OF_RESPONSE, ["input"], RESPONSE, RESPONSE_NEUTRAL)
@@ -170,6 +176,7 @@ def document() -> Json:
         "/v1/responses/input_tokens": {"post": _operation("How many tokens an input has.", counted, count_input)},
         "/v1/embeddings": {"post": _operation("Vectors of texts.", _EMBEDDINGS, embeddings)},
         "/v1/rerank": {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)},
+        "/v2/rerank": {"post": _operation("The same in Cohere's form.", _RANKED_COHERE, cohere)},
         "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},
         "/detokenize": {"post": _operation("Text of token ids.", {"type": "object"}, detokenize)},
     }

@@ -17,6 +17,7 @@ from gateway.http.fields import (
     BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
+    COHERE_RERANK,
     COMPLETION,
     COMPLETION_NEUTRAL,
     EMBEDDING,
@@ -27,6 +28,7 @@ from gateway.http.fields import (
     STRING,
     TEXTS,
     TOKEN_IDS,
+    VERBOSITY,
     Field,
     ValueKind,
     put,
@@ -69,12 +71,12 @@ class Asked:
 
 @dataclass
 class AskedRerank:
-    """What a body of /v1/rerank asks for."""
+    """What a body of /v1/rerank or /v2/rerank asks for."""
 
     request: pb.ScoreRequest
     names: dict[str, str]
     top_n: int  # documents that are told of, the best
-    return_documents: bool
+    return_documents: bool = False
 
 
 @dataclass
@@ -99,11 +101,12 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
-    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs", "prediction"))
+    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs", "prediction", "verbosity"))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
     fill(request, values, CHAT, names)
     read_value(values, "prediction", OBJECT, {})  # a hint for speculation, which needs none
+    read_value(values, "verbosity", VERBOSITY, "medium")
     if {"max_tokens", "max_completion_tokens"} <= values.keys():
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
     if read_value(values, "logprobs", BOOLEAN, False):
@@ -164,15 +167,26 @@ def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) ->
 
 def read_rerank(values: Mapping[str, Any]) -> AskedRerank:
     """Read the body of /v1/rerank. Raises InvalidRequest."""
-    check_known(values, RERANK, {}, ("documents", "top_n", "return_documents", "user"))
+    asked = _rerank(values, RERANK, ("return_documents", "user"))
+    asked.return_documents = read_value(values, "return_documents", BOOLEAN, True)
+    return asked
+
+
+def read_cohere_rerank(values: Mapping[str, Any]) -> AskedRerank:
+    """Read the body of /v2/rerank. Raises InvalidRequest."""
+    return _rerank(values, COHERE_RERANK, ())
+
+
+def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collection[str]) -> AskedRerank:
+    check_known(values, table, {}, ("documents", "top_n", *others))
     check_notes(values)
     request, names = pb.ScoreRequest(), dict[str, str]()
-    fill_rows(request, values, RERANK, names)
+    fill_rows(request, values, table, names)
     request.documents.extend(read_value(values, "documents", TEXTS))
     top_n = read_value(values, "top_n", INTEGER, len(request.documents))
     if top_n < 0 or ("top_n" in values and top_n == 0):
         raise InvalidRequest("top_n", "must be at least 1")
-    return AskedRerank(request, names, top_n, read_value(values, "return_documents", BOOLEAN, True))
+    return AskedRerank(request, names, top_n)
 
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:

@@ -22,7 +22,17 @@ from gateway.http.conversations import (
     read_tool,
     read_tool_choice,
 )
-from gateway.http.fields import BOOLEAN, INPUT_NEUTRAL, METADATA, NOTES, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as
+from gateway.http.fields import (
+    BOOLEAN,
+    INPUT_NEUTRAL,
+    METADATA,
+    NOTES,
+    RESPONSE,
+    RESPONSE_NEUTRAL,
+    STRING,
+    read_as,
+    without_nulls,
+)
 from gateway.http.requests import Asked, check_known, check_notes, fill, new_id, read_part_of, read_value
 from gateway.http.wire.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 from gateway.request.messages import MAX_TOOLS
@@ -233,10 +243,11 @@ class ResponseForm:
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "parallel_tool_calls": True, "previous_response_id": None,
-            "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None}, "store": False, "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None}, "store": False,
+            "text": {"format": {"type": "text"}, **without_nulls(values.get("text", {}))},
             "tool_choice": "auto", "truncation": "disabled",
             "service_tier": "default" if "service_tier" in values else None,
-            **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
+            **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *_TOOLS) if name in values},
             "tools": tools,
         }  # fmt: skip
 

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 
 from gateway.http.anthropic import THINKS, TOOL_CHOICES
 from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
-from gateway.http.fields import BOOLEAN, CONSTRAINTS, EFFORT, FORMAT_TYPES, INTEGER, JSON_SCHEMA, STRING, TOKEN_IDS
+from gateway.http.fields import (
+    BOOLEAN,
+    CONSTRAINTS,
+    EFFORT,
+    FORMAT_TYPES,
+    INTEGER,
+    JSON_SCHEMA,
+    STRING,
+    TOKEN_IDS,
+    VERBOSITY,
+)
 from gateway.http.responses import ELSEWHERE, SUMMARIES, SUMMARY_KINDS
 from gateway.http.wire.writing import Json
 
@@ -157,6 +167,7 @@ OF_RESPONSES = {
             schema=JSON_SCHEMA.schema,
             strict=BOOLEAN.schema,
         ),
+        verbosity=VERBOSITY.schema,
     ),
 }
 _CALL = closed(

@@ -16,6 +16,7 @@ from gateway.http.conversations import CONVERSATION
 from gateway.http.fields import (
     CHAT,
     CHAT_NEUTRAL,
+    COHERE_RERANK,
     COMPLETION,
     COMPLETION_NEUTRAL,
     EMBEDDING,
@@ -28,6 +29,7 @@ from gateway.http.openapi import document
 from gateway.http.requests import (
     parse,
     read_chat,
+    read_cohere_rerank,
     read_completion,
     read_detokenize,
     read_embeddings,
@@ -65,6 +67,7 @@ OF_PATHS = {
     "/v1/chat/completions": READERS["chat"],
     "/v1/completions": READERS["completion"],
     "/v1/rerank": (read_rerank, {"query": "a", "documents": ["b"]}),
+    "/v2/rerank": (read_cohere_rerank, {"query": "a", "documents": ["b"]}),
     "/v1/embeddings": (read_embeddings, {"input": "hi"}),
     "/v1/responses": READERS["response"],
     "/v1/messages": READERS["messages"],
@@ -237,7 +240,7 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_response, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         (read_response, {"input": "a", "store": True}, "store"),
         (read_response, {"input": "a", "background": True}, "background"),
-        (read_response, {"input": "a", "text": {"verbosity": "low"}}, "text.verbosity"),
+        (read_response, {"input": "a", "text": {"verbosity": "terse"}}, "text.verbosity"),
         (read_response, {"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
         (read_response, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         (read_response, {"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
@@ -270,6 +273,9 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_rerank, {"query": "a", "documents": ["b"], "return_documents": 1}, "return_documents"),
         (read_rerank, {"query": 7, "documents": ["b"]}, "query"),
         (read_rerank, {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields"),
+        (read_cohere_rerank, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        (read_cohere_rerank, {"query": "a", "documents": ["b"], "return_documents": True}, "return_documents"),
+        (read_cohere_rerank, {"query": "a", "documents": ["b"], "priority": 1}, "priority"),
         (read_detokenize, {"tokens": "a"}, "tokens"),
         (read_detokenize, {"tokens": [1 << 40]}, "tokens"),
     ],
@@ -440,6 +446,14 @@ def test_an_id_that_is_none_is_refused_with_several_prompts_too(request_id):
         check(asked.requests[0], SERVED)
 
 
+@pytest.mark.parametrize("door, more", [("response", {"text": {"verbosity": "low"}}), ("chat", {"verbosity": "high"})])
+def test_how_wordy_an_answer_should_be_changes_nothing(door, more):
+    read, body = READERS[door]
+    (told,), (plain,) = read({**body, **more}).requests, read(body).requests
+    told.request_id = plain.request_id
+    assert told == plain
+
+
 def test_null_is_as_if_it_were_left_out():
     assert read_chat(parse(b'{"messages": [{"role": "user", "content": "hi"}], "stop": null, "tools": null}')).requests
 
@@ -468,6 +482,7 @@ def test_the_document_has_every_field_and_no_other():
         ("/v1/completions", COMPLETION, COMPLETION_NEUTRAL),
         ("/v1/embeddings", EMBEDDING, {}),
         ("/v1/rerank", RERANK, {}),
+        ("/v2/rerank", COHERE_RERANK, {}),
         ("/v1/responses", RESPONSE, RESPONSE_NEUTRAL),
         ("/v1/messages", MESSAGES, MESSAGES_NEUTRAL),
         ("/v1/messages/count_tokens", (), {}),

@@ -298,6 +298,12 @@ async def test_rerank(served, monkeypatch):
         body |= {"top_n": 1, "return_documents": False}
         (only,) = (await client.post("/rerank", body=body, cast_to=object))["results"]
         assert only["index"] == best[0] and "document" not in only
+        cohere = client.with_options(base_url=str(client.base_url).replace("/v1/", "/v2/"))
+        told = await cohere.post("/rerank", body={**body, "top_n": 2, "return_documents": None}, cast_to=object)
+        assert told["results"] == [
+            {"index": each["index"], "relevance_score": each["relevance_score"]} for each in whole["results"][:2]
+        ]
+        assert told["meta"] == {"api_version": {"version": "2"}, "tokens": {"input_tokens": said.usage.prompt_tokens}}
         with pytest.raises(BadRequestError) as caught:
             await client.post("/rerank", body={**body, "documents": ["a", ""]}, cast_to=object)
         assert caught.value.param == "documents[1]"
