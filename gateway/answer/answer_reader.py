@@ -49,10 +49,10 @@ class AnswerReader:
         conversation: Conversation | None,
         prompt_ids: Sequence[int],
         constraint: Constraint | None = None,
-        keeps_loose: bool = True,
+        kept: Collection[str] | None = None,
     ) -> ReaderForm:
         """Return how an answer to this prompt is read. What continues a text has no form. Calls of tools that are not strict
-        keep to their schemas as far as they can; `keeps_loose` False: not at all. Raises InvalidRequest for what the
+        keep to their schemas as far as they can; `kept`: only those of these, None: all. Raises InvalidRequest for what the
         model's form cannot do."""
         form = self._form
         if conversation is None:
@@ -68,8 +68,8 @@ class AnswerReader:
         # What continues a text keeps to its constraint alone, and in harmony has no calls.
         if not options.continues or (constraint is None and not form.is_harmony):
             bound = set(options.strict_tools)
-            if keeps_loose and (options.must_call or constraint is not None):
-                bound |= tools.keys()
+            if options.must_call or constraint is not None:
+                bound |= tools.keys() if kept is None else tools.keys() & kept
             schemas = {name: each if name in bound else None for name, each in tools.items()} if form.calls else {}
             _check_tools(options, [name for name, each in schemas.items() if each is not None])
             loose = bound.difference(options.strict_tools)
@@ -83,6 +83,13 @@ class AnswerReader:
         return ReaderForm(
             self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, options.continues
         )
+
+    def grammar_of_tool(self, conversation: Conversation, name: str) -> Constraint:
+        """Return the grammar of a call of one tool, whose schema is kept to as far as it can be. Raises InvalidRequest."""
+        assert self._form is not None and self._form.calls is not None
+        parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
+        asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))
+        return Constraint("grammar", answer_grammar(self._form, self._control_ids, "", asked) or "")
 
 
 def _check_form(form: AnswerFormat | None, options: ChatOptions) -> None:
@@ -102,8 +109,7 @@ def _check_form(form: AnswerFormat | None, options: ChatOptions) -> None:
 def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
     """Check what the grammar will have of those whose calls it binds. Raises InvalidRequest."""
     called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in bound]
-    num_bytes = sum(len(json.dumps(tool["parameters"])) for _, tool in called)
-    if num_bytes > MAX_BYTES:  # 720 kB took 0.45 s to walk
+    if (num_bytes := parameter_bytes(options, bound)) > MAX_BYTES:  # 720 kB took 0.45 s to walk
         raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
     for index, tool in called:
         if tool["name"] not in options.strict_tools:
@@ -114,6 +120,11 @@ def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
             raise InvalidRequest(where, f"{place}: {reason}" if place else reason)
         if "object" not in (types if isinstance(types, list) else [types]):
             raise InvalidRequest(where, "/type: must be object, which arguments are")
+
+
+def parameter_bytes(options: ChatOptions, names: Collection[str]) -> int:
+    """Return how large the schemas of these tools are together."""
+    return sum(len(json.dumps(tool["parameters"])) for tool in options.tools if tool["name"] in names)
 
 
 def _loosened(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
 from gateway.answer.answer_reader import AnswerReader, ReaderForm
+from gateway.answer.form_search import FormSearch
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.link.worker_link import WorkerLink
@@ -164,28 +165,11 @@ class Pipeline:
         record.num_prompt_tokens = len(prompt_ids)
         if checked.constraint is not None:
             await self.text.check_constraint(checked.constraint, record.tenant, deadline)
-        form = await self._form_of(checked, prompt_ids, record.tenant, deadline)
+        search = FormSearch(self.reader, self.text, record.tenant, deadline)
+        form = await search.find(checked.messages, prompt_ids, checked.constraint)
         if form.constraint != checked.constraint:
             checked = replace(checked, constraint=form.constraint)
         return checked, prompt_ids, form
-
-    async def _form_of(self, checked: Checked, prompt_ids: Sequence[int], tenant: str, deadline: float) -> ReaderForm:
-        """Return how the answer is read. Where the schemas of its tools cannot be kept to, those that are not strict are
-        given up, whichever it was: their calls have any arguments. Raises BatonError."""
-        try:
-            return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=True)
-        except InvalidRequest:
-            if checked.messages is None or not checked.messages.options.loose_tools:
-                raise
-            return await self._form_with(checked, prompt_ids, tenant, deadline, keeps_loose=False)
-
-    async def _form_with(
-        self, checked: Checked, prompt_ids: Sequence[int], tenant: str, deadline: float, keeps_loose: bool
-    ) -> ReaderForm:
-        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint, keeps_loose)
-        if form.constraint is not None and form.constraint != checked.constraint:
-            await self.text.check_constraint(form.constraint, tenant, deadline, "messages.tools")
-        return form
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""

@@ -145,7 +145,7 @@ def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone():
     both = CONVERSATION._replace(options=options._replace(callable_tools=("find", "big")))
     with pytest.raises(InvalidRequest, match="have parameters of"):
         READER.form_of(both, [0])
-    free = READER.form_of(both, [0], keeps_loose=False).constraint
+    free = READER.form_of(both, [0], kept=()).constraint
     assert free is not None and "minimun" not in free.text and free.text.count('%json {"type": "object"') == 4
 
 
@@ -158,7 +158,7 @@ def test_arguments_that_would_have_no_end_are_any_of_a_tool_that_is_not_strict(i
     with pytest.raises(InvalidRequest, match="leads back to it"):
         READER.form_of(conversation, [0])
     if not is_strict:
-        free = READER.form_of(conversation, [0], keeps_loose=False).constraint
+        free = READER.form_of(conversation, [0], kept=()).constraint
         assert free is not None and "$ref" not in free.text
 
 

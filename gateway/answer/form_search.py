@@ -1,0 +1,63 @@
+"""Find how an answer is read whose tools may have schemas that no grammar keeps to: those of tools that are not strict are given
+up, each by itself."""
+
+from collections.abc import Collection, Sequence
+
+from baton.constraints.constraint import MAX_BYTES, Constraint
+from baton.service.errors import InvalidRequest
+from gateway.answer.answer_reader import AnswerReader, ReaderForm, parameter_bytes
+from gateway.text.templates import Conversation
+from gateway.text.text_work import TextWork
+
+_MOST_GIVEN_UP = 4  # each may take seconds to be refused; where more are, all are given up
+_FIELD = "messages.tools"
+
+
+class FormSearch:
+    """The search for one request."""
+
+    def __init__(self, reader: AnswerReader, text: TextWork, tenant: str, deadline: float):
+        self._reader, self._text, self._tenant, self._deadline = reader, text, tenant, deadline
+
+    async def find(
+        self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None
+    ) -> ReaderForm:
+        """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be kept
+        to, have any arguments. Raises BatonError."""
+
+        async def form_with(kept: Collection[str] | None) -> ReaderForm:
+            form = self._reader.form_of(conversation, prompt_ids, constraint, kept)
+            if form.constraint is not None and form.constraint != constraint:
+                await self._check(form.constraint)
+            return form
+
+        try:
+            return await form_with(None)
+        except InvalidRequest:
+            if conversation is None or not conversation.options.loose_tools:
+                raise
+        free = await form_with(())
+        if not (kept := await self._keepable(conversation)):
+            return free
+        try:
+            return await form_with(kept)
+        except InvalidRequest:  # what else is too much together
+            return free
+
+    async def _keepable(self, conversation: Conversation) -> list[str]:
+        """Return the tools that are not strict whose schemas can be kept to, each by itself."""
+        options, kept = conversation.options, list[str]()
+        names = sorted(options.loose_tools)
+        if len(names) == 1 or parameter_bytes(options, names) > MAX_BYTES:
+            return []
+        for number, name in enumerate(names):
+            try:
+                await self._check(self._reader.grammar_of_tool(conversation, name))
+                kept.append(name)
+            except InvalidRequest:
+                if number + 1 - len(kept) > _MOST_GIVEN_UP:
+                    return []
+        return kept if len(kept) < len(names) else []
+
+    async def _check(self, constraint: Constraint) -> None:
+        await self._text.check_constraint(constraint, self._tenant, self._deadline, _FIELD)
