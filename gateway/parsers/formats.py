@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 from gateway.parsers.answer_parser import AnswerParser, TaggedParser
 from gateway.parsers.calls import CallReader
-from gateway.parsers.grammars import CallsWriter, harmony_calls, named_calls, object_calls, section, tagged_calls
+from gateway.parsers.grammars import (
+    CallsWriter,
+    dsml_calls,
+    harmony_calls,
+    named_calls,
+    object_calls,
+    section,
+    tagged_calls,
+)
 from gateway.parsers.harmony import MARKERS, HarmonyParser
 from gateway.parsers.json_calls import DeepSeekReader, HermesReader, LlamaJsonReader, MistralReader
 from gateway.parsers.pythonic import PythonicReader
@@ -76,7 +84,7 @@ FORMATS = (
         "mistral", ("[TOOL_CALLS]", "[ARGS]"), MistralReader, _MISTRAL, named_calls("[TOOL_CALLS]", "[ARGS]", "")
     ),
     AnswerFormat("mistral-v3", ("[TOOL_CALLS]",), MistralReader, _MISTRAL, _LIST),
-    AnswerFormat("deepseek-dsml", ("｜DSML｜",), DsmlReader),
+    AnswerFormat("deepseek-dsml", ("｜DSML｜",), DsmlReader, calls=dsml_calls),
     AnswerFormat("deepseek-v3", (_SECTION, "```json"), DeepSeekReader, calls=section(_SECTION, _FENCED, _SECTION_END)),
     AnswerFormat("deepseek-v31", (_SECTION,), DeepSeekReader, calls=section(_SECTION, _BARE, _SECTION_END)),
     AnswerFormat("qwen-xml", ("<tool_call>", "<function="), QwenXmlReader, calls=tagged_calls),

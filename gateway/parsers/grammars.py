@@ -45,10 +45,11 @@ class GrammarWriter:
 
     def until(self, end: str, texts: str = _ANY_TEXT) -> str:
         """Return an expression for any text, or one that this terminal allows, and this one that ends it."""
-        number = len(self._rules)
+        number, (head, marked) = len(self._rules), self.cut(end)
+        if marked:  # no text has the token
+            text = self.terminal(f"TEXT{number}", f"({texts}) {quoted(head)}" if head else texts)
+            return f"{text} {self.text(marked)}"
         text = self.terminal(f"TEXT{number}", texts)
-        if end in self._control_ids:
-            return f"{text} {self.text(end)}"
         self._rules.append(self._counted(f"until{number}[suffix={quoted(end)}]: {text}"))
         return f"until{number}"
 
@@ -57,9 +58,10 @@ class GrammarWriter:
         self._rules.append(self._counted(f"{name}: {terminal}"))
         return name
 
-    def is_token(self, marker: str) -> bool:
-        """Return whether a marker is a token, which no text has."""
-        return marker in self._control_ids
+    def cut(self, text: str) -> tuple[str, str]:
+        """Return a text in two parts, the second of which begins with the first marker in it that is a token."""
+        found = self._split.search(text)
+        return (text, "") if found is None else (text[: found.start()], text[found.start() :])
 
     def any_text(self) -> str:
         """Return an expression for any text."""
@@ -108,14 +110,19 @@ def repeated(expression: str, separator: str, is_parallel: bool) -> str:
 def text_or_calls(writer: GrammarWriter, calls: str, openers: Sequence[str], first: str) -> str:
     """Return an expression for text, calls behind it, or both. `openers`: what begins a call for those who read it, calls with
     the first one; `first`: with what a call may begin that is the whole answer, and has no opener."""
-    spelled = [opener for opener in openers if not writer.is_token(opener)]
-    unlike = "".join(f" & ~{regex(f'(?s:.*){re.escape(opener)}(?s:.*)')}" for opener in spelled)
+    spelled = [opener for opener in openers if not writer.cut(opener)[1]]
+    any_of = "|".join(map(re.escape, spelled))  # in one complement: four of them were more than the library follows
+    unlike = f" & ~{regex(f'(?s:.*)(?:{any_of})(?s:.*)')}" if spelled else ""
     if first:
         text = writer.terminal("TEXT", regex(rf"\s*([^\s{re.escape(first)}](?s:.*))?") + unlike)
         return f"({calls} | {text})"
     text = writer.terminal("TEXT", _ANY_TEXT + unlike)
     if openers[0] not in spelled:
-        return f"{text} ({calls})?"
+        head, _ = writer.cut(openers[0])
+        if not head:
+            return f"{text} ({calls})?"
+        before = writer.terminal("BEFORE", f"({_ANY_TEXT}{unlike}) {quoted(head)}")
+        return f"({text} | {before} {calls.removeprefix(quoted(head))})"
     begin = quoted(openers[0])[:-1]  # without its quotation mark
     behind = f'"{calls.removeprefix(begin)}'.removeprefix('""')
     return f"({text} | {writer.until(openers[0])} {behind})"
@@ -163,10 +170,7 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     writer.terminal(_KEY, r"/[^>\n]{1,64}/")
     for name, tool in tools.items():
         head = writer.text(f"<function={name}>\n")
-        try:
-            calls.append(f"{head} {_tagged_arguments(writer, tool)}")
-        except ValueError as error:
-            raise InvalidRequest("messages.tools", f"{name}: {error}") from None
+        calls.append(f"{head} {_tagged_arguments(writer, name, tool, _QWEN)}")
     call = f"{writer.text(_OPEN)} {either(calls)} {writer.text(_CLOSE)}"
     return repeated(call, writer.text("\n"), is_parallel)
 
@@ -180,33 +184,39 @@ _TAGS = ("<parameter=", "</parameter>", "</function>")
 _KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 
 
-def _tagged_arguments(writer: GrammarWriter, tool: ArgumentsSchema | None) -> str:
-    """Return an expression for arguments. Raises ValueError for what tags cannot keep to."""
+class _Tags(NamedTuple):
+    """How arguments stand between tags: one of a schema, of a tool, and any of them. The first raises ValueError for a
+    schema that cannot be kept to."""
+
+    argument: Callable[[GrammarWriter, str, Any, ArgumentsSchema], str]
+    any_arguments: Callable[[GrammarWriter], str]
+
+
+def _tagged_arguments(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None, tags: _Tags) -> str:
+    """Return an expression for the arguments of a tool. Raises InvalidRequest for what tags cannot keep to."""
     if tool is None:
-        return _any_tagged(writer)
-    root, is_strict = tool
+        return tags.any_arguments(writer)
     try:
-        schema = _arguments_schema(root, is_strict)
-    except ValueError:
-        if is_strict:
-            raise
-        return _any_tagged(writer)
+        return _arguments_in_order(writer, tool, tags)
+    except ValueError as error:
+        if tool.is_strict:
+            raise InvalidRequest("messages.tools", f"{name}: {error}") from None
+        return tags.any_arguments(writer)
+
+
+def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, tags: _Tags) -> str:
+    """Raises ValueError for what tags cannot keep to."""
+    schema = _arguments_schema(*tool)
     parts, required = [], listed(schema.get("required"))
     for key, each in _properties(schema).items():
         try:
-            value = _tagged_value(writer, each, tool)
+            part = tags.argument(writer, key, each, tool)
         except ValueError as error:
-            if is_strict:
+            if tool.is_strict:
                 raise ValueError(f"{key[:40]!r} {error}") from None
-            value = writer.until(_PARAMETER_END, _LINES)
-        part = f"{writer.text(_PARAMETER.format(key))} {value}"
+            part = tags.argument(writer, key, {}, tool)
         parts.append(part if key in required else f"({part})?")
     return " ".join(parts)
-
-
-def _any_tagged(writer: GrammarWriter) -> str:
-    begin, behind_name = (writer.text(part) for part in _PARAMETER.split("{}"))
-    return f"({begin} {_KEY} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
 
 
 def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, Any]:
@@ -232,17 +242,28 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _tagged_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
-    """Return an expression for an argument and its end: text as it is, JSON for all else. What may be text is text."""
-    root, is_strict = tool
-    types = types_of(schema, root)
+def _qwen_argument(writer: GrammarWriter, key: str, schema: Any, tool: ArgumentsSchema) -> str:
+    """Text as it is, JSON for all else. What may be text is text."""
+    begin, types = writer.text(_PARAMETER.format(key)), types_of(schema, tool.schema)
     if types and "string" not in types:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{writer.json({**schema, **shared}, is_strict)} {writer.text(_PARAMETER_END)}"
-    texts = TextSchemas(root, writer.count).expression(schema)
+        return f"{begin} {_json_value(writer, schema, tool)} {writer.text(_PARAMETER_END)}"
+    texts = TextSchemas(tool.schema, writer.count).expression(schema)
     if texts is None:
         raise ValueError("has a schema that no text keeps to")
-    return writer.until(_PARAMETER_END, " & ".join(filter(None, (texts, _LINES))))
+    return f"{begin} {writer.until(_PARAMETER_END, ' & '.join(filter(None, (texts, _LINES))))}"
+
+
+def _any_qwen_arguments(writer: GrammarWriter) -> str:
+    begin, behind_name = (writer.text(part) for part in _PARAMETER.split("{}"))
+    return f"({begin} {_KEY} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
+
+
+def _json_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
+    shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
+    return writer.json({**(schema if isinstance(schema, dict) else {}), **shared}, tool.is_strict)
+
+
+_QWEN = _Tags(_qwen_argument, _any_qwen_arguments)
 
 
 def _lines_unlike(begin: str) -> str:
@@ -253,6 +274,53 @@ def _lines_unlike(begin: str) -> str:
     for character in reversed(head):
         line = rf"(?:[^{character}\n].*|{character}{line})?"
     return regex(rf".*(?:\n{line})*")
+
+
+def dsml_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
+    """Write calls of DeepSeek V3.2: a tag around each argument that says whether it is text, in the order of the schema."""
+    calls = []
+    writer.terminal(_KEY, r'/[^">\n]{1,64}/')
+    for name, tool in tools.items():
+        head = writer.text(f'<{_MARK}invoke name="{name}">\n')
+        calls.append(f"{head} {_tagged_arguments(writer, name, tool, _DSML)}")
+    begin, behind, end = map(
+        writer.text, (f"<{_MARK}function_calls>\n", f"</{_MARK}invoke>\n", f"</{_MARK}function_calls>")
+    )
+    return f"{begin} {repeated(f'({either(calls)} {behind})', '', is_parallel)} {end}"
+
+
+_MARK = "｜DSML｜"
+_DSML_BEGIN, _DSML_TEXT, _DSML_JSON, _DSML_END = (
+    f'<{_MARK}parameter name="{{}}" string="', 'true">', 'false">', f"</{_MARK}parameter>\n",
+)  # fmt: skip
+
+
+def _dsml_argument(writer: GrammarWriter, key: str, schema: Any, tool: ArgumentsSchema) -> str:
+    if set(key) & set('">\n'):
+        raise ValueError("has a name that no tag has")
+    types, ways = types_of(schema, tool.schema), list[str]()
+    if not types or "string" in types:
+        texts = TextSchemas(tool.schema, writer.count, has_null=False).expression(schema)
+        if texts is not None:
+            ways.append(_dsml_text(writer, texts))
+    if types != {"string"} and schema is not False:
+        ways.append(f"{writer.text(_DSML_JSON)} {_json_value(writer, schema, tool)} {writer.text(_DSML_END)}")
+    if not ways:
+        raise ValueError("has a schema that nothing keeps to")
+    return f"{writer.text(_DSML_BEGIN.format(key))} {either(ways)}"
+
+
+def _dsml_text(writer: GrammarWriter, texts: str) -> str:
+    return f"{writer.text(_DSML_TEXT)} {writer.until(_DSML_END, texts or _ANY_TEXT)}"
+
+
+def _any_dsml_arguments(writer: GrammarWriter) -> str:
+    begin, behind_name = (writer.text(part) for part in _DSML_BEGIN.split("{}"))
+    value = f"{writer.text(_DSML_JSON)} {writer.json({})} {writer.text(_DSML_END)}"
+    return f"({begin} {_KEY} {behind_name} {either((_dsml_text(writer, _ANY_TEXT), value))})*"
+
+
+_DSML = _Tags(_dsml_argument, _any_dsml_arguments)
 
 
 def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:

@@ -35,13 +35,14 @@ def _escaped(found: re.Match[str]) -> str:
 class TextSchemas:
     """Schemas that may refer to parts of one root."""
 
-    def __init__(self, root: Mapping[str, Any], count: Callable[[int], None]):
-        """`count` takes the number of characters that are written, and refuses too many."""
-        self._root, self._count = root, count
+    def __init__(self, root: Mapping[str, Any], count: Callable[[int], None], has_null: bool = True):
+        """`count` takes the number of characters that are written, and refuses too many. `has_null`: `null` stands for
+        null."""
+        self._root, self._count, self._has_null = root, count, has_null
 
     def expression(self, schema: Any, depth: int = 0) -> str | None:
-        """Return a terminal for the texts that a schema allows, and `null` where it allows null: ANY for any text, None for
-        none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a terminal cannot keep to."""
+        """Return a terminal for the texts that a schema allows, and for null where it does and a text stands for that: ANY
+        for any text, None for none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a terminal cannot keep to."""
         if not isinstance(schema, dict):
             return None if schema is False else ANY
         if depth > _MAX_DEPTH:
@@ -50,7 +51,10 @@ class TextSchemas:
             raise ValueError(f"has {unkept}, which an argument that is text cannot keep to")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         self._count(_LOOK + len(values or ()))
-        parts = [_own(schema, values), *(self.expression(each, depth + 1) for each in listed(schema.get("allOf")))]
+        parts = [
+            _own(schema, values, self._has_null),
+            *(self.expression(each, depth + 1) for each in listed(schema.get("allOf"))),
+        ]
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 parts.append(_any(self.expression(each, depth + 1) for each in listed(schema[keyword])))
@@ -63,13 +67,14 @@ class TextSchemas:
         return found
 
 
-def _own(schema: Mapping[str, Any], values: list[Any] | None) -> str | None:
+def _own(schema: Mapping[str, Any], values: list[Any] | None, has_null: bool) -> str | None:
     """Return the texts that a schema allows without others. `values`: that it lists."""
     types, ways = named_types(schema), list[str | None]()
     if not types or "string" in types:
         texts = ANY if values is None else _any(quoted(value) for value in values if isinstance(value, str))
         ways.append(_all([texts, *_bounds(schema)]))
-    if "null" in types if values is None else None in values and (not types or "null" in types):
+    allows_null = "null" in types if values is None else None in values and (not types or "null" in types)
+    if has_null and allows_null:
         ways.append(quoted("null"))
     return _any(ways)
 

@@ -142,8 +142,9 @@ def test_calls_keep_to_their_schemas_where_text_may_come(name):
         kinds.add((bool(content), bool(calls)))
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
-    # By chance no text begins as a call of Llama does.
-    assert kinds >= ({(True, False), (False, True)} if name != "llama-json" else {(True, False)})
+    # By chance no text begins as a call of Llama does, or of DeepSeek with what stands before its token.
+    is_drawn = name not in ("llama-json", "deepseek-dsml")
+    assert kinds >= ({(True, False), (False, True)} if is_drawn else {(True, False)})
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,14 @@ def test_calls_keep_to_their_schemas_where_text_may_come(name):
             "qwen-xml",
             "<tool_call>\n<function=find>\n",
             ["</function>", "<parameter=x>\n[1]\n</parameter>\n</function>"],
+        ),
+        (
+            "deepseek-dsml",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n',
+            [
+                "</｜DSML｜invoke>",
+                '<｜DSML｜parameter name="x" string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            ],
         ),
     ],
 )
@@ -181,7 +190,9 @@ UNKEPT = {  # what no grammar has, beside what one has
 }
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_CALLS if name != "qwen-xml"])  # its texts end by no chance
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_CALLS if name not in ("qwen-xml", "deepseek-dsml")]
+)  # whose texts end by no chance
 def test_a_schema_is_kept_to_as_far_as_can_be(name):
     model, kinds = Model(name), {"kind": {"enum": ["a", "b"]}, "marks": {"items": {"enum": [1, 2]}}}
     tools = {"find": loosened(UNKEPT), "stop": TOOLS["stop"]}
@@ -227,6 +238,7 @@ def test_what_tags_cannot_keep_to_binds_nothing_of_a_tool_that_is_not_strict(sch
 
 CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 LLAMA_CALL = '{"name": "stop", "parameters": {}}'
+DSML_CALL = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 HARMONY_CALL = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 
@@ -253,6 +265,11 @@ PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         ("llama-json", LLAMA_CALL, True),
         ("llama-json", " \n", True),
         ("llama-json", "\n{}", False),
+        ("deepseek-dsml", f"Well.\n\n{DSML_CALL}", True),
+        ("deepseek-dsml", DSML_CALL, True),
+        ("deepseek-dsml", "1 < 2 </ 3", True),
+        ("deepseek-dsml", DSML_CALL.replace("stop", "other"), False),
+        ("deepseek-dsml", f"{DSML_CALL} Well.", False),
         ("harmony", "<|channel|>final<|message|>Well.", True),
         ("harmony", PREAMBLE + HARMONY_CALL, True),
         ("harmony", HARMONY_CALL.replace("stop", "other"), False),
@@ -349,6 +366,46 @@ def test_arguments_between_tags_keep_to_their_schema(schema, texts, others):
             parser = model.form.parser({}, {"find": tool}, "")
             (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
             jsonschema.validate(json.loads(call.arguments), tool)
+
+
+WITH_NULL = {"type": ["string", "null"], "enum": ["a", None]}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (STRING, ['true">a</b>\n<c', 'true">'], ['false">"a"']),
+        (STRING | {"pattern": "^[0-9]{2}$"}, ['true">12'], ['true">1', 'false">12', 'false">"12"']),
+        (WITH_NULL, ['true">a', 'false">null'], ['true">null', 'true">b']),
+        ({"$ref": "#/$defs/N"}, ['false">7'], ['true">7', 'false">x']),
+        ({"anyOf": [STRING, {"type": "integer"}]}, ['true">7', 'false">7'], ['false">[7]']),
+        ({"type": "array", "items": {"type": "integer"}}, ['false">[1, 2]'], ['false">["1"]', 'true">[1]']),
+        ({}, ['true">a', 'false">[1]'], ['false">x']),
+        (True, ['true">a', 'false">[1]'], ['false">x']),
+    ],
+)
+def test_arguments_between_tags_that_name_their_kind(has_tokens, schema, texts, others):
+    model = Model("deepseek-dsml", has_tokens)
+    tool = {"properties": {"a": schema}, "required": ["a"], "$defs": CHOSEN}
+    grammar = model.grammar(GrammarAsked({"find": tool}, True, False, None))
+    head, behind = DSML_CALL.replace("stop", "find").split("</｜DSML｜invoke>")
+    for text in (*texts, *others):
+        answer = f'{head}<｜DSML｜parameter name="a" string="{text}</｜DSML｜parameter>\n</｜DSML｜invoke>{behind}'
+        assert is_accepted(model, grammar, answer) == (text in texts), text
+        if text in texts:
+            parser = model.form.parser({}, {"find": tool}, "")
+            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            jsonschema.validate(json.loads(call.arguments), tool)
+
+
+@pytest.mark.parametrize("key", ['a"b', "a>b", "a\nb"])
+def test_a_name_that_no_tag_has(key):
+    model = Model("deepseek-dsml")
+    with pytest.raises(InvalidRequest, match="messages.tools: find: .* has a name that no tag has"):
+        model.grammar(GrammarAsked({"find": {"properties": {key: {}}}}, True, False, None))
+    grammar = model.grammar(GrammarAsked({"find": {"properties": {key: {}}}}, True, False, None, loose=("find",)))
+    assert is_accepted(model, grammar, DSML_CALL.replace("stop", "find"))
 
 
 @pytest.mark.parametrize(
