@@ -68,15 +68,16 @@ def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
     return shapes
 
 
-def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1) -> HeldWeights:
-    """Return what a worker holds of a model in a form, each of `degree` ranks. Raises ModelError where its files cannot be
-    divided so."""
+def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1, dtype: str = "bf16") -> HeldWeights:
+    """Return what a worker holds of a model in a form, each of `degree` ranks. `dtype`: in which it computes where it rounds
+    the weights. Raises ModelError where its files cannot be divided so."""
     if isinstance(form, StoredForm):
         return form.held(degree)
     head_form = _head_form(form)
     head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
     layers = _layer_bytes(spec, form, on_cpu, degree)
-    computes = form if form in ("int8", "fp8", "fp32") else "bf16"
+    as_they_are = "bf16" if on_cpu else dtype  # a CPU rounds rows for integer weights, and multiplies both at one rate
+    computes = form if form in ("int8", "fp8", "fp32") else as_they_are
     return HeldWeights(form, head_form, computes, layers, head, _other_bytes(spec, form))
 
 

@@ -214,13 +214,21 @@ def evaluate(
     rate = rate or ask.rate
     scale = ask.rate / rate
     entries = [replace(entry, at_s=entry.at_s * scale) for entry in ask.entries]
+    configs = {role: _without_idle_blocks(config, entries) for role, config in candidate.configs.items()}
     shape = StackShape(
-        num_prefill, num_decode, candidate.configs["prefill"], candidate.configs["decode"],
-        "auto" if num_prefill else "never",
-    )  # fmt: skip
+        num_prefill, num_decode, configs["prefill"], configs["decode"], "auto" if num_prefill else "never"
+    )
     stack = VirtualStack(shape, dict.fromkeys(("prefill", "decode"), candidate.times), ask.slo)
     served = stack.run(entries)
     return summarize(served, stack, rate, ask.slo)
+
+
+def _without_idle_blocks(config: EngineConfig, entries: Sequence[TraceEntry]) -> EngineConfig:
+    """Return a config without blocks that these requests could never fill, twice over: a small model has millions on a large
+    device, each of which takes a virtual engine its time."""
+    assert config.num_blocks is not None, "the config is resolved"
+    most = sum((entry.num_prompt + entry.num_output) // config.block_size + 2 for entry in entries)
+    return replace(config, num_blocks=min(config.num_blocks, 2 * most))
 
 
 def summarize(served: Sequence[ServedRequest], stack: VirtualStack, rate: float, slo: Slo) -> LoadOutcome:

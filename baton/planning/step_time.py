@@ -26,10 +26,11 @@ class StepBound(NamedTuple):
 class Roofs:
     """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of products."""
 
-    def __init__(self, spec: ModelSpec, device: Device, form: Form, kv_form: str):
-        """Raises ValueError where the device has no products of this form."""
+    def __init__(self, spec: ModelSpec, device: Device, form: Form, kv_form: str, dtype: str = "bf16"):
+        """`dtype`: in which workers compute that round the weights. Raises ValueError where the device has no products of
+        this form."""
         self.spec, self.device = spec, device
-        held = held_weights(spec, form, device.kind == "cpu")
+        held = held_weights(spec, form, device.kind == "cpu", dtype=dtype)
         if held.computes not in device.flops_per_s:
             raise ValueError(f"{device.name} computes no {held.computes}")
         self._flops_per_s = device.flops_per_s[held.computes]
@@ -94,10 +95,11 @@ class StepTimes:
     """Step times of one model in one form on one device; `degree` devices share each layer."""
 
     def __init__(
-        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: Form, kv_form: str, degree: int = 1
-    ):
+        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: Form, kv_form: str, degree: int = 1,
+        dtype: str = "bf16",
+    ):  # fmt: skip
         self.spec, self.device, self.efficiencies = spec, device, efficiencies
-        self.roofs, self.degree = Roofs(spec, device, form, kv_form), degree
+        self.roofs, self.degree = Roofs(spec, device, form, kv_form, dtype), degree
 
     @property
     def kv_token_bytes(self) -> float:

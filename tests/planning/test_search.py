@@ -85,6 +85,20 @@ def test_prompts_that_share_a_prefix_need_no_more_devices_than_hold_them():
     assert search.evaluate(best.worker, 0, best.num_devices - 1, asked).met < asked.attainment
 
 
+def test_a_small_model_on_a_large_device_is_served_without_blocks_that_nothing_fills(monkeypatch):
+    """Each of its engines laid out all that the device holds, for each stack that was tried."""
+    asked = ask(5, num=8, shape=Shape(64, 4))
+    kind = next(search.candidates(read_spec(TARGET), GPUS["H100"], shipped("cuda"), asked))
+    shapes, make = [], search.VirtualStack
+    monkeypatch.setattr(search, "VirtualStack", lambda shape, *args: shapes.append(shape) or make(shape, *args))
+    few = search.evaluate(kind, 1, 1, asked)
+    assert shapes[0].prefill.num_blocks == shapes[0].decode.num_blocks < 100 < 10_000 < kind.memory.num_blocks
+    monkeypatch.setattr(
+        search, "_without_idle_blocks", lambda config, entries: dataclasses.replace(config, num_blocks=9999)
+    )
+    assert search.evaluate(kind, 1, 1, asked) == few and shapes[1].decode.num_blocks == 9999
+
+
 def on_a_cpu(memory_bytes: int) -> Device:
     rates = {"bf16": 1e11, "int8": 1e11}
     return Device("test", "cpu", memory_bytes, 2e10, rates, 2e9, cores=16, threads=2)

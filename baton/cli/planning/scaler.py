@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
         model, times_in, scaler, bounds = _scaler(args)
-    except (SettingsError, ModelError, ValueError, TraceError) as error:
+    except (SettingsError, ModelError, ValueError, TraceError, OSError) as error:
         print(f"baton scaler: {error}", file=sys.stderr)
         return 2
     try:
@@ -153,7 +153,7 @@ def _scaler(args: argparse.Namespace) -> tuple[StepModel, TimesIn, Scaler, Scale
     def times_in(dtype: str, kv_form: str) -> StepTimes:
         form = stored_form(args, spec, device, dtype) or args.quantization or "none"
         form = "fp32" if (form, dtype) == ("none", "fp32") else form
-        return StepTimes(spec, device, efficiencies, form, kv_form)
+        return StepTimes(spec, device, efficiencies, form, kv_form, dtype=dtype)
 
     times = times_in(spec.dtype, spec.dtype)
     model = StepModel(times, slo, args.max_num_seqs, 512 if device.kind == "cpu" else 8192)
@@ -238,7 +238,7 @@ async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None
     where they cannot be."""
     try:
         return await asyncio.to_thread(times_in, *dtypes)
-    except (ModelError, ValueError) as error:
+    except (ModelError, ValueError, OSError) as error:
         print(f"baton scaler: steps stay those of before: {error}", file=sys.stderr, flush=True)
         return None
 
@@ -256,5 +256,7 @@ async def _look(target: str, access: Access) -> GatewayLook | None:
             )
     except grpc.aio.AioRpcError as error:
         told = await asyncio.to_thread(explain_failure, target, error.code(), error.details(), access)
-        print(f"baton scaler: {told}", file=sys.stderr, flush=True)
-        return None
+    except OSError as error:  # of certificates, as while they are replaced
+        told = f"{target}: {error}"
+    print(f"baton scaler: {told}", file=sys.stderr, flush=True)
+    return None

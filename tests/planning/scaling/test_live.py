@@ -16,6 +16,7 @@ from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.planning.scaling.live import WARM_S, FleetWatch, GatewayLook
 from baton.planning.scaling.loop import ScalerLoop
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
+from baton.service.security.access import Access
 from baton.service.slo import Slo
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
@@ -332,8 +333,8 @@ def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, mo
     published.write_fp8(tmp_path, spread="row")
     weights = tmp_path / "model.safetensors"
     capsys.readouterr()
-    fleets = [[of_dtype(1, "bf16", "bf16")] for _ in range(3)]
-    seen, threads = [], set()
+    fleets = [[of_dtype(1, "bf16", "bf16")] for _ in range(4)]
+    seen, threads, is_away = [], set(), threading.Event()
 
     async def look_at(target, access):
         return look(fleets.pop(0))
@@ -342,22 +343,32 @@ def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, mo
         model, stored = loop._scaler._model, weights.read_bytes()
         first = model.times
         monkeypatch.setattr(scaler_command, "stored_form", noted)
-        for change in (weights.unlink, lambda: weights.write_bytes(stored[:-9]), lambda: weights.write_bytes(stored)):
+        failures = (weights.unlink, lambda: weights.write_bytes(stored[:-9]), is_away.set)
+        for change in (*failures, lambda: (is_away.clear(), weights.write_bytes(stored))):
             change()
             await loop._look()
             seen.append(model.times is first)
 
     def noted(*arguments):
         threads.add(threading.current_thread())
+        if is_away.is_set():
+            raise OSError("model.safetensors: stale file handle")
         return stored_form(*arguments)
 
     monkeypatch.setattr(scaler_command, "_look", look_at)
     monkeypatch.setattr(ScalerLoop, "run", run)
     assert main(["scaler", "--target", "x:1", "--model", str(tmp_path), "--device", "H100"]) == 0
     told = capsys.readouterr().err
-    assert seen == [True, True, False], told
+    assert seen == [True, True, True, False], told
     assert threading.main_thread() not in threads
-    assert told.count("\n") == 2 and told.count("baton scaler: ") == 2 and "model.safetensors" in told
+    assert told.count("\n") == 3 and told.count("baton scaler: ") == 3 and "model.safetensors" in told
+
+
+async def test_certificates_that_cannot_be_read_at_a_look_are_told(tmp_path, capsys):
+    """As while they are replaced. The scaler ended then."""
+    assert await scaler_command._look("127.0.0.1:1", Access(tls_ca=tmp_path / "ca.crt")) is None
+    told = capsys.readouterr().err
+    assert told.startswith("baton scaler: 127.0.0.1:1: ") and "ca.crt" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
