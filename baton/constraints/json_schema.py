@@ -13,7 +13,7 @@ from baton.constraints.json_names import (
     plain_names,
 )
 from baton.constraints.json_numbers import check_numbers
-from baton.constraints.json_patterns import rewrite_pattern
+from baton.constraints.json_patterns import rewrite_pattern, with_leap_days
 from baton.constraints.json_references import check_references
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ def _rewritten(schema: Any, may_rewrite: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     schema = {**schema, **(plain_names(schema) if may_rewrite else {})}
+    if schema.get("format") in ("date", "date-time"):
+        schema = with_leap_days(schema)
     return {
         keyword: _rewritten_value(keyword, schema[keyword], may_rewrite)
         for keyword in _in_order(schema)

@@ -62,6 +62,7 @@ def test_every_token_of_a_valid_answer_is_allowed_and_the_end_only_behind_it():
         (r"^[a[^\W\d_]-]+$", ["a-]", "[-]]", '"-]'], ["a-b", "b-]"]),
         (r"^[^[\]&&--\n]+$", ["ab", 'a"', "\\"], ["a[", "]", "&", "-", "\n"]),
         (r"^[*--9[a~~]+$", ["*+,-9[a~"], [".", "0"]),
+        (r"^a.b$", ["axb", "aüb", "a\tb", "a\\b", 'a"b'], ["a\nb", "a\rb", "a\u2028b", "a\u2029b"]),
     ],
 )
 def test_a_class_of_a_pattern_has_the_characters_of_ecma_262(pattern, good, bad):
@@ -75,6 +76,20 @@ def test_a_class_of_a_pattern_has_the_characters_of_ecma_262(pattern, good, bad)
         for text in (*good, *bad):
             token_ids = ids_of(begin + json.dumps(text, ensure_ascii=False) + end)
             assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "0"}, {"pattern": "0", "allOf": [{}]}, {"type": ["string", "null"]}])
+@pytest.mark.parametrize(("name", "behind"), [("date", ""), ("date-time", "T10:00:00Z")])
+def test_29_february_is_a_date_of_leap_years_alone(name, behind, more):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "string", "format": name, **more})))
+    good = ("2024-02-29", "2000-02-29", "2023-02-28", "1900-01-31", "2023-12-30", "2023-11-09", "2023-10-20")
+    for text in (*good, "2023-02-29", "1900-02-29", "2022-02-29", "2024-02-30", "2023-11-31", "2023-00-10"):
+        assert is_whole(grammar.cursor(), f'"{text}{behind}"') == (text in good), text
+
+
+def test_a_date_beside_what_is_no_list_of_schemas_is_refused():
+    with pytest.raises(BadConstraint):
+        VOCABULARY.compile(Constraint("json_schema", '{"format": "date", "pattern": "0", "allOf": 5}'))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ def test_classes_without_an_end_take_time_as_the_text(unclosed):
     assert not asks_for_controls(pattern)
 
 
+@pytest.mark.parametrize("pattern", [r"\.", "[.]", "(?s:.)", r"[a\].]"])
+def test_what_is_no_dot_of_ecma_262_stays(pattern):
+    assert "2028" not in rewrite_pattern(pattern)
+
+
 @pytest.mark.parametrize("pattern", ["[", "[^", "[]", "[^]", "[a\\", "[a\\]", "[]a", "a["])
 def test_a_class_without_an_end_stays_as_it_is(pattern):
     assert rewrite_pattern(f"[a]{pattern}") == rf"[[a]&&[^\x00]]{pattern}"
