@@ -124,8 +124,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory):
-    """Where workers are born: to import torch takes each 1.5 s of CPU. Starts themselves are tested in tests/e2e and
-    tests/cli."""
+    """Where workers and gateways are born: torch and Baton's own modules take a worker 1.9 s of CPU to import. Starts themselves
+    are tested in tests/e2e and tests/cli."""
     from tests.support.nursery.workers import Nursery
 
     with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:

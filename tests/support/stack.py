@@ -25,7 +25,6 @@ class Stack:
     """Start with `with Stack(...) as stack`; what did not stop by itself is killed at the end."""
 
     launcher = ("-m",)  # arguments of python with the name of a program
-    born = ("prefill", "decode")  # beginnings of the names of those that read torch, which a nursery spares them
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Stack:
         failpoints: bool = False,
         nursery: "Nursery | None" = None,
     ):
-        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `nursery`: workers are born there."""
+        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `nursery`: all are born there."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)
@@ -146,7 +145,7 @@ class Stack:
         return self._process(name, argv, self.folder)
 
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:
-        if self.nursery is not None and name.startswith(self.born):
+        if self.nursery is not None:
             return self.nursery.process(name, argv, folder, self.env, self.failpoints)
         return Process(name, argv, folder, self.env, self.failpoints)
 
@@ -157,8 +156,6 @@ class Stack:
 
 class TogetherStack(Stack):
     """A stack whose gateway and only worker are one process, found among the gateways."""
-
-    born = ("gateway",)
 
     def __init__(self, model: Path, folder: Path, **options):
         super().__init__(model, folder, num_prefill=0, num_decode=0, **options)

@@ -53,12 +53,8 @@ class MixedStack(FuzzStack):
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:
         if name not in self._elsewhere:
             return super()._process(name, argv, folder)
-        if name.startswith(self.born):
-            env = {**self.env, "PYTHONPATH": str(self.other)}
-            return self._other_nursery.process(name, argv, folder, env, self.failpoints)
-        process = Process(name, _within(self.other, argv), folder, self.env, self.failpoints)
-        process.argv = argv  # of its next life, which may be here
-        return process
+        env = {**self.env, "PYTHONPATH": str(self.other)}
+        return self._other_nursery.process(name, argv, folder, env, self.failpoints)
 
 
 class MixedRun(Run):

@@ -1,1 +1,1 @@
-"""Workers that are forked from a process that has read torch."""
+"""Workers and gateways that are forked from a process that has imported what they import."""

@@ -1,5 +1,7 @@
-"""`python -m tests.support.nursery.program SOCKET`: fork a worker for each request, see workers.py. It has imported third-party
-packages and nothing of Baton's, which each child reads by itself, with its own environment."""
+"""`python -m tests.support.nursery.program SOCKET`: fork a process for each request, see workers.py. It has imported what workers
+import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what others have made: some of a
+gateway's own modules draw a number when they are imported. Each child imports baton.failpoints again, which reads its variable
+then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have in common."""
 
 import ctypes
 import fcntl
@@ -12,10 +14,11 @@ import signal
 import socket
 import sys
 
-_PACKAGES = (
+_MODULES = (
     "torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors.torch", "prometheus_client", "tokenizers",
     "llguidance", "uvicorn", "uvicorn.protocols.http.httptools_impl", "starlette.applications", "grpc_health.v1.health",
-    "grpc_reflection.v1alpha.reflection",
+    "grpc_reflection.v1alpha.reflection", "jinja2.sandbox", "ahocorasick_rs",
+    "baton.worker.main", "baton.worker.app", "prefill_worker.states", "decode_worker.states",
 )  # fmt: skip
 _DEATH_SIGNAL = 1  # of prctl(2)
 _MOST_DESCRIPTORS = 16  # of a child
@@ -28,8 +31,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    for package in _PACKAGES:
-        importlib.import_module(package)
+    given = {**os.environ}
+    for module in _MODULES:
+        importlib.import_module(module)
+    by_imports = {name: value for name, value in os.environ.items() if name not in given}
     gc.collect()
     gc.freeze()  # else each child looks through what all have in common, and so copies it
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -38,7 +43,7 @@ def main() -> None:
         print("ready here=1", flush=True)
         while (born := _next_born(listener)) is None:
             pass
-    _live(*born)
+    _live(*born, by_imports)
 
 
 def _next_born(listener: socket.socket) -> tuple[dict, list[int]] | None:
@@ -61,7 +66,8 @@ def _next_born(listener: socket.socket) -> tuple[dict, list[int]] | None:
     return wish, given
 
 
-def _live(wish: dict, given: list[int]) -> None:
+def _live(wish: dict, given: list[int], by_imports: dict[str, str]) -> None:
+    """`by_imports`: variables that these have set."""
     beyond = max(wish["numbers"]) + 1
     apart = [
         fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, beyond) for each in given
@@ -70,10 +76,14 @@ def _live(wish: dict, given: list[int]) -> None:
         os.dup2(each, number)
     for each in {*given, *apart} - {*wish["numbers"]}:
         os.close(each)
+    program, *arguments = wish["argv"]
     os.environ.clear()
-    os.environ.update(wish["env"])
-    sys.argv = [sys.executable, *wish["argv"][1:]]
-    runpy.run_module(wish["argv"][0], run_name="__main__", alter_sys=True)
+    os.environ.update(by_imports | wish["env"])
+    importlib.reload(sys.modules["baton.failpoints"])
+    if not hasattr(sys.modules.get(program), "__path__"):  # else it is a folder, whose `__main__` nobody has imported
+        sys.modules.pop(program, None)
+    sys.argv = [sys.executable, *arguments]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Workers that start in a tenth of a second, for runs that start hundreds: forked from a process that has read torch.
+"""Workers and gateways that start in a tenth of a second, for runs that start hundreds: forked from a process that has imported
+what they import.
 
 `Nursery(folder)` runs program.py. For each request that forks; what comes of it is its child, with a session, files,
 environment and failpoints of its own, and runs its module as `python -m MODULE` would. It tells how its children ended.
@@ -116,7 +117,7 @@ class BornRanks:
 
 
 class NurseryStack(ProxiedStack):
-    """Workers are born in a nursery of the stack's own, gateways as always."""
+    """Of processes that are born in a nursery of the stack's own."""
 
     def __enter__(self) -> "NurseryStack":
         self.folder.mkdir(parents=True, exist_ok=True)
