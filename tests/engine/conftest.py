@@ -18,6 +18,6 @@ def fast_interpreter():
     from baton.engine.kernels import paged_attention
 
     with pytest.MonkeyPatch.context() as patch:
-        interpreter.look_once(patch.setattr)
+        interpreter.do_once(patch.setattr)
         patch.setattr(paged_attention, "GROUP_LOADS", paged_attention.tl.constexpr(2))
         yield

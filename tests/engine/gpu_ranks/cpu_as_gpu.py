@@ -45,6 +45,6 @@ def stand_in(replace) -> None:
 
 
 if __name__ == "__main__":
-    interpreter.look_once(setattr)
+    interpreter.do_once(setattr)
     stand_in(setattr)
     serve()
