@@ -84,11 +84,12 @@ def _in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     slow AVX2 cores). Then files with many tests: small ones fill the gaps at the end."""
     num_tests = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[int, int]:
-        folder = next((n for n, name in enumerate(SHARING) if item.path.is_relative_to(HERE / name)), len(SHARING))
-        return folder, -num_tests[item.path]
+    def place(path: Path) -> tuple[int, int]:
+        folder = next((n for n, name in enumerate(SHARING) if path.is_relative_to(HERE / name)), len(SHARING))
+        return folder, -num_tests[path]
 
-    return sorted(items, key=place)
+    places = {path: place(path) for path in num_tests}
+    return sorted(items, key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

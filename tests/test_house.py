@@ -1,6 +1,7 @@
 """The house: imports point down and never sideways, no circle among files or folders, both small, no code in data."""
 
 import ast
+import gc
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -262,10 +263,12 @@ def within(module: str, prefixes) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_go():
-    """A collection of garbage would look at them in every later test of this process."""
+    """A collection of garbage would look at them in every later test of this process, and while they grow again and again."""
+    gc.disable()
     yield
     for cached in (nodes, imports, calls):
         cached.cache_clear()
+    gc.enable()
 
 
 @cache

@@ -3,7 +3,7 @@ a count of what is allocated in place of torch's allocator, and workers of one G
 Prints as JSON, by model, GPU and workers: the most that each has had at any time, its pool, and its share; or the line
 that ends its start.
 
-    TRITON_INTERPRET=0 python -m tests.engine.execute.meta_memory "8B bf16,70B int4" 24,48
+    TRITON_INTERPRET=0 python -m tests.engine.execute.meta_memory "8B bf16 48" "70B int4 24"
 """
 
 import json
@@ -158,22 +158,22 @@ def weight_bytes(spec: ModelSpec, form: str) -> int:
 def main() -> None:
     kernels.unavailable = lambda device: ""
     Recorder()
-    found, models = {}, sys.argv[1].split(",")
-    for name, form in (model.split() for model in models):
-        for card in map(int, sys.argv[2].split(",")):
-            for roles in (("prefill",), ("decode",), ("prefill", "decode")):
-                gpu, held, told = Gpu(int(card * 1e9 * SHOWN)), [], []
-                for role in roles:
-                    worker = Allocator(gpu)
-                    worker.stand_in()
-                    try:
-                        parts, made = start(name, form, role, worker, len(roles))
-                        held.append(parts)
-                        told.append(made)
-                    except ValueError as error:
-                        told.append(str(error))
-                        gpu.workers.remove(worker)
-                found[f"{name} {form} on {card} GB: {' + '.join(roles)}"] = told
+    found = {}
+    for planned in sys.argv[1:]:
+        name, form, card = planned.split()
+        for roles in (("prefill",), ("decode",), ("prefill", "decode")):
+            gpu, held, told = Gpu(int(int(card) * 1e9 * SHOWN)), [], []
+            for role in roles:
+                worker = Allocator(gpu)
+                worker.stand_in()
+                try:
+                    parts, made = start(name, form, role, worker, len(roles))
+                    held.append(parts)
+                    told.append(made)
+                except ValueError as error:
+                    told.append(str(error))
+                    gpu.workers.remove(worker)
+            found[f"{name} {form} on {card} GB: {' + '.join(roles)}"] = told
     json.dump(found, sys.stdout)
 
 

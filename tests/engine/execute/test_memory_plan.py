@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-def planned(models: str, cards: str) -> dict[str, list]:
-    command = [sys.executable, "-m", "tests.engine.execute.meta_memory", models, cards]
+def planned(*plans: str) -> dict[str, list]:
+    """`plans`: model, form of weights and GB of the GPU."""
+    command = [sys.executable, "-m", "tests.engine.execute.meta_memory", *plans]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -37,7 +38,7 @@ def check(found: dict[str, list]) -> set[str]:
 
 
 def test_8b_fits_twice_on_48_gb_and_70b_not_on_24():
-    found = planned("8B bf16", "48") | planned("70B int4", "24")
+    found = planned("8B bf16 48", "70B int4 24")
     fits = {"8B bf16 on 48 GB: " + roles for roles in ("prefill", "decode", "prefill + decode")}
     assert check(found) == fits
     assert all("a smaller model is needed" in line for line in found["70B int4 on 24 GB: prefill + decode"])
@@ -45,7 +46,8 @@ def test_8b_fits_twice_on_48_gb_and_70b_not_on_24():
 
 @pytest.mark.long
 def test_every_card():
-    found = planned("8B bf16,8B int4,70B int4", "24,48,80,141")
+    models, cards = ("8B bf16", "8B int4", "70B int4"), (24, 48, 80, 141)
+    found = planned(*(f"{model} {card}" for model in models for card in cards))
     assert len(found) == 36
     refused = {
         "8B bf16 on 24 GB: prefill + decode",
