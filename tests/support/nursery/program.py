@@ -3,6 +3,7 @@ import, of which Baton's own modules alone took each of them 0.25 s of CPU, and 
 gateway's own modules draw a number when they are imported. Each child imports baton.failpoints again, which reads its variable
 then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have in common."""
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -13,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 
 _MODULES = (
     "torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors.torch", "prometheus_client", "tokenizers",
@@ -83,7 +85,24 @@ def _live(wish: dict, given: list[int], by_imports: dict[str, str]) -> None:
     if not hasattr(sys.modules.get(program), "__path__"):  # else it is a folder, whose `__main__` nobody has imported
         sys.modules.pop(program, None)
     sys.argv = [sys.executable, *arguments]
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            raise
+        status = ended.code or 0
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """As Python does, but without taking apart what it has in common with the nursery: that took each child 0.25 s of CPU."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
