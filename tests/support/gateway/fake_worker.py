@@ -23,7 +23,7 @@ IDENTITY = hashlib.sha256(b"fake model").digest()
 MANNERS = (
     "silent", "twice", "capabilities", "load zero", "load garbage", "huge", "ended", "failed", "key index", "columns",
 )  # fmt: skip
-GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
+GATES = ("hello", "admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
 _leases: dict[bytes, "_Lease"] = {}
 _lease_ids = itertools.count(1)
 
@@ -110,6 +110,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_silent = False
         self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
+        self.holds_at: int | None = None  # output tokens of a choice with which it closes its gate "decode"
         # Tokens of every answer, which token 0 ends, or what says them of a prompt.
         self.script: Sequence[int] | Callable[[Sequence[int]], Sequence[int]] = ()
         self.state = "serving"  # as its loads say
@@ -168,6 +169,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             await session.context.write(await session.outbox.get())
 
+    async def _greet(self, session: _Session) -> None:
+        await self._gates["hello"].wait()
+        session.send(hello=self.hello)
+        await self._send_loads(session)
+
     async def _send_loads(self, session: _Session) -> None:
         while True:
             load = pb.Load(state=self.state, num_running=len(self.held))
@@ -189,8 +195,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.commands.append((kind, message))
         if kind == "hello":
             session.says_all_twice = self.manner == "twice"
-            session.send(hello=self.hello)
-            session.tasks["load",] = asyncio.create_task(self._send_loads(session))
+            session.tasks["load",] = asyncio.create_task(self._greet(session))
         elif kind == "subscribe":
             session.seq = 0
             self._send_spans(session, list(self.spans), snapshot=True)
@@ -432,6 +437,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     choices.remove(choice)
             session.send(step_output=output)
             index += 1
+            if index == self.holds_at:
+                self.hold("decode")
         await self._pass("end")
         self._end(session, key)
 
