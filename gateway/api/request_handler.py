@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 
 from baton.service.clock import now
-from baton.service.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable
 from baton.service.logs import fields
 from baton.service.observe.telemetry import TraceContext, new_context
 from baton.service.security import guard
@@ -140,7 +140,7 @@ class RequestHandler:
 
     def check_embed(self, request: pb.EmbedRequest) -> int:
         """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for what
-        can be seen of the request alone: InvalidRequest, NotFound."""
+        can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
         version = self._catalog.find(request.model, guard.tenant())
         self._embed_batch(request, version)
         return request.dimensions or _hidden_size(version)
@@ -159,7 +159,7 @@ class RequestHandler:
     def refuse(self, operation: str, asked: object, call: CallContext, error: BatonError) -> None:
         """Record a request that its transport could not read, which names `asked` as its model."""
         record = self._record(operation, call)
-        with contextlib.suppress(InvalidRequest, NotFound):
+        with contextlib.suppress(BatonError):
             record.model = self._catalog.find(asked if isinstance(asked, str) else "", record.tenant).name
         self.begin(record)
         self.end(record, error)
@@ -237,7 +237,7 @@ class RequestHandler:
         )
 
     def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
-        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest."""
+        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest, Unavailable."""
         version = self._catalog.find(asked, guard.tenant())
         if record is not None:
             record.model = version.name

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from baton.protocol import check_model_name
-from baton.service.errors import FailedPrecondition, InvalidRequest, NotFound
+from baton.service.errors import BatonError, FailedPrecondition, InvalidRequest
 from baton.service.logs import fields
 from baton.service.settings import SettingsError
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
-from gateway.request.validation import not_served
+from gateway.request.validation import not_known, not_served
 
 MAX_MODELS = 64  # names: each is a label of every metric
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
@@ -71,7 +71,8 @@ class Catalog:
 
     def find(self, asked: str, tenant: str) -> ModelVersion:
         """Return the model that a request names: by its name, as MODEL:ADAPTER, by an adapter of its own, or not at all
-        where there is one. Raises NotFound, and InvalidRequest where it could be one of several."""
+        where there is one. Raises NotFound, Unavailable where that is not known yet, and InvalidRequest where it could be one
+        of several."""
         current = self.current
         for version in current:
             if version.name == asked or len(current) == 1:
@@ -81,14 +82,14 @@ class Catalog:
         if len(found) == 1:
             return found[0]
         if not found:
-            raise not_served(asked, models)
+            raise not_known(asked, models)
         raise InvalidRequest("model", _ambiguous(asked, models))
 
     def find_or_first(self, asked: str, tenant: str) -> ModelVersion:
         """Return the model that a request names, or any where it will end with an error for that."""
         try:
             return self.find(asked, tenant)
-        except (InvalidRequest, NotFound):
+        except BatonError:
             return self.current[0]
 
     def using(self, version: ModelVersion) -> "VersionUse":

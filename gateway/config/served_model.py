@@ -55,10 +55,12 @@ class ServedModel:
     eos_ids: frozenset[int]
     defaults: Defaults
     slo_classes: frozenset[str] = frozenset(BUILT_IN)
-    proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
+    proposers: frozenset[str] | None = None  # that decode workers run; None: not all workers have said yet
+    is_whole: bool = True  # no decode worker may come that has never said what it holds
     limits: RequestLimits = PRESETS["normal"]
     is_bound_by_workers: bool = False
-    lengths: tuple[int, ...] = ()  # that decode workers hold, the shortest first; the last one is `context`
+    # That decode workers hold, the shortest first; the last one is `context`, where all have said.
+    lengths: tuple[int, ...] = ()
     # That decode workers hold: identity by name.
     adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     # Who may name one; not in there: all.

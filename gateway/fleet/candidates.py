@@ -91,6 +91,13 @@ class Candidates:
             for link in self._links(role)
         )
 
+    def expects_unknown(self, role: str, within_s: float) -> bool:
+        """Return whether a worker of this role may yet serve that has never said what it can hold: it starts, or was not
+        tried in vain."""
+        return any(
+            link.limits is None and (link.is_reconnecting or link.may_come(within_s)) for link in self._links(role)
+        )
+
     def _note_trust(self, link: WorkerLink) -> None:
         if link.serving and link.breaker.state is not BreakerState.CLOSED:
             self._untrusted[link] = None

@@ -96,9 +96,11 @@ class ModelFleet:
     @property
     def model(self) -> ServedModel:
         """The model that requests are checked against. Every request asks, so it is made again only when other workers
-        serve."""
+        serve, and while it is not known what all of them hold."""
         if self._model is None or self._model[0] != self.candidates.num_changes:
-            self._model = self.candidates.num_changes, self._served_model()
+            if self._expects_unknown:
+                return self._served_model(is_whole=False)
+            self._model = self.candidates.num_changes, self._served_model(is_whole=True)
         return self._model[1]
 
     def not_ready(self) -> str | None:
@@ -111,6 +113,8 @@ class ModelFleet:
 
     def check_fits(self, request: RoutingRequest) -> None:
         """Raises InvalidRequest for a request that needs what no known decode worker has: a feature, or more blocks."""
+        if self._expects_unknown:
+            return  # it may have that: the request waits for it
         known = {link.limits for link in self.links("decode") if link.limits}
         for feature in sorted(request.features) if known else ():
             if not any(feature in limits.features for limits in known):
@@ -170,8 +174,13 @@ class ModelFleet:
             self._note_adapters()
 
     def forget(self) -> None:
-        """Make what requests are checked against again: a worker will not come back."""
+        """Make what requests are checked against again: a worker will not come back, or a new one may come."""
         self._model = None
+
+    @property
+    def _expects_unknown(self) -> bool:
+        """Return whether a decode worker may come that has never said what it can hold, as when this gateway starts."""
+        return self.candidates.expects_unknown("decode", self._settings.max_start_wait_s)
 
     def _all_links(self) -> list[WorkerLink]:
         return [*self.links("decode"), *self.links("prefill")]
@@ -184,21 +193,26 @@ class ModelFleet:
         else:
             self._adapters = self._adapters | _adapters_of(self.router.writers())
 
-    def _served_model(self) -> ServedModel:
+    def _served_model(self, is_whole: bool) -> ServedModel:
+        """`is_whole`: no decode worker may come that has never said what it holds."""
         folder = self.folder
         hellos = [link.hello for link in self.candidates.serving("decode") if link.hello]
         # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
         lengths = [link.limits.max_model_len for link in self.links("decode") if link.limits]
+        longest = max(lengths, default=folder.context) if is_whole else folder.context
         return ServedModel(
             name=folder.name,
-            context=min(folder.context, max(lengths, default=folder.context)),
-            is_bound_by_workers=max(lengths, default=folder.context) < folder.context,
+            context=min(folder.context, longest),
+            is_bound_by_workers=longest < folder.context,
             lengths=tuple(sorted({min(folder.context, length) for length in lengths})),
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             defaults=folder.defaults,
             slo_classes=self._slo_classes,
-            proposers=frozenset(name for hello in hellos for name in hello.model.proposers) if hellos else None,
+            proposers=frozenset(name for hello in hellos for name in hello.model.proposers)
+            if hellos and is_whole
+            else None,
+            is_whole=is_whole,
             limits=PRESETS[self._settings.limits],
             adapters=self._adapters,
             adapter_tenants=self._adapter_tenants,

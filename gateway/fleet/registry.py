@@ -173,17 +173,21 @@ class Registry:
         return SessionSet(self._links[role], lambda: self.links, partial(self._link, is_named=is_named), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
-        for fleet in self.fleets:
-            fleet.forget()  # its length no longer counts
+        self._forget()  # its length no longer counts
         self._placed.pop(link, None)
         self._fleet_of.pop(link, None)
         for links in self._links.values():
             if link in links:
                 links.remove(link)
 
+    def _forget(self) -> None:
+        for fleet in self.fleets:
+            fleet.forget()
+
     # ---- what links call ----
 
     def _link(self, address: str, is_named: bool = True) -> WorkerLink:
+        self._forget()  # it may hold more than those that are known
         return WorkerLink(
             address,
             self.instance,

@@ -183,14 +183,14 @@ class HttpApi:
         return self._handler.model(name if isinstance(name, str) else "").limits.inputs
 
     async def _check(self, call: HttpCall, asked: AskedEmbeddings) -> None:
-        """Check all texts of a call before the first are read and paid for. Raises InvalidRequest, NotFound, which are
-        recorded."""
+        """Check all texts of a call before the first are read and paid for. Raises InvalidRequest, NotFound, Unavailable, which
+        are recorded."""
         num_texts = sum(len(request.inputs) for request in asked.requests)
         try:
             for request, call.names in zip(asked.requests, asked.names, strict=True):
                 _check_size(num_texts, self._handler.check_embed(request), asked.encoding)
                 await asyncio.sleep(0)  # others run in between
-        except (InvalidRequest, NotFound) as error:
+        except BatonError as error:
             self._handler.refuse("embeddings", asked.requests[0].model, call.without_deadline, error)
             raise
 

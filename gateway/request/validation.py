@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import MAX_DRAFT_TOKENS
 from baton.sampling_params import SAMPLING_PARAMS, SHIFT
-from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound, Unavailable
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
@@ -81,10 +81,18 @@ class Checked:
 
 def check_model(asked: str, served: ServedModel) -> bytes:
     """Return the identity of the adapter that is asked for, b"" for the model itself, which empty means too. Raises
-    NotFound for what is not served."""
+    NotFound for what is not served, Unavailable where that is not known yet."""
     if (adapter := served.find(asked)) is None:
-        raise not_served(asked, [served])
+        raise not_known(asked, [served])
     return adapter
+
+
+def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | Unavailable:
+    """Return the error of a request whose model is none of these, nor an adapter that their workers have named so far."""
+    if all(model.is_whole for model in models):
+        return not_served(asked, models)
+    told = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
+    return Unavailable(told, 1.0, reason="NO_WORKER")
 
 
 def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
@@ -110,7 +118,7 @@ def check(
     request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
 ) -> Checked:
     """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
-    as that. Raises InvalidRequest or NotFound."""
+    as that. Raises InvalidRequest, NotFound or Unavailable."""
     check_size(request)
     adapter = check_model(request.model, served)
     text, token_ids, messages = check_input(request, served, may_be_empty=bool(request.suffix))
@@ -203,12 +211,15 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
 def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
     """Return max_tokens of a request that names none: the model's own, or all that the context leaves. Where decode
     workers hold unlike lengths, it is what the shortest one leaves that has room for a usual answer: the others would
-    stand idle for what most answers never need."""
+    stand idle for what most answers never need. Nobody waits for a longer one who has not asked for that."""
     limits, of_model = served.limits, served.defaults.max_tokens
+    asked = max(1, checked.min_tokens, *checked.resume_from)
+    if (known := max(served.lengths, default=served.context) - num_prompt_tokens) >= asked:
+        room = known
     most = min(limits.default_max_tokens, room, limits.output_tokens // checked.num_choices)
     if of_model is not None:
         return min(most, of_model)
-    least = max(USUAL_TOKENS, checked.min_tokens, *checked.resume_from)
+    least = max(USUAL_TOKENS, asked)
     rooms = (length - num_prompt_tokens for length in served.lengths)
     return min(most, next((left for left in rooms if left >= least), room))
 

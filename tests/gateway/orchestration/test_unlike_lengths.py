@@ -8,10 +8,11 @@ import pytest
 
 from baton.protocol import PROMPT_LOGPROBS
 from baton.v1 import inference_pb2 as pb
+from tests.gateway.discovery.test_registration import register
 from tests.gateway.orchestration.test_answers import generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
 from tests.support.client import make_request
-from tests.support.gateway.fake_worker import tokens_of
+from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 
 LENGTH = pb.FINISH_REASON_LENGTH
 PROMPT = list(range(10, 60))  # with 400 tokens behind it more than 256, and less than 1,024
@@ -113,6 +114,42 @@ async def test_a_request_that_nobody_can_hold_is_told_at_once(cluster):
         assert said.fields == ("token_ids.ids",) and "holds is 512" in said.message
         assert [worker.kinds() for worker in c.decode] == [[], []]
         await generate(c, prompt=PROMPT, max_tokens=462)
+
+
+@pytest.mark.parametrize("max_start_wait_s", [0, 30])
+async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, max_start_wait_s):
+    """As when a gateway starts, and hears the shorter one first."""
+    late = await FakeWorker("decode", digest, 400).start()
+    late.hold("hello")
+    async with cluster(0, (256,), max_start_wait_s=max_start_wait_s) as c:
+        c.workers.append(late)
+        said = await refused(generate(c, **LONG))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.reason == "CONTEXT_LENGTH_EXCEEDED"
+        await register(c, late.address)
+        await c.until(lambda: late.commands)
+        if max_start_wait_s:
+            waiting = asyncio.create_task(generate(c, **LONG))
+            await c.until(lambda: len(c.pipeline.queues.worker))
+        else:
+            said = await refused(generate(c, **LONG))
+            assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+            waiting = None
+        assert len(ids_of(await generate(c, prompt=PROMPT, ignore_eos=True))) == 256 - len(PROMPT)
+        late.release("hello")
+        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        assert ids_of(await (waiting or generate(c, **LONG))) == tokens_of(PROMPT, 400, 400)
+        said = await refused(generate(c, prompt=PROMPT, max_tokens=1000))
+        assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+async def test_one_that_was_tried_in_vain_holds_nothing(cluster, digest):
+    gone = await FakeWorker("decode", digest, 400).start()
+    await gone.stop()
+    async with cluster(0, (256,), max_start_wait_s=0) as c:
+        await register(c, gone.address)
+        await c.until(lambda: any(link.num_vain for link in c.gateway.registry.links))
+        said = await refused(generate(c, **LONG))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 async def test_choices_need_blocks(cluster):

@@ -7,10 +7,11 @@ import grpc
 import pytest
 
 from gateway.routing.latency_model import Recent
+from tests.gateway.discovery.test_registration import register
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
 from tests.support.client import make_request
-from tests.support.gateway.fake_worker import tokens_of
+from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience
 
 
@@ -290,6 +291,24 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other_that_waits(cluste
         await long.start(long.port)
         assert ids_of(await first) == tokens_of(PROMPT, 6, 400)
         await c.idle()
+
+
+async def test_an_adapter_is_not_unknown_before_all_workers_have_said_theirs(cluster, digest):
+    late = await FakeWorker("decode", digest, 400).start()
+    late.hello.adapters.add(name="tabs", identity=b"a" * 32)
+    late.hold("hello")
+    async with cluster(0, 1) as c:
+        c.workers.append(late)
+        assert (await refused(start(c, model="tabs"))).reason == "MODEL_NOT_FOUND"
+        await register(c, late.address)
+        await c.until(lambda: late.commands)
+        said = await refused(start(c, model="tabs"))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        late.release("hello")
+        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        assert ids_of(await start(c, model="tabs")) == tokens_of(PROMPT, 6, 400)
+        assert (await refused(start(c, model="spaces"))).reason == "MODEL_NOT_FOUND"
 
 
 async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluster):

@@ -150,6 +150,10 @@ def test_zero_is_a_value_and_unset_is_the_model_s():
         (45, (300, 512, 1024), (), 512 - 45),  # the shortest has no room for 256
         (900, (300, 512, 1024), (), 124),
         (3, (300, 1024), (298,), 1021),  # it may have begun when there was no such worker
+        (3, (300,), (), 297),  # one that may hold more is still to come, here and below
+        (45, (300,), (), 255),
+        (300, (300,), (), 724),
+        (3, (300,), (298,), 1021),
     ],
 )
 def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengths, resume_from, most):
