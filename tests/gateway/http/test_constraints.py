@@ -159,6 +159,7 @@ async def test_bad_ones_are_one_clear_400_while_a_stream_goes_on(served, capable
     monkeypatch.setattr(constraint_checks, "_MAX_WAIT_S", patience(60))  # it has to have its 2 s of a core
     constraint, word, words = BAD[name]
     async with served() as (_, client):
+        client = client.with_options(timeout=patience(90))
         stream = await client.chat.completions.create(**{**ASK, "max_completion_tokens": 64}, stream=True)
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ASK, extra_body={"structured_outputs": constraint})

@@ -94,6 +94,7 @@ async def test_a_sequence_that_is_attached_to_has_all_its_kv(cluster, monkeypatc
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)
+        await reached(c, "decode")  # Fetched and Done come by two sessions, in either order
         await c.until(lambda: any(each.request.attempt.is_fetched for each in c.pipeline.running.values()))
         (machine,) = c.pipeline.running.values()
         request = machine.request

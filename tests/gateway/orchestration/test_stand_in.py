@@ -68,6 +68,7 @@ async def test_a_stand_in_dies_in_mid_stream_when_the_decode_worker_is_back(clus
         (decode,), (prefill,) = c.decode, c.prefill
         await decode.stop()
         await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        prefill.holds_at = 100
         call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=20)
         messages = [await call.read() for _ in range(5)]
         decode.hello.epoch = decode.epoch = 7

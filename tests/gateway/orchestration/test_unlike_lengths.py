@@ -19,10 +19,11 @@ PROMPT = list(range(10, 60))  # with 400 tokens behind it more than 256, and les
 LONG = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
 
 
-async def read_some(call, num_messages: int = 1 << 20) -> list[pb.GenerateResponse]:
-    """Return `count` messages, or all that are left."""
+async def read_some(call, num_tokens: int = 1 << 20) -> list[pb.GenerateResponse]:
+    """Return the messages of as many tokens, or all that are left. A message has more than one where steps come faster than
+    they are written."""
     messages: list[pb.GenerateResponse] = []
-    while len(messages) < num_messages and (message := await call.read()) is not grpc.aio.EOF:
+    while len(ids_of(messages)) < num_tokens and (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
     return messages
 
@@ -78,11 +79,12 @@ async def test_the_longer_one_dies_in_mid_stream(cluster):
     """The shorter one cannot continue, and the client is not refused for having asked for too much."""
     async with cluster(0, (1024, 256), max_start_wait_s=0) as c:
         long, _ = c.decode
+        long.holds_at = 300
         call = c.stub.Generate(make_request(**LONG), timeout=20)
         got = await read_some(call, 300)
         await long.stop()
         said = await refused(read_some(call))
-        assert len(got) == 300 and said.code == grpc.StatusCode.UNAVAILABLE
+        assert len(ids_of(got)) == 300 and said.code == grpc.StatusCode.UNAVAILABLE
         assert said.reason == "DECODE_WORKER_LOST" and said.retry_after_s
         await c.until(lambda: not c.gateway.registry.decode[0].serving)
         for _ in range(2):  # it may come back: a request for it is not wrong
@@ -94,6 +96,8 @@ async def test_the_longer_one_dies_in_mid_stream(cluster):
 
 async def test_another_of_the_same_length_goes_on(cluster):
     async with cluster(0, (1024, 256, 1024)) as c:
+        for worker in c.decode:
+            worker.holds_at = 300
         call = c.stub.Generate(make_request(**LONG), timeout=20)
         got = await read_some(call, 300)
         busy = next(worker for worker in c.decode if worker.held)
@@ -227,6 +231,8 @@ async def test_what_goes_on_elsewhere_is_read_by_who_can_read_the_answer_too(clu
     """600 tokens fit the prefill worker, with 100 of the answer behind them no longer."""
     prompt = [10 + i % 300 for i in range(600)]
     async with cluster((640,), (1024, 1024), split="always") as c:
+        for worker in c.decode:
+            worker.holds_at = 100
         call = c.stub.Generate(make_request(prompt, max_tokens=200, ignore_eos=True), timeout=20)
         got = await read_some(call, 100)
         await next(worker for worker in c.decode if worker.held).stop()
