@@ -14,6 +14,7 @@ from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.support.client import gather, make_request
 from tests.support.launch.launchers import until
 from tests.support.launch.ray_cluster import RayCluster, up_on_ray
+from tests.support.pace import patience
 from tests.support.security.installation import install
 from tests.support.stack import SLOW_STEPS
 
@@ -40,6 +41,17 @@ async def read(asked: client.AsyncClient, prompt: list[int], has_begun: asyncio.
     return gather(messages)
 
 
+async def all_joined(target: str, access, num_workers: int) -> None:
+    """Wait until as many workers serve at the gateway, which is ready before: a prefill worker stands in."""
+    async with open_channel(target, access) as channel, asyncio.timeout(patience(60)):
+        stub = fleet_pb2_grpc.FleetStub(channel)
+        while True:
+            listed = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=patience(10))
+            if sum(view.state == "serving" for view in listed.workers) == num_workers:
+                return
+            await asyncio.sleep(0.1)
+
+
 async def decoding_on(target: str, access, address: str) -> int:
     """Return how many requests run on a decode worker."""
     async with open_channel(target, access) as channel:
@@ -54,6 +66,7 @@ async def test_streams_go_on_and_the_place_is_filled_again(cluster, model, refer
     with up_on_ray(cluster, model, made.folder, tmp_path / "up", "--decode", "2", env=env) as (up, ready):
         launcher = RemoteLauncher(ready["control"], operator)
         before = await launcher.list()
+        await all_joined(ready["fleet"], operator, len(before))
         victim = next(each for each in before if each.role == "decode" and not each.where.endswith(cluster.head))
         prompts = [random.Random(seed).choices(range(10, 200), k=80) for seed in range(_NUM_STREAMS)]
         begun = [asyncio.Event() for _ in prompts]
