@@ -22,6 +22,7 @@ from baton.service.logs import fields
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
 MAX_PENDING_CALLS = 16_384
+MAX_PENDING_S = 3600  # the longest deadline of a request: a call ends with its own
 HANDSHAKE_S = 5.0  # for TLS, and for the first words of HTTP/2; gRPC's own is 120 s
 IDLE_S = 300.0  # of a connection without calls
 _FEW_DESCRIPTORS = 8192
@@ -63,9 +64,11 @@ def make_server(
         # A message is expanded whole before its length is compared, at 15 ms for 8 KiB that become 8 MiB, on the one thread that
         # all calls wait for: compressed ones are refused by their head.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-        # Of more than 1,000 calls that are not taken yet gRPC cancels some, without a word: they are for us to refuse.
+        # Of more than 1,000 calls that are not taken yet gRPC cancels some, and all that are not taken in 30 s, without a word:
+        # they are for us to refuse.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         # Of each port. More are closed at once; without a bound they take the descriptors of all else.

@@ -6,6 +6,7 @@ import grpc
 
 from tests.gateway.orchestration.test_answers import PROMPT
 from tests.support.client import make_request
+from tests.support.pace import patience
 
 NUM_CALLS = 1_500  # with gRPC's own bound of 1,000 a part of them was cancelled
 
@@ -15,7 +16,7 @@ async def test_a_burst_is_refused_and_not_cancelled(cluster):
 
         async def end() -> str:
             try:
-                await c.stub.Complete(make_request(PROMPT[:4], max_tokens=1), timeout=60)
+                await c.stub.Complete(make_request(PROMPT[:4], max_tokens=1), timeout=patience(60))
                 return "OK"
             except grpc.aio.AioRpcError as error:
                 return error.code().name

@@ -6,16 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton.service.net import server as net_server
 from baton.service.net.client import open_channel
 from baton.service.net.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from tests.support.pace import patience
 from tests.support.process import ROOT
 
 SERVICE = "baton.v1.Inference"
@@ -118,6 +122,35 @@ async def test_bad_address_is_one_line(address):
 class Echo(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(self, request, context):
         return pb.TokenizeResponse()
+
+
+@pytest.mark.parametrize(
+    "max_pending_s, busy_s, said", [(1, 2.5, "CANCELLED"), pytest.param(None, 31, "OK", marks=pytest.mark.long)]
+)
+async def test_calls_wait_until_a_busy_process_takes_them(monkeypatch, max_pending_s, busy_s, said):
+    """gRPC's own bound is 30 s; seen of a burst on a machine that was busy."""
+    if max_pending_s:
+        monkeypatch.setattr(net_server, "MAX_PENDING_S", max_pending_s)
+    server = make_server()
+    Health(server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+
+    def check(timeout_s: float) -> str:
+        try:
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            return "OK"
+        except grpc.RpcError as error:
+            return error.code().name
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(4) as threads:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert await asyncio.wrap_future(threads.submit(check, patience(10))) == "OK"
+        waiting = [threads.submit(check, busy_s + patience(30)) for _ in range(4)]  # one is taken at once
+        time.sleep(busy_s)
+        ends = [await asyncio.wrap_future(each) for each in waiting]
+    await server.stop(None)
+    assert set(ends) == {"OK", said}
 
 
 async def test_too_large_a_message_is_refused():
