@@ -53,7 +53,8 @@ def test_every_cell_is_pulled_once_by_each_rank_that_wants_it(source, taker):
     for rank, shard in enumerate(taker):
         seen = set()
         for share in plan(parts, taker, rank):
-            held = next(part for part in parts if part is share.part)
+            held = share.part
+            assert held in parts
             for layer, head in itertools.product(share.box.layers, share.box.heads):
                 assert layer in held.layers and head in held.heads and (layer, head) not in seen
                 seen.add((layer, head))

@@ -1,6 +1,7 @@
 """Cases of shared memory alone: its sockets, its mappings, its folder."""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_a_pool_is_unmapped_when_its_process_is_gone(monkeypatch):
 
     async def main():
         async with running("shm") as rig:
+            gc.collect()  # pools of other tests go now, or once they are counted
             before = num_mapped()
             await rig.fetch(rig.ready_offer("a"), rig.destination())
             await asyncio.sleep(0.05)

@@ -77,10 +77,10 @@ class Wires:
         return error
 
     def close(self) -> None:
-        for source in self._sources:
-            self._loop.run_until_complete(source.stop())
         for fetcher in self._fetchers:
             fetcher.close()
+        for source in self._sources:  # behind them: tasks that a fetcher has cancelled end meanwhile
+            self._loop.run_until_complete(source.stop())
         self._loop.close()
 
     def _in_loop(self, call):
