@@ -13,6 +13,7 @@ from baton.service.security.credentials import new_key
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.client import make_request, read_error
+from tests.support.pace import patience
 
 NUM_CALLS, NUM_CHANNELS = 700, 7
 TENANTS = ("flood", "quiet")
@@ -70,7 +71,7 @@ async def answers(c, metadata=()) -> None:
         request = make_request([5, 6, 7, 8], max_tokens=1)
         assert (await stub.Complete(request, timeout=20, metadata=metadata)).usage.output_tokens == 1
         await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20, metadata=metadata)
-        serving = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        serving = await health.Check(health_pb2.HealthCheckRequest(), timeout=patience(20))
         assert serving.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -81,11 +81,13 @@ def operator(c) -> fleet_pb2_grpc.FleetStub:
 
 
 async def add(c, name: str, path: str, identity: bytes = b"") -> None:
-    await operator(c).AddModel(fleet_pb2.AddModelRequest(name=name, path=path, identity=identity.hex()), timeout=20)
+    await operator(c).AddModel(
+        fleet_pb2.AddModelRequest(name=name, path=path, identity=identity.hex()), timeout=patience(20)
+    )
 
 
 async def states(c) -> list[tuple[str, str]]:
-    models = (await operator(c).ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=20)).models
+    models = (await operator(c).ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=patience(20))).models
     return [(model.name, model.state) for model in models]
 
 
@@ -159,7 +161,7 @@ async def test_a_model_whose_workers_are_gone(serving):
     async with serving("a", "b") as c:
         await c.of["b"].stop()
         await c.until(lambda: c.gateway.registry.not_ready_of(c.gateway.registry.fleets[1]))
-        code, told = await refusal(c.stub.Complete(make_request(PROMPT, model="b"), timeout=20))
+        code, told = await refusal(c.stub.Complete(make_request(PROMPT, model="b"), timeout=patience(20)))
         assert code == "UNAVAILABLE" and "no worker serves b" in told
         assert await generate(c, model="a", max_tokens=2)
         assert c.gateway.registry.not_ready() is None
@@ -204,7 +206,9 @@ async def test_one_is_added_and_removed(serving, root):
     async with serving("a") as c:
         await add(c, "c", "c")
         assert await states(c) == [("a", "serving"), ("c", "waiting")]
-        assert (await refusal(c.stub.Complete(make_request(PROMPT, model="c"), timeout=20)))[0] == "UNAVAILABLE"
+        assert (await refusal(c.stub.Complete(make_request(PROMPT, model="c"), timeout=patience(20))))[
+            0
+        ] == "UNAVAILABLE"
         await join(c, "c", worker_of(root, "c", name="whatever"))
         c.of["c"].hold("decode")
         running = asyncio.create_task(generate(c, model="c", max_tokens=4))

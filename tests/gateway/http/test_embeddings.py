@@ -15,7 +15,7 @@ async def test_embeddings(served):
     async with served() as (c, client):
         inputs = ["a quick brown fox", "a dog"]
         wanted = pb.EmbedRequest(inputs=[pb.EmbedInput(text=each) for each in inputs], dimensions=3)
-        said = await c.stub.Embed(wanted, timeout=20)
+        said = await c.stub.Embed(wanted, timeout=patience(20))
         vectors = [list(each.values) for each in said.embeddings]
         for encoding in ({}, {"encoding_format": "float"}):  # without, the client asks for base64
             whole = await client.embeddings.create(model="fake", input=inputs, dimensions=3, **encoding)

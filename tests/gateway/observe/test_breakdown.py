@@ -16,6 +16,7 @@ from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, holder, reached, release
 from tests.support.client import make_request
 from tests.support.observe.otlp import Receiver
+from tests.support.pace import patience
 
 DURATIONS = ("tokenized", "routed", "granted", "prefill_sent", "first_sent", "second_sent")
 
@@ -130,7 +131,7 @@ async def test_the_client_goes(cluster, watch, gate, span):
     async with cluster() as c:
         hold(c, gate)
         begun = asyncio.get_running_loop().time()
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         await reached(c, gate)
         call.cancel()
         await c.until(lambda: c.gateway.handler.num_running == 0)
@@ -233,7 +234,7 @@ async def test_a_share_of_the_traces(cluster, watch):
     async with cluster(trace_sample=0.0) as c:
         await generate(c, max_tokens=2)
         sampled = (("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),)
-        await read(c.stub.Generate(make_request(PROMPT, max_tokens=2), metadata=sampled, timeout=20))
+        await read(c.stub.Generate(make_request(PROMPT, max_tokens=2), metadata=sampled, timeout=patience(20)))
         await c.idle()
         assert telemetry.flush()
         spans = watch.receiver.wait_for(lambda spans: len(spans) >= 3)

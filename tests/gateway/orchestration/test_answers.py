@@ -10,6 +10,7 @@ from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.pace import patience
 
 PROMPT = list(range(20, 320))
 
@@ -23,7 +24,7 @@ def ids_of(messages, index=0) -> list[int]:
 
 
 async def generate(c, prompt=PROMPT, **fields):
-    return await read(c.stub.Generate(make_request(prompt, **fields), timeout=20))
+    return await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20)))
 
 
 async def test_split(cluster):
@@ -146,7 +147,9 @@ async def test_a_stop_token_is_in_the_ids_only(cluster):
 
 async def test_complete_is_the_same(cluster):
     async with cluster() as c:
-        answer = await c.stub.Complete(make_request(PROMPT, max_tokens=9, n=2, seed=3, request_id="mine"), timeout=20)
+        answer = await c.stub.Complete(
+            make_request(PROMPT, max_tokens=9, n=2, seed=3, request_id="mine"), timeout=patience(20)
+        )
         assert [list(choice.token_ids) for choice in answer.choices] == [tokens_of(PROMPT, 9, 400, i) for i in (0, 1)]
         assert answer.seed == 3 and answer.request_id == "mine" and answer.usage.output_tokens == 18
         assert answer.timing.ttft_s > 0

@@ -36,7 +36,7 @@ def constrained(constraint: pb.Constraint, prompt=PROMPT, **fields) -> pb.Genera
 @pytest.mark.parametrize("field, constraint", BAD, ids=[f"{field} {index}" for index, (field, _) in enumerate(BAD)])
 async def test_bad_ones_are_refused_by_name(cluster, capable, field, constraint):
     async with cluster() as c:
-        error = await refused(read(c.stub.Generate(constrained(constraint), timeout=20)))
+        error = await refused(read(c.stub.Generate(constrained(constraint), timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 400
         assert not c.decode[0].kinds()
@@ -45,7 +45,7 @@ async def test_bad_ones_are_refused_by_name(cluster, capable, field, constraint)
 
 async def test_both_workers_get_it(cluster, capable):
     async with cluster() as c:
-        messages = await read(c.stub.Generate(constrained(GOOD), timeout=20))
+        messages = await read(c.stub.Generate(constrained(GOOD), timeout=patience(20)))
         assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
         specs = [
             command.spec for worker in c.workers for kind, command in worker.commands if kind in ("admit", "prefill")
@@ -57,10 +57,10 @@ async def test_both_workers_get_it(cluster, capable):
 
 async def test_no_worker_that_keeps_them(cluster):
     async with cluster() as c:
-        error = await refused(read(c.stub.Generate(constrained(GOOD), timeout=20)))
+        error = await refused(read(c.stub.Generate(constrained(GOOD), timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("constraint",))
         assert "no decode worker that serves" in error.message
-        assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)))
+        assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))))
         await c.idle()
 
 
@@ -74,7 +74,7 @@ async def test_only_workers_that_keep_them_are_asked(cluster, monkeypatch):
 
     monkeypatch.setattr(FakeWorker, "__init__", every_other)
     async with cluster(num_prefill=2, num_decode=2) as c:
-        calls = [read(c.stub.Generate(constrained(GOOD, [*PROMPT, 20 + n]), timeout=20)) for n in range(6)]
+        calls = [read(c.stub.Generate(constrained(GOOD, [*PROMPT, 20 + n]), timeout=patience(20))) for n in range(6)]
         assert all(ids_of(messages) for messages in await asyncio.gather(*calls))
         assert not c.prefill[0].kinds() and not c.decode[0].kinds()
         assert c.prefill[1].kinds() and c.decode[1].kinds()
@@ -88,7 +88,7 @@ async def test_one_that_explodes_slows_nobody(cluster, capable, monkeypatch):
     async with cluster() as c:
         slow = asyncio.create_task(refused(read(c.stub.Generate(constrained(explosion), timeout=patience(90)))))
         for _ in range(3):
-            assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)))
+            assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))))
         assert not slow.done()
         error = await slow
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("constraint.grammar",))

@@ -32,7 +32,7 @@ def asked(*inputs, **fields) -> pb.EmbedRequest:
 
 
 async def embed(c, *inputs, **fields) -> pb.EmbedResponse:
-    return await c.stub.Embed(asked(*inputs, **fields), timeout=20)
+    return await c.stub.Embed(asked(*inputs, **fields), timeout=patience(20))
 
 
 def vectors(response: pb.EmbedResponse) -> list[list[float]]:
@@ -60,7 +60,7 @@ async def test_what_is_asked_of_the_vector_reaches_the_worker(cluster):
     async with cluster() as c:
         fields = dict(pooling=pb.POOLING_MEAN, normalize=False, dimensions=2, priority=0, slo_class="batch")
         response = await embed(c, "a quick brown fox", **fields)
-        tokens = (await c.stub.Tokenize(pb.TokenizeRequest(text="a quick brown fox"), timeout=20)).token_ids
+        tokens = (await c.stub.Tokenize(pb.TokenizeRequest(text="a quick brown fox"), timeout=patience(20))).token_ids
         assert vectors(response) == [expected(tokens)[:2]]
         (spec,) = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
         assert (spec.pooling.pooling, spec.pooling.normalize, spec.pooling.dimensions) == (pb.POOLING_MEAN, False, 2)
@@ -86,7 +86,7 @@ async def test_what_is_asked_of_the_vector_reaches_the_worker(cluster):
 )
 async def test_bad_ones_are_refused_by_name(cluster, field, request_):
     async with cluster() as c:
-        error = await refused(c.stub.Embed(request_, timeout=20))
+        error = await refused(c.stub.Embed(request_, timeout=patience(20)))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 300 and not c.prefill[0].kinds()
 
@@ -265,7 +265,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
 async def test_the_client_goes(cluster, gate):
     async with cluster() as c:
         c.prefill[0].hold(gate)
-        call = c.stub.Embed(asked(*IDS), timeout=20)
+        call = c.stub.Embed(asked(*IDS), timeout=patience(20))
         await c.until(lambda: len(c.prefill[0].kinds()) == 3)
         call.cancel()
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))

@@ -65,7 +65,7 @@ async def test_a_deadline_that_is_cut_to_the_longest_is_told_where_it_ends(clust
 async def test_the_client_goes(cluster, gate, n):
     async with cluster() as c:
         hold(c, gate)
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=n), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=n), timeout=patience(20))
         await reached(c, gate)
         call.cancel()
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
@@ -141,7 +141,7 @@ async def test_the_decode_worker_dies_in_mid_stream(cluster):
     async with cluster(num_decode=2) as c:
         for worker in c.decode:
             worker.holds_at = 100
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=patience(20))
         messages = [await call.read() for _ in range(5)]
         dead = holder(c, "decode")
         other = next(worker for worker in c.decode if worker is not dead)
@@ -159,7 +159,7 @@ async def test_the_decode_worker_dies_in_mid_stream(cluster):
 async def test_nobody_can_take_over(cluster):
     async with cluster(max_start_wait_s=0) as c:
         hold(c, "decode")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         assert (await call.read()).token_ids
         await c.decode[0].stop()
         said = await refused(call.read())
@@ -280,7 +280,7 @@ async def test_a_client_that_does_not_read(cluster, monkeypatch):
     """Its sequence ends as soon as the bound is passed; the worker is notified at once, whatever the client does."""
     async with cluster(max_unread_tokens=50) as c:
         c.decode[0].hold("decode")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=patience(20))
         await reached(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
         # The request's reader waits, as it would in a write.

@@ -7,6 +7,7 @@ from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.pace import patience
 
 
 async def test_prompt_logprobs_come_with_the_first_message(cluster):
@@ -24,11 +25,11 @@ async def test_prompt_logprobs_come_with_the_first_message(cluster):
 async def test_echo(cluster):
     async with cluster() as c:
         text = "a quick brown fox"
-        whole = await c.stub.Complete(make_request(text, echo=True, max_tokens=4), timeout=20)
+        whole = await c.stub.Complete(make_request(text, echo=True, max_tokens=4), timeout=patience(20))
         assert whole.prompt.text == text and not whole.prompt_logprobs
         token_ids = list(whole.prompt.token_ids)
         asked = make_request(token_ids, echo=True, max_tokens=4, prompt_logprobs=1)
-        again = await c.stub.Complete(asked, timeout=20)
+        again = await c.stub.Complete(asked, timeout=patience(20))
         assert again.prompt.token_ids == token_ids and again.prompt.text.strip() == text
         assert len(again.prompt_logprobs) == len(token_ids) - 1
 

@@ -17,6 +17,7 @@ from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.pace import patience
 
 RESUMED = {"request_id": "again", "seed": 1}
 
@@ -170,7 +171,7 @@ async def test_what_cannot_be_resumed(cluster, fields, field, says):
 async def test_a_client_comes_back_before_its_stream_is_known_to_be_dead(cluster):
     async with cluster() as c:
         hold(c, "decode")
-        lost = c.stub.Generate(make_request(PROMPT, max_tokens=6, **RESUMED), timeout=20)
+        lost = c.stub.Generate(make_request(PROMPT, max_tokens=6, **RESUMED), timeout=patience(20))
         first = await lost.read()
         again = asyncio.create_task(generate(c, max_tokens=6, resume_from=[len(first.token_ids)], **RESUMED))
         assert (await refused(rest_of(lost))).code == grpc.StatusCode.CANCELLED
@@ -308,7 +309,7 @@ async def test_a_fetch_from_a_stalled_worker_is_given_up_once_it_has_had_its_mom
 async def test_a_gateway_that_goes_says_how_to_go_on(cluster):
     async with cluster(drain_grace_s=0.2) as c:
         hold(c, "decode")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, request_id="long"), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, request_id="long"), timeout=patience(20))
         first = await call.read()
         assert first.seed and first.request_id == "long"
         draining = asyncio.create_task(c.gateway._drain(Health(_NoServer())))
@@ -398,7 +399,7 @@ async def test_every_step_counts_as_progress(cluster):
     async with cluster() as c:
         worker, num_lost = c.decode[0], failures.MAX_BARREN + 3
         worker.hold("end")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=30)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=patience(30))
         await c.until(lambda: c.pipeline.running)
         (machine,) = c.pipeline.running.values()
         for lost in range(1, num_lost + 1):

@@ -7,6 +7,7 @@ import pytest
 from baton.v1 import inference_pb2 as pb
 from gateway.request.scoring import score_of
 from tests.gateway.orchestration.test_endings import refused
+from tests.support.pace import patience
 
 
 @pytest.fixture
@@ -21,12 +22,12 @@ def asked(*documents: str, query: str = "which?", **fields) -> pb.ScoreRequest:
 
 async def test_each_document_is_a_conversation_in_the_model_s_words(cluster, labelled):
     async with cluster() as c:
-        response = await c.stub.Score(asked("a fox", "a dog " * 9, instruction="find it"), timeout=20)
+        response = await c.stub.Score(asked("a fox", "a dog " * 9, instruction="find it"), timeout=patience(20))
         specs = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
         assert len(specs) == 2 and all(len(spec.pooling.label_token_ids) == 2 for spec in specs)
         assert sum(len(spec.token_ids) for spec in specs) == response.usage.prompt_tokens
         for spec, document in zip(specs, ("a fox", "a dog " * 9), strict=True):
-            text = (await c.stub.Detokenize(pb.DetokenizeRequest(token_ids=spec.token_ids), timeout=20)).text
+            text = (await c.stub.Detokenize(pb.DetokenizeRequest(token_ids=spec.token_ids), timeout=patience(20))).text
             assert f"<Instruct>: find it\n<Query>: which?\n<Document>: {document}".strip() in text
         numbers = [score_of([-len(spec.token_ids) / 1000, -1.0]) for spec in specs]
         assert list(response.scores) == pytest.approx(numbers)
@@ -51,7 +52,7 @@ async def test_each_document_is_a_conversation_in_the_model_s_words(cluster, lab
 )
 async def test_bad_ones_are_refused_by_name(cluster, labelled, field, request_):
     async with cluster() as c:
-        error = await refused(c.stub.Score(request_, timeout=20))
+        error = await refused(c.stub.Score(request_, timeout=patience(20)))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 300 and not c.prefill[0].kinds()
 
@@ -59,7 +60,7 @@ async def test_bad_ones_are_refused_by_name(cluster, labelled, field, request_):
 async def test_a_model_without_the_words_cannot_judge(cluster, monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "certainly not"))
     async with cluster() as c:
-        error = await refused(c.stub.Score(asked("a"), timeout=20))
+        error = await refused(c.stub.Score(asked("a"), timeout=patience(20)))
         assert error.code.name == "FAILED_PRECONDITION" and "certainly not" in error.message
 
 

@@ -8,6 +8,7 @@ from tests.gateway.orchestration.test_embeddings import IDS, embed, expected, ve
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.pace import patience
 
 
 async def stop_all(c, role: str) -> None:
@@ -69,7 +70,7 @@ async def test_a_stand_in_dies_in_mid_stream_when_the_decode_worker_is_back(clus
         await decode.stop()
         await c.until(lambda: not c.gateway.registry.decode[0].serving)
         prefill.holds_at = 100
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=patience(20))
         messages = [await call.read() for _ in range(5)]
         decode.hello.epoch = decode.epoch = 7
         await decode.start(decode.port)

@@ -7,6 +7,7 @@ import pytest
 from baton.v1 import inference_pb2 as pb
 from tests.gateway.orchestration.test_answers import read
 from tests.gateway.orchestration.test_endings import refused
+from tests.support.pace import patience
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
 TOOLS = [pb.Tool(name="find", description="Find a text.", parameters='{"properties": {"text": {"type": "string"}}}')]
@@ -23,13 +24,13 @@ def asked(
 async def test_parts_of_an_answer_whole_and_streamed(saying):
     async with saying(f"<think>\nI look.\n</think>\n\nOne moment.\n{CALL}\n{CALL}") as c:
         request = asked(*TOOLS, request_id="r1")
-        (choice,) = (await c.stub.Complete(request, timeout=20)).choices
+        (choice,) = (await c.stub.Complete(request, timeout=patience(20))).choices
         assert (choice.reasoning, choice.text) == ("I look.", "One moment.")
         assert [(call.name, json.loads(call.arguments)) for call in choice.tool_calls] == [
             ("find", {"text": "fox"})
         ] * 2
         assert choice.finish_reason == pb.FINISH_REASON_TOOL_CALLS
-        messages = await read(c.stub.Generate(request, timeout=20))
+        messages = await read(c.stub.Generate(request, timeout=patience(20)))
         assert "".join(message.text for message in messages) == choice.text
         assert "".join(message.reasoning for message in messages) == choice.reasoning
         assert [call for message in messages for call in message.tool_calls] == list(choice.tool_calls)
@@ -38,10 +39,10 @@ async def test_parts_of_an_answer_whole_and_streamed(saying):
 
 async def test_arguments_come_as_they_are_written_where_that_is_asked_for(saying):
     async with saying(f"So: {CALL}") as c:
-        whole = (await c.stub.Complete(asked(*TOOLS, request_id="r1"), timeout=20)).choices[0].tool_calls
+        whole = (await c.stub.Complete(asked(*TOOLS, request_id="r1"), timeout=patience(20))).choices[0].tool_calls
         request = asked(*TOOLS, request_id="r1", stream_tool_arguments=True)
-        assert (await c.stub.Complete(request, timeout=20)).choices[0].tool_calls == whole
-        messages = await read(c.stub.Generate(request, timeout=20))
+        assert (await c.stub.Complete(request, timeout=patience(20))).choices[0].tool_calls == whole
+        messages = await read(c.stub.Generate(request, timeout=patience(20)))
         first, *rest = [part for message in messages for part in message.tool_calls]
         assert (first.id, first.name) == (whole[0].id, "find") and len(rest) > 3
         assert not any(part.id or part.name for part in rest)
@@ -52,8 +53,8 @@ async def test_arguments_come_as_they_are_written_where_that_is_asked_for(saying
 async def test_a_call_that_is_cut_off_is_never_whole(saying):
     async with saying(f"So: {CALL[:-20]}") as c:
         request = asked(*TOOLS, stream_tool_arguments=True)
-        assert not (await c.stub.Complete(request, timeout=20)).choices[0].tool_calls
-        messages = await read(c.stub.Generate(request, timeout=20))
+        assert not (await c.stub.Complete(request, timeout=patience(20))).choices[0].tool_calls
+        messages = await read(c.stub.Generate(request, timeout=patience(20)))
         begun = "".join(part.arguments for message in messages for part in message.tool_calls)
         assert begun.startswith('{"text":') and not begun.endswith("}")
         assert messages[-1].finish_reason == pb.FINISH_REASON_STOP
@@ -61,27 +62,27 @@ async def test_a_call_that_is_cut_off_is_never_whole(saying):
 
 async def test_without_tools_a_call_is_text(saying):
     async with saying(f"So: {CALL}") as c:
-        (choice,) = (await c.stub.Complete(asked(), timeout=20)).choices
+        (choice,) = (await c.stub.Complete(asked(), timeout=patience(20))).choices
         assert (choice.text, list(choice.tool_calls)) == (f"So: {CALL}", [])
         assert choice.finish_reason == pb.FINISH_REASON_STOP
 
 
 async def test_a_form_that_is_not_known_is_text(saying):
     async with saying(f"<think>so</think>{CALL}", tool_call_parser="none") as c:
-        (choice,) = (await c.stub.Complete(asked(*TOOLS), timeout=20)).choices
+        (choice,) = (await c.stub.Complete(asked(*TOOLS), timeout=patience(20))).choices
         assert choice.text == f"<think>so</think>{CALL}"
 
 
 async def test_a_choice_of_none_leaves_calls_in_the_text(saying):
     async with saying(f"So: {CALL}") as c:
         request = asked(*TOOLS, tool_choice=pb.TOOL_CHOICE_NONE)
-        (choice,) = (await c.stub.Complete(request, timeout=20)).choices
+        (choice,) = (await c.stub.Complete(request, timeout=patience(20))).choices
         assert (choice.text, list(choice.tool_calls)) == (f"So: {CALL}", [])
 
 
 async def test_one_call_ends_the_answer_and_the_workers_hear_of_it(saying):
     async with saying(f"So: {CALL}{CALL}and more") as c:
-        response = await c.stub.Complete(asked(*TOOLS, parallel_tool_calls=False), timeout=20)
+        response = await c.stub.Complete(asked(*TOOLS, parallel_tool_calls=False), timeout=patience(20))
         (choice,) = response.choices
         assert (choice.text, len(choice.tool_calls), choice.finish_reason) == ("So:", 1, pb.FINISH_REASON_TOOL_CALLS)
         await c.idle()
@@ -90,7 +91,7 @@ async def test_one_call_ends_the_answer_and_the_workers_hear_of_it(saying):
 async def test_what_must_be_a_call_is_a_grammar_for_both_workers(saying, capable):
     async with saying(CALL) as c:
         for fields in ({"tool_choice": pb.TOOL_CHOICE_REQUIRED}, {"tool_name": "find"}):
-            (choice,) = (await c.stub.Complete(asked(*TOOLS, **fields), timeout=20)).choices
+            (choice,) = (await c.stub.Complete(asked(*TOOLS, **fields), timeout=patience(20))).choices
             assert len(choice.tool_calls) == 1
         specs = [m.spec for worker in c.workers for kind, m in worker.commands if kind in ("admit", "prefill")]
         assert len(specs) == 4 and all("find" in spec.constraint.grammar for spec in specs)
@@ -99,7 +100,7 @@ async def test_what_must_be_a_call_is_a_grammar_for_both_workers(saying, capable
 async def test_a_constraint_and_tools_are_one_grammar(saying, capable):
     async with saying(CALL) as c:
         request = asked(*TOOLS, constraint=pb.Constraint(choice=pb.TextChoices(texts=["yes", "no"])))
-        await c.stub.Complete(request, timeout=20)
+        await c.stub.Complete(request, timeout=patience(20))
         grammar = next(m.spec for kind, m in c.prefill[0].commands if kind == "prefill").constraint.grammar
         assert '"yes" | "no"' in grammar and "find" in grammar
 
@@ -131,7 +132,7 @@ REFUSED = [
 async def test_one_that_is_not_strict_keeps_to_what_can_be_kept(cluster, capable, parser, tools, _):
     loose = [pb.Tool(name=tool.name, parameters=tool.parameters) for tool in tools]
     async with cluster(tool_call_parser=parser) as c:
-        assert (await c.stub.Complete(asked(*loose, tool_name="find"), timeout=20)).choices
+        assert (await c.stub.Complete(asked(*loose, tool_name="find"), timeout=patience(20))).choices
 
 
 JSON_OBJECT = pb.Constraint(json_object=True)
@@ -148,13 +149,13 @@ NOT_CALLED = [
 @pytest.mark.parametrize(("parser", "request_"), NOT_CALLED)
 async def test_a_tool_that_no_grammar_has_may_have_any_schema(cluster, capable, parser, request_):
     async with cluster(tool_call_parser=parser) as c:
-        assert (await c.stub.Complete(request_, timeout=20)).choices
+        assert (await c.stub.Complete(request_, timeout=patience(20))).choices
 
 
 @pytest.mark.parametrize(("parser", "request_", "field"), REFUSED)
 async def test_what_cannot_be_kept_to_is_refused_by_name(cluster, capable, parser, request_, field):
     async with cluster(tool_call_parser=parser) as c:
-        error = await refused(read(c.stub.Generate(request_, timeout=20)))
+        error = await refused(read(c.stub.Generate(request_, timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and len(error.message) < 400
 
 
@@ -165,5 +166,6 @@ async def test_what_is_refused_is_tried_again_where_a_tool_is_not_strict_alone(c
         form_of = reader.form_of
         monkeypatch.setattr(reader, "form_of", lambda *args: tried.append(args[-1]) or form_of(*args))
         request = asked(*tools, tool_choice=pb.TOOL_CHOICE_REQUIRED)
-        assert (await refused(c.stub.Complete(request, timeout=20))).fields == ("messages.tools[0].parameters",)
+        refusal = await refused(c.stub.Complete(request, timeout=patience(20)))
+        assert refusal.fields == ("messages.tools[0].parameters",)
         assert tried == [None, ()][: len(tools)]

@@ -13,6 +13,7 @@ from tests.gateway.orchestration.test_answers import generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.pace import patience
 
 LENGTH = pb.FINISH_REASON_LENGTH
 PROMPT = list(range(10, 60))  # with 400 tokens behind it more than 256, and less than 1,024
@@ -80,7 +81,7 @@ async def test_the_longer_one_dies_in_mid_stream(cluster):
     async with cluster(0, (1024, 256), max_start_wait_s=0) as c:
         long, _ = c.decode
         long.holds_at = 300
-        call = c.stub.Generate(make_request(**LONG), timeout=20)
+        call = c.stub.Generate(make_request(**LONG), timeout=patience(20))
         got = await read_some(call, 300)
         await long.stop()
         said = await refused(read_some(call))
@@ -98,7 +99,7 @@ async def test_another_of_the_same_length_goes_on(cluster):
     async with cluster(0, (1024, 256, 1024)) as c:
         for worker in c.decode:
             worker.holds_at = 300
-        call = c.stub.Generate(make_request(**LONG), timeout=20)
+        call = c.stub.Generate(make_request(**LONG), timeout=patience(20))
         got = await read_some(call, 300)
         busy = next(worker for worker in c.decode if worker.held)
         await busy.stop()
@@ -233,7 +234,7 @@ async def test_what_goes_on_elsewhere_is_read_by_who_can_read_the_answer_too(clu
     async with cluster((640,), (1024, 1024), split="always") as c:
         for worker in c.decode:
             worker.holds_at = 100
-        call = c.stub.Generate(make_request(prompt, max_tokens=200, ignore_eos=True), timeout=20)
+        call = c.stub.Generate(make_request(prompt, max_tokens=200, ignore_eos=True), timeout=patience(20))
         got = await read_some(call, 100)
         await next(worker for worker in c.decode if worker.held).stop()
         assert ids_of(got + await read_some(call)) == tokens_of(prompt, 200, 400)

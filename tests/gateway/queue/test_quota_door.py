@@ -13,6 +13,7 @@ from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
 from tests.support.client import make_request
+from tests.support.pace import patience
 
 
 def quotas(folder: Path, text: str) -> Path:
@@ -24,7 +25,7 @@ def quotas(folder: Path, text: str) -> Path:
 def of_class(c, slo_class: str, **fields):
     request = make_request(PROMPT, max_tokens=6, **fields)
     request.slo_class = slo_class
-    return read(c.stub.Generate(request, timeout=20))
+    return read(c.stub.Generate(request, timeout=patience(20)))
 
 
 def line_up(c, wait_s: float) -> tuple:
@@ -131,7 +132,7 @@ async def test_a_priority_needs_a_right(cluster, tmp_path):
     async def sent(c, priority: int) -> int:
         request = make_request(PROMPT, max_tokens=2)
         request.priority = priority
-        await read(c.stub.Generate(request, timeout=20))
+        await read(c.stub.Generate(request, timeout=patience(20)))
         return [admit.spec.priority for kind, admit in c.decode[0].commands if kind == "admit"][-1]
 
     async with cluster() as c:
@@ -228,7 +229,7 @@ async def test_who_would_be_served_after_its_deadline_is_told_at_once(cluster):
         error = await refused(read(c.stub.Generate(request, timeout=3)))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "DEADLINE_BUDGET")
         assert "deadline" in error.message and error.retry_after_s >= 1
-        waiting = asyncio.create_task(read(c.stub.Generate(request, timeout=20)))
+        waiting = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
         await c.until(lambda: len(line) == 2)
         line.leave(place)
         assert await waiting

@@ -18,6 +18,7 @@ from gateway.store.redis_client import FAILURES
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, refused, release, start
 from tests.support.client import make_request, read_error
+from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
 
 TABLE = {"a": Quota(100.0, 500.0, 3)}
@@ -214,7 +215,7 @@ async def flood(c, until: float, used: list[int]) -> None:
     """Send one request after the other until `until`; `used` gets the cost of each."""
     while now() < until:
         try:
-            messages = await read(c.stub.Generate(make_request(PROMPT[:40], max_tokens=20, n=2), timeout=20))
+            messages = await read(c.stub.Generate(make_request(PROMPT[:40], max_tokens=20, n=2), timeout=patience(20)))
             used.append(messages[-1].usage.prompt_tokens + messages[-1].usage.output_tokens)
         except grpc.aio.AioRpcError as error:
             assert read_error(error).reason in ("TENANT_REQUESTS", "TENANT_TOKENS")

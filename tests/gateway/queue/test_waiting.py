@@ -216,7 +216,7 @@ async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill)
     async with cluster(num_prefill, max_queue_wait_s=0.2) as c:
         worker, link = c.decode[0], c.gateway.registry.decode[0]
         hold(c, "decode")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         first = await call.read()
         await worker.stop()
         await c.until(lambda: not link.serving)

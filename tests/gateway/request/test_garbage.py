@@ -13,6 +13,7 @@ from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import RequestContext
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.support.client import make_request
+from tests.support.pace import patience
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def test_the_client_has_gone(cluster, left):
     """96 objects, and all that gRPC had of the call."""
     async with cluster() as c:
         c.decode[0].hold("decode")
-        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         await c.until(lambda: "start" in c.decode[0].kinds())
         call.cancel()
         assert await ended(call) is grpc.StatusCode.CANCELLED

@@ -26,7 +26,7 @@ def tokenize(c, content, **fields):
 
 
 def detokenize(c, token_ids):
-    return c.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=20)
+    return c.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=patience(20))
 
 
 async def test_there_and_back(cluster):

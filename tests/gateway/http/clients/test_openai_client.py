@@ -20,13 +20,14 @@ from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
+from tests.support.pace import patience
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
 PROMPT = list(range(20, 90))
 
 
 async def over_grpc(c, prompt, **fields):
-    return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=20)))
+    return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20))))
 
 
 async def test_models(served):
@@ -145,7 +146,7 @@ async def test_completions_of_every_form_of_a_prompt(served):
 async def test_echo_and_the_logprobs_of_a_prompt(served):
     async with served() as (c, client):
         text = "a quick brown fox"
-        prompt_ids = list((await c.stub.Tokenize(pb.TokenizeRequest(text=text), timeout=20)).token_ids)
+        prompt_ids = list((await c.stub.Tokenize(pb.TokenizeRequest(text=text), timeout=patience(20))).token_ids)
         ask = {"model": "fake", "prompt": [text, PROMPT], "max_tokens": 5, "seed": 3, "n": 2}
         plain = (await client.completions.create(**ask, logprobs=1)).choices
         whole = (await client.completions.create(**ask, echo=True, logprobs=1)).choices
@@ -288,7 +289,7 @@ async def test_rerank(served, monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "n"))
     documents = ["a fox " * 20, "a dog", "a quick brown fox " * 9]
     async with served() as (c, client):
-        said = await c.stub.Score(pb.ScoreRequest(query="which?", documents=documents), timeout=20)
+        said = await c.stub.Score(pb.ScoreRequest(query="which?", documents=documents), timeout=patience(20))
         best = sorted(range(3), key=lambda index: -said.scores[index])
         body = {"model": "fake", "query": "which?", "documents": documents}
         whole = await client.post("/rerank", body=body, cast_to=object)
