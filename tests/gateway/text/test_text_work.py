@@ -205,7 +205,7 @@ async def test_a_process_for_constraints_begins_before_the_first_one(cluster, ca
 
     monkeypatch.setattr(constraint_checks, "_Checker", Counted)
     async with cluster() as c:
-        await c.until(lambda: made)
+        await c.until(lambda: made and c.pipeline.text._starting.done())  # until then another thread takes a constraint
         await generate(c, [5, 6], constraint=pb.Constraint(regex="[a-z]+"))
         assert len(made) == 1
 
