@@ -209,6 +209,36 @@ def test_looking_in_vain_is_rare():
     assert 4000 / VAIN_INTERVAL - 2 < looks < 4000 / VAIN_INTERVAL + 16
 
 
+def test_what_no_try_can_be_paid_for_is_seldom_looked_at():
+    """A look ends a call of several plain steps: heads that brought nothing, looked at each 16 steps, left 0.95 of plain decoding."""
+    controller, own, looks = Controller(), AcceptanceRate(), 0
+    for _ in range(6000):
+        controller.begin(1)
+        widths = [0]
+        if not controller.wants_plain(1) and not controller.is_resting("heads", 1):
+            widths = controller.widths("heads", 1, [own], [16])
+            looks += not any(widths)
+        if any(widths):
+            controller.costs.add_draft("heads", 1, widths[0], 1.0)
+            controller.judged("heads", own, widths[0], 0)
+        controller.passed(1, widths[0], 1.0 + 0.5 * any(widths), 1.0 * any(widths), ["heads"], last="heads")
+    assert 6000 / 128 / 2 < looks < 6000 / 64
+
+
+def test_a_try_begins_once_what_is_to_be_read_first_is_paid_too():
+    """Else the reading takes all of the allowance, and nothing is ever proposed."""
+    world = World(0.0)
+    world.run(600)
+    controller, standing = world.controller, world.controller._standings["draft"]
+    controller.costs.add_read("draft", 100, 5.0)  # five plain steps
+    standing.stop()
+    for allowance, num_unread, width in ((3.0, 0, True), (3.0, 100, False), (9.0, 100, True)):
+        controller.begin(1)
+        standing.allowance, standing.earned_at = allowance, controller.step
+        assert any(controller.widths("draft", 1, world.own, [16], num_unread=num_unread)) is width
+        standing.stop()
+
+
 def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
     controller, own, on = Controller(), AcceptanceRate(), 0
     for step in range(3000):

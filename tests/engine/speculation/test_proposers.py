@@ -75,6 +75,23 @@ def test_hidden_rows_are_those_of_their_positions(folders):
             assert all(torch.equal(row, whole[position]) for position, row in rows.items())
 
 
+def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
+    """One that follows hidden states would make each step of its rest a call of its own."""
+    requests = [make_request(f"r{index}", [1 + index, 2, 3], 400, named=False) for index in range(3)]
+    plain = run(load(folders[0]), requests)
+    proposer = Watching(answers_of(plain), 0.0, VOCAB)
+    engine = load(folders[0], proposers=[proposer], speculator="auto")
+    controller, num_kept = engine.speculator.controller, 0  # steps running
+    for request in requests:
+        engine.submit(request)
+        while engine.has_work():
+            engine.step()
+            is_kept = engine.speculator.wants_hidden and controller.is_resting("forced", 1)
+            num_kept = num_kept + 1 if is_kept else 0
+            assert num_kept <= 1, "the next step closes it"
+    assert engine.speculator.counts["forced"].num_drafts > 0, "it was tried"
+
+
 def test_a_request_may_name_a_proposer_or_none(folders):
     target, draft = folders
     engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=3)

@@ -38,7 +38,7 @@ FIRST_INTERVAL = 16  # verifying steps after which plain ones are measured again
 PLAIN_INTERVAL = 256  # the most of them
 PLAIN_RUN = 6  # running, behind COLD ones
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
-PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
+PLAIN_SAMPLE = 32  # where all are plain one of this many is measured
 MANY = 1 << 30  # steps: nobody is to be asked
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
@@ -168,12 +168,12 @@ class Controller:
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
-        num_reads: float = 0.0,
+        num_reads: float = 0.0, num_unread: int = 0,
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
         `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
         what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
-        make."""
+        make; `num_unread`: the most that one of them has."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
@@ -190,7 +190,8 @@ class Controller:
                 if width == 0:
                     acceptance.fade()
         else:
-            widths = self._try(name, standing, own, limits, plain_s, is_drafted)
+            read_s = self.costs.read_s(name) * num_unread
+            widths = self._try(name, standing, own, limits, plain_s, is_drafted, read_s / plain_s)
             standing.off(self.step, num_seqs, is_drafted)
         self._foresee(name, rates, widths, is_drafted)
         return widths
@@ -214,8 +215,7 @@ class Controller:
             self.costs.add_verified(last, num_seqs, num_proposed, step_s)
         elif is_plain and self._num_plain - num_steps >= COLD:
             # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
-            for _ in range(1 if plain_s is None else num_steps):
-                self.costs.add_plain(num_seqs, step_s)
+            self.costs.add_plain(num_seqs, step_s, 1 if plain_s is None else num_steps)
             self._measured_plain(num_seqs.bit_length())
         if plain_s is None:
             return
@@ -303,19 +303,19 @@ class Controller:
         elif asked and not is_drafted:
             plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
 
-    def _try(self, name, standing, own, limits, plain_s, is_drafted) -> list[int]:
+    def _try(self, name, standing, own, limits, plain_s, is_drafted, read) -> list[int]:
         """As many sequences as the allowance pays for, those least known first, and the same until the try is over;
-        none where it does not pay for one."""
+        none where it does not pay for one. `read`: plain steps that the longest takes to be read."""
         widths, width = [0] * len(own), standing.width * (DRAFTED if is_drafted else 1)
         if not standing.is_trying:
-            if not standing.can_pay(self.step, self._price(name, 1, width, plain_s, is_drafted)):
+            if not standing.can_pay(self.step, read + self._price(name, 1, width, plain_s, is_drafted)):
                 return widths
             standing.num_to_try = 1 if is_drafted else TRY_STEPS
         chosen = [index for index, acceptance in enumerate(own) if acceptance in standing.tried]
         if not chosen:
             chosen, num = sorted(range(len(own)), key=lambda index: own[index].trials), 1
             while num < len(own) and standing.can_pay(
-                self.step, self._price(name, 2 * num, width, plain_s, is_drafted)
+                self.step, 2 * num * read + self._price(name, 2 * num, width, plain_s, is_drafted)
             ):
                 num *= 2
             chosen = chosen[:num]

@@ -1,6 +1,7 @@
 """The times of steps and drafts, as measured lately."""
 
 from collections import deque
+from itertools import repeat
 
 from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 
@@ -26,13 +27,13 @@ class Typical:
         self._every = every
         self.count, self.value = 0, 0.0
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.count += times
         if self.count == 2:  # the first one warmed up
             self._last.clear()
         if self.count > self._last.maxlen and self.count % self._every:  # it says nothing new, and takes 2 us
             return
-        self._last.append(seconds)
+        self._last.extend(repeat(seconds, times))
         self.value = sorted(self._last)[(len(self._last) - 1) // 2]
 
 
@@ -134,10 +135,10 @@ class Costs:
         self.drafts: dict[str, dict[int, Curve]] = {}  # of each proposer, by width
         self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
 
-    def add_plain(self, num_seqs: int, seconds: float) -> None:
+    def add_plain(self, num_seqs: int, seconds: float, times: int = 1) -> None:
         plain = self.plain.setdefault(bucket := num_seqs.bit_length(), Typical())
         before = plain.value
-        plain.add(seconds)
+        plain.add(seconds, times)
         if max(before, plain.value) > WRONG * min(before, plain.value):
             for curves in self.extra.values():  # they were told from what it was taken for
                 curves.pop(bucket, None)

@@ -126,7 +126,10 @@ class Speculator:
         controller, num_seqs = self.controller, len(decoding)
         controller.begin(num_seqs)
         for name, proposer in self.proposers.items():
-            if not self._has_fixed and (self._has_chunks or controller.is_resting(name, num_seqs)):
+            if not self._has_fixed and self._has_chunks:
+                continue
+            if not self._has_fixed and controller.is_resting(name, num_seqs):
+                self._rest(proposer)  # its try is over
                 continue
             if num_free_tokens <= 0 or not self._candidates[name]:
                 continue
@@ -274,19 +277,23 @@ class Speculator:
         free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
         own = [self._track(name, seqs[index]).acceptance for index in free]
         free_limits = [limits[index] for index in free]
-        num_reads = 0.0 if is_drafted else sum(self._reads(name, seqs[index]) for index in free)
-        chosen = self.controller.widths(name, len(self._decoding), own, free_limits, is_drafted, num_reads)
+        unread = [0 if is_drafted else self._num_unread(name, seqs[index]) for index in free]
+        num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
+        most, num_seqs = max(unread, default=0), len(self._decoding)
+        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, most)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
         if not is_drafted and not any(widths):
             self._rest(self.proposers[name])
         return widths
 
-    def _reads(self, name: str, seq: Sequence) -> float:
-        """Tokens of the sequence that its proposer has to read first, by each that it is expected to make."""
+    def _num_unread(self, name: str, seq: Sequence) -> int:
+        """Tokens of the sequence that its proposer has to read first."""
         track = self._tracks[name].get(seq)
-        num_tokens = self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
-        return num_tokens and num_tokens / self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
+        return self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
+
+    def _by_token(self, seq: Sequence, num_unread: int) -> float:
+        return num_unread / self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
 
     def _fixed(self, seq: Sequence) -> int | None:
         asked = seq.group.request.speculation.num_tokens
