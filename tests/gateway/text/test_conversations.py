@@ -8,7 +8,7 @@ from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.text.test_templates import reference, special
+from tests.gateway.text.templates.test_templates import reference, special
 from tests.support.gateway.small_tokenizers import byte_level
 
 # In the manner of Qwen: tools and calls as JSON between tags, answers of tools as a user's.

@@ -11,7 +11,7 @@ from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
 from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece, special
 
-FOLDER = Path(__file__).parent / "templates"
+FOLDER = Path(__file__).parent
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 SPECIAL = {
     "llama-3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
