@@ -45,6 +45,16 @@ class AdapterRecords:
             record.unlink(missing_ok=True)
         return was_noted
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether the note of a name was taken away; a folder or a file that is away for a moment says nothing."""
+        try:
+            os.lstat(self._file_of(name))
+        except FileNotFoundError:
+            return self._folder.is_dir()
+        except OSError:
+            pass
+        return False
+
     def read(self) -> list[tuple[str, str]]:
         """Return each name and its path. Files that are no records are logged and passed over. Raises OSError."""
         try:

@@ -31,6 +31,7 @@ class LiveAdapters:
         root = engine.config.adapter_root
         self._records = None if root is None else AdapterRecords(root, engine.model_name, engine.model_identity)
         self._noted: dict[str, str] = {}  # paths by name, of records that were followed
+        self._followed_away: set[str] = set()  # whose unloading was followed before this worker was asked for it
 
     async def restore(self) -> None:
         """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
@@ -80,7 +81,8 @@ class LiveAdapters:
     async def _unload(self, name: str) -> bool:
         async with self._turn:
             was_recorded = await asyncio.to_thread(self._forget, name)
-            was_held = self._take_away(name)
+            was_held = self._take_away(name) or name in self._followed_away
+            self._followed_away.discard(name)
         return was_held or was_recorded
 
     async def _follow_records(self) -> None:
@@ -88,13 +90,15 @@ class LiveAdapters:
         if (recorded := await asyncio.to_thread(self._recorded)) is None:
             return
         for name in self._noted.keys() - recorded.keys():
-            self._take_away(name)
+            if self._records is not None and await asyncio.to_thread(self._records.is_gone, name):
+                self._take_away(name)
+                self._followed_away.add(name)
         for name, path in recorded.items():
             if self._noted.get(name) == path:
                 continue
-            self._noted[name] = path
             try:
                 await self._read(name, await asyncio.to_thread(self._checked, name, path))
+                self._noted[name] = path
             except Exception as error:  # for want of memory, say: the worker serves the others
                 log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
 
@@ -109,6 +113,7 @@ class LiveAdapters:
     async def _read(self, name: str, folder: Path) -> bytes:
         """Read an adapter and tell of it. Raises ModelError."""
         identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
+        self._followed_away.discard(name)
         self._tell()
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity

@@ -185,6 +185,51 @@ async def test_what_others_load_and_unload_while_a_worker_starts_is_followed(roo
     following.cancel()
 
 
+@pytest.mark.parametrize("away", ["a note", "all"])
+async def test_notes_that_are_away_for_a_moment_take_no_adapter_away(root, monkeypatch, away):
+    """A share that is not mounted has no notes at all, and looks like one where nothing was loaded."""
+    monkeypatch.setattr(adapters, "LOOKS_S", (0.005,) * 100_000)
+    await ready(root).adapters.load("bot", "a")
+    bench = ready(root)
+    await bench.adapters.restore()
+    following = asyncio.create_task(bench.adapters.catch_up())
+    notes = root / ".loaded"
+    if away == "all":
+        notes.rename(root / "elsewhere")
+    else:
+        (note,) = notes.iterdir()
+        note.rename(root / "elsewhere")
+        note.mkdir()  # reading it is an OSError, whoever reads
+    await asyncio.sleep(0.1)
+    assert names(bench.hello) == ["bot"]
+    following.cancel()
+
+
+async def test_what_could_not_be_read_is_read_at_the_next_look(root, monkeypatch):
+    monkeypatch.setattr(adapters, "LOOKS_S", (0.005,) * 100_000)
+    await ready(root).adapters.load("bot", "a")
+    bench = ready(root)
+    bench.engine.failures["bot"] = OSError("the share is slow")
+    await bench.adapters.restore()
+    assert names(bench.hello) == []
+    following = asyncio.create_task(bench.adapters.catch_up())
+    del bench.engine.failures["bot"]
+    await until(lambda: names(bench.hello) == ["bot"])
+    following.cancel()
+
+
+async def test_unloading_that_a_worker_followed_before_it_was_asked_is_done(root):
+    """Operators ask one worker after the other."""
+    first, second = ready(root), ready(root)
+    await first.adapters.load("bot", "a")
+    await second.adapters.restore()
+    await first.adapters.unload("bot")
+    await second.adapters._follow_records()
+    await second.adapters.unload("bot")
+    with pytest.raises(NotFound):
+        await second.adapters.unload("bot")
+
+
 def unreadable(records: AdapterRecords) -> list[tuple[str, str]]:
     raise OSError("the share is away")
 
