@@ -4,12 +4,14 @@ up, each by itself."""
 from collections.abc import Collection, Sequence
 
 from baton.constraints.constraint import MAX_BYTES, Constraint
+from baton.service.clock import now
 from baton.service.errors import InvalidRequest
 from gateway.answer.answer_reader import AnswerReader, ReaderForm, parameter_bytes
 from gateway.text.templates import Conversation
 from gateway.text.text_work import TextWork
 
 _MOST_GIVEN_UP = 4  # each may take seconds to be refused; where more are, all are given up
+_MOST_S = 10.0  # for all: of 128 tools each may take a second, before anything is paid
 _FIELD = "messages.tools"
 
 
@@ -45,12 +47,15 @@ class FormSearch:
             return free
 
     async def _keepable(self, conversation: Conversation) -> list[str]:
-        """Return the tools that are not strict whose schemas can be kept to, each by itself."""
+        """Return the tools that are not strict whose schemas can be kept to, each by itself; none where that takes long."""
         options, kept = conversation.options, list[str]()
         names = sorted(options.loose_tools)
         if len(names) == 1 or parameter_bytes(options, names) > MAX_BYTES:
             return []
+        until = now() + _MOST_S
         for number, name in enumerate(names):
+            if now() > until:
+                return []
             try:
                 await self._check(self._reader.grammar_of_tool(conversation, name))
                 kept.append(name)

@@ -7,6 +7,7 @@ import pytest
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.service.errors import InvalidRequest
+from gateway.answer import form_search
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.form_search import FormSearch
 from gateway.parsers.formats import format_named
@@ -55,6 +56,15 @@ async def test_one_whose_schema_cannot_be_kept_to_is_given_up_alone(search, num_
     text = await grammar(search, *([IMPOSSIBLE, NEEDS_ITSELF] * 3)[:num_bad], GOOD)
     assert ("kept" in text) == is_kept and "minLength" not in text and "$ref" not in text
     assert all(f"t{n}" in text for n in range(num_bad + 1))
+
+
+async def test_a_search_that_takes_long_gives_up_all(search, monkeypatch):
+    """Each of 128 tools may take a second to be checked."""
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(form_search, "now", lambda: next(clock))
+    text = await grammar(search, GOOD, GOOD, IMPOSSIBLE, GOOD, GOOD)
+    assert "kept" not in text and all(f"t{n}" in text for n in range(5))
+    assert len(search._text.checked) <= 6
 
 
 async def test_one_alone_is_given_up_without_a_search(search):
