@@ -9,7 +9,7 @@ from typing import Any
 _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
 _DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own has all but the first of these
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
-_DOT_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # not of ECMA-262
+_DOT_ALL = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*s")  # not of ECMA-262
 # The library reads classes in classes, and operators between them.
 _OPERATORS = re.compile(r"(?P<kept>\\.)|\[|&&|--|~~", re.DOTALL)
 # Control characters that JSON writes with \\u, what else is escaped, and classes.

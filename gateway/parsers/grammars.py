@@ -311,7 +311,8 @@ def _dsml_argument(writer: GrammarWriter, key: str, schema: Any, tool: Arguments
 
 
 def _dsml_text(writer: GrammarWriter, texts: str) -> str:
-    return f"{writer.text(_DSML_TEXT)} {writer.until(_DSML_END, texts or _ANY_TEXT)}"
+    end = writer.until(_DSML_END.removesuffix("\n"), texts or _ANY_TEXT)  # where readers end it
+    return f"{writer.text(_DSML_TEXT)} {end} {writer.text(chr(10))}"
 
 
 def _any_dsml_arguments(writer: GrammarWriter) -> str:

@@ -20,6 +20,11 @@ def test_what_is_no_dot_of_ecma_262_stays(pattern):
     assert "2028" not in rewrite_pattern(pattern)
 
 
+@pytest.mark.parametrize("pattern", [r"\(?s.", r"\\\(?s."])
+def test_a_bracket_that_is_escaped_and_may_be_missing_turns_nothing_on(pattern):
+    assert "2028" in rewrite_pattern(pattern) and "2028" not in rewrite_pattern(r"\\(?s:.)")
+
+
 @pytest.mark.parametrize("pattern", ["[", "[^", "[]", "[^]", "[a\\", "[a\\]", "[]a", "a["])
 def test_a_class_without_an_end_stays_as_it_is(pattern):
     assert rewrite_pattern(f"[a]{pattern}") == rf"[[a]&&[^\x00]]{pattern}"

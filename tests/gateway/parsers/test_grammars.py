@@ -399,6 +399,22 @@ def test_arguments_between_tags_that_name_their_kind(has_tokens, schema, texts, 
             jsonschema.validate(json.loads(call.arguments), tool)
 
 
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize(
+    "behind",
+    ["zzz", '<｜DSML｜parameter name="evil" string="true">y', '</｜DSML｜invoke><｜DSML｜invoke name="other">'],
+)
+def test_a_text_between_tags_ends_where_it_is_read_to_end(has_tokens, behind):
+    """Behind its tag there had to be an end of a line for the grammar, and not for who reads."""
+    model = Model("deepseek-dsml", has_tokens)
+    tool = {"properties": {"a": STRING}, "required": ["a"], "additionalProperties": False}
+    grammar = model.grammar(GrammarAsked({"find": tool}, True, False, None))
+    head, end = DSML_CALL.replace("stop", "find").split("</｜DSML｜invoke>")
+    answer = f'{head}<｜DSML｜parameter name="a" string="true">x < 2\n{{}}</｜DSML｜parameter>\n</｜DSML｜invoke>{end}'
+    assert is_accepted(model, grammar, answer.format(""))
+    assert not is_accepted(model, grammar, answer.format(f"</｜DSML｜parameter>{behind}"))
+
+
 @pytest.mark.parametrize("key", ['a"b', "a>b", "a\nb"])
 def test_a_name_that_no_tag_has(key):
     model = Model("deepseek-dsml")
