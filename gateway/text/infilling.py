@@ -51,8 +51,8 @@ class Infilling:
 
 
 def find_infilling(tokenizer: Tokenizer) -> Infilling | None:
-    """Return the form whose tokens are among those that a tokenizer adds; None: there is none."""
-    ids = {token["content"]: token_id for token_id, token in tokenizer.added.items()}
+    """Return the form whose tokens are control tokens of a tokenizer, as a text could spell others; None: there is none."""
+    ids = tokenizer.control_ids
     known = {*ids, _PREFIX, _SUFFIX}
     form = next((form for form in _FORMS if known.issuperset(form.parts)), None)
     return form and Infilling(tokenizer, form, ids)

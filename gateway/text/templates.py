@@ -3,6 +3,7 @@
 A template comes with the model and runs in Jinja's sandbox; messages come from clients and are values only.
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -124,6 +125,7 @@ class Conversation(NamedTuple):
 
 
 NO_OPTIONS = ChatOptions()
+_PROBED = ChatOptions(({"name": "other", "description": "", "parameters": {"type": "object", "properties": {}}},))
 _SYSTEM = ("system", "developer")
 # What a template is given in any case.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -195,12 +197,15 @@ class ChatTemplate:
             ChatMessage("assistant", content, (call,)),
             ChatMessage("tool", "!", (), call.id),
         )
-        try:
-            text = self._written(chat, NO_OPTIONS, form)
-        except TemplateFailed:
-            return ""
-        is_altered = "{'argument'" in text or '\\"argument' in text  # as Python writes it, or as JSON within JSON
-        return "" if is_altered or any(word not in text for word in (call.name, *call.arguments.values())) else text
+        for options in (_PROBED, NO_OPTIONS):
+            with contextlib.suppress(TemplateFailed):
+                text = self._written(chat, options, form)
+                is_altered = (
+                    "{'argument'" in text or '\\"argument' in text
+                )  # as Python writes it, or as JSON within JSON
+                if not is_altered and all(word in text for word in (call.name, *call.arguments.values())):
+                    return text
+        return ""
 
     def _written(self, messages: Sequence[ChatMessage], options: ChatOptions, form: CallForm) -> str:
         if form.is_apart:

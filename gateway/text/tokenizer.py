@@ -75,6 +75,11 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in self.added.items() if token.get("special"))
 
     @property
+    def control_ids(self) -> dict[str, int]:
+        """Return the ids of control tokens by what they are written as."""
+        return {content: token["id"] for content, token in self._controls.items()}
+
+    @property
     def decoder(self) -> tokenizers.Tokenizer:
         return self._normal
 
@@ -87,7 +92,7 @@ class Tokenizer:
     @property
     def first_ids(self) -> list[int]:
         """Return the tokenizer's own special tokens before a text."""
-        return _encode(self._plain, [""], add_special_tokens=True)[0].ids
+        return _around(self._plain)[0]
 
     def encode_plain(self, text: str, continues: bool = False) -> list[int]:
         """Return the token ids of a user's text alone, none of which is a control token. `continues`: it goes on with
@@ -175,18 +180,23 @@ def _put_around(tokenizer: tokenizers.Tokenizer, begin: str | None, end: str | N
     first, last = (None if token is None else tokenizer.token_to_id(token) for token in (begin, end))
     if first is None and last is None:
         return
-    text, whole = (tokenizer.encode("a", add_special_tokens=around).ids for around in (False, True))
-    at = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
-    before, behind = whole[:at], whole[at + len(text) :]
+    own = before, behind = _around(tokenizer)
     if first is not None and first not in before[:1]:
         before = [first, *before]
     if last is not None and last not in behind[-1:]:
         behind = [*behind, last]
-    if before + text + behind != whole:
+    if (before, behind) != own:
         names = {id_: tokenizer.id_to_token(id_) for id_ in (*before, *behind)}
         single = [*(names[id_] for id_ in before), "$A", *(names[id_] for id_ in behind)]
         special = [(name, id_) for id_, name in names.items()]
         tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+
+
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the special tokens that are put before a text, and behind it."""
+    text, whole = (tokenizer.encode("a", add_special_tokens=around).ids for around in (False, True))
+    at = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
+    return whole[:at], whole[at + len(text) :]
 
 
 def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) -> tokenizers.Tokenizer:

@@ -53,5 +53,20 @@ def test_neither_text_spells_a_control_token(text):
     assert [token_id for token_id in ids if token_id in controls.values()] == [controls[token] for token in QWEN]
 
 
+def test_what_a_file_does_not_tell_as_control_tokens_is_no_form():
+    """A client's text could spell them: they are no tags, and added as words."""
+    tokenizer = tokenizers.Tokenizer.from_buffer(sentencepiece("first"))
+    tokenizer.add_tokens(list(CODELLAMA))
+    assert find_infilling(Tokenizer(tokenizer.to_str().encode())) is None
+
+
+def test_what_stands_behind_a_text_does_not_begin_a_prompt():
+    source = byte_level("<|begin_of_text|>", unspecial=(*QWEN, "<|eos|>"))
+    tokenizer = Tokenizer(source, "tokenizer.json", "<|begin_of_text|>", "<|eos|>")
+    ids = special(source)
+    assert tokenizer.encode_text("a")[-1] == ids["<|eos|>"]
+    assert find_infilling(tokenizer).encode("a", "b")[:2] == [ids["<|begin_of_text|>"], ids[QWEN[0]]]
+
+
 def test_a_part_of_a_form_is_none():
     assert find_infilling(Tokenizer(byte_level(unspecial=QWEN[:2]))) is None

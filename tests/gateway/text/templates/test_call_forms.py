@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.text.origins import render_origins
-from gateway.text.templates import CallForm, ChatMessage, ChatTemplate, ChatToolCall
+from gateway.text.templates import CallForm, ChatMessage, ChatOptions, ChatTemplate, ChatToolCall
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.templates.test_templates import reference
 from tests.support.gateway.small_tokenizers import byte_level
@@ -68,6 +68,15 @@ def test_a_text_before_calls_stays_with_them(name):
 def test_its_control_tokens_are_the_clients(name):
     rendered = render_origins(ChatTemplate(TEMPLATES[name][0], {}), CONTROLS, CHAT)
     assert "<|end|>" in rendered.text and rendered.of_template == ()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_needs_tools_is_tried_with_some(name):
+    """Tried without it fails, and a call could be left out of prompts."""
+    source, form = TEMPLATES[name]
+    found = ChatTemplate("{% for tool in tools %}{{ tool.function.name + '|' }}{% endfor %}" + source, {})
+    tools = ChatOptions(({"name": "weather", "description": "", "parameters": {}},))
+    assert found.form == form and found.render(CHAT, tools).count("<call>weather") == 1
 
 
 def test_a_template_that_writes_no_call_is_given_what_others_are():
