@@ -109,13 +109,15 @@ def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, s
         return _CHOICES[choice], ""
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
-    where, fields = "tool_choice", read_fields("tool_choice", choice, ("type", "function" if is_wrapped else "name"))
+    own = ("function",) if is_wrapped else ("name", "namespace")
+    where, fields = "tool_choice", read_fields("tool_choice", choice, ("type", *own))
     if is_wrapped:
         where, fields = f"{where}.function", read_fields(f"{where}.function", fields.get("function"), ("name",))
     name = read_as(f"{where}.name", STRING, fields.get("name"))
     if not name:
         raise InvalidRequest(f"{where}.name", "is empty")
-    return pb.TOOL_CHOICE_UNSPECIFIED, name
+    namespace = read_as(f"{where}.namespace", STRING, fields.get("namespace", ""))
+    return pb.TOOL_CHOICE_UNSPECIFIED, in_namespace(namespace, name)
 
 
 def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
 
 def in_namespace(namespace: str, name: str) -> str:
     """Return the name that the model knows a function by: templates have no namespaces."""
-    return f"{namespace}__{name}" if namespace else name
+    return f"{namespace}__{name}" if namespace and name else name
 
 
 def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:

@@ -139,6 +139,18 @@ async def test_a_request_of_codex_is_answered(saying):
         assert again.output[0].namespace == "agents"
 
 
+def test_a_function_of_a_namespace_is_chosen_by_its_name():
+    choice = {"type": "function", "name": "wait", "namespace": "agents"}
+    body = {"input": "a", "tools": [AGENTS], "tool_choice": choice}
+    assert read_response(body).requests[0].messages.tool_name == "agents__wait"
+
+
+def test_a_function_of_a_namespace_has_a_name():
+    """Else it is refused as one outside of a namespace is."""
+    request = read_response({"input": "a", "tools": [{**AGENTS, "tools": [function("")]}]}).requests[0]
+    assert request.messages.tools[0].name == ""
+
+
 def test_a_call_comes_back_by_the_name_that_the_model_knows():
     item = {"type": "function_call", "call_id": "a", "name": "wait", "namespace": "agents", "arguments": "{}"}
     (message,) = read_response({"input": [item]}).requests[0].messages.messages
