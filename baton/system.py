@@ -161,6 +161,16 @@ def unlock_byte(fd: int, at: int) -> None:
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, at)
 
 
+def is_byte_locked(fd: int, at: int) -> bool:
+    """Return whether somebody else has a byte that `lock_byte` locks; who asks so at once hinders nobody."""
+    if LINUX:
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+        return struct.unpack("hhqqi", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    if is_free := lock_byte(fd, at):
+        unlock_byte(fd, at)
+    return not is_free
+
+
 def user_behind(sock: socket.socket) -> int:
     """The user id of the process at the other end of a unix socket. Raises OSError."""
     if LINUX:

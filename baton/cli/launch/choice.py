@@ -37,11 +37,11 @@ def make_launcher(args: argparse.Namespace, access: Access) -> WorkerLauncher:
 
 
 def _only_stack() -> str:
-    """Return where the stack on this machine is scaled. Raises ValueError where several run."""
+    """Return where the stack on this machine is scaled. Raises ValueError where several run, or cannot be seen."""
     try:
         stacks = noted_stacks()
-    except OSError:  # then none has noted anything either
-        stacks = []
+    except OSError as error:
+        raise ValueError(f"the stacks of this machine cannot be seen ({error}): say which with --launcher") from None
     if len(stacks) > 1:
         raise ValueError(f"{len(stacks)} stacks run on this machine: say which with --launcher {' or '.join(stacks)}")
     return stacks[0] if stacks else DEFAULT_ADDRESS

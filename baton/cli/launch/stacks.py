@@ -33,11 +33,8 @@ def noted_stacks(folder: Path | None = None) -> list[str]:
     fd, found = _open(folder), list[str]()
     try:
         for place in range(_NUM_PLACES):
-            begin = place * _PLACE_BYTES
-            if system.lock_byte(fd, place):  # its stack has ended
-                os.pwrite(fd, bytes(_PLACE_BYTES), begin)
-                system.unlock_byte(fd, place)
-            elif address := os.pread(fd, _PLACE_BYTES, begin).rstrip(b"\0"):
+            address = os.pread(fd, _PLACE_BYTES, place * _PLACE_BYTES).rstrip(b"\0")
+            if address and system.is_byte_locked(fd, place):  # else its stack has ended
                 found.append(address.decode(errors="replace"))
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard
 from baton.cli.launch.stacks import StackNote, noted_stacks
 from baton.cli.main import main
+from baton.system import is_byte_locked
 from tests.support.pace import patience
 
 
@@ -79,6 +80,22 @@ def test_a_stack_that_was_killed_is_noted_no_more(noted):
         assert noted_stacks() == ["127.0.0.1:1"]
         process.kill()
     assert noted_stacks() == []
+
+
+def test_those_who_look_are_no_stacks(noted):
+    """Two that look at once: each had taken what the other looked at for a stack that has ended."""
+    StackNote("127.0.0.1:1").close()
+    looking = os.open(next(noted.iterdir()), os.O_RDWR)
+    assert noted_stacks() == []
+    os.pwrite(looking, b"127.0.0.1:2", 0)  # of one that was killed
+    assert not is_byte_locked(looking, 0) and noted_stacks() == []
+    os.close(looking)
+
+
+def test_where_stacks_cannot_be_seen_one_has_to_be_named(noted, capsys):
+    (noted / f"baton-stacks-{os.getuid()}").mkdir()
+    assert main(["scale"]) == 2
+    assert "say which with --launcher" in capsys.readouterr().err
 
 
 def test_a_stack_that_finds_no_room_is_not_noted(noted):
