@@ -7,7 +7,7 @@ import pytest
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import GAIN, Controller, Refill, limit_of
 from baton.engine.speculation.control.costs import Curve, Typical
-from baton.engine.speculation.control.proposer_state import VAIN_INTERVAL
+from baton.engine.speculation.control.proposer_state import FIRST_ALLOWANCE, VAIN_INTERVAL
 
 
 class World:
@@ -235,8 +235,22 @@ def test_a_try_begins_once_what_is_to_be_read_first_is_paid_too():
     for allowance, num_unread, width in ((3.0, 0, True), (3.0, 100, False), (9.0, 100, True)):
         controller.begin(1)
         standing.allowance, standing.earned_at = allowance, controller.step
-        assert any(controller.widths("draft", 1, world.own, [16], num_unread=num_unread)) is width
+        assert any(controller.widths("draft", 1, world.own, [16], num_unread=[num_unread])) is width
         standing.stop()
+
+
+@pytest.mark.parametrize(("num_unread", "allowance"), [([900, 0], 3.0), ([900, 900], FIRST_ALLOWANCE)])
+def test_a_long_prompt_keeps_no_other_from_a_try_and_is_tried_itself(num_unread, allowance):
+    """The dearest one had to be paid, whoever was tried; more than the allowance never was."""
+    world = World(0.0)
+    world.run(600)
+    controller, standing = world.controller, world.controller._standings["draft"]
+    controller.costs.add_read("draft", 100, 5.0)  # 900 tokens take 45 plain steps
+    standing.stop()
+    controller.begin(1)
+    standing.allowance, standing.earned_at = allowance, controller.step
+    asked = controller.widths("draft", 1, [*world.own, AcceptanceRate()], [16, 16], num_unread=num_unread)
+    assert [width > 0 for width in asked] == [False, True]
 
 
 def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():

@@ -24,7 +24,7 @@ from operator import mul
 
 from baton.engine.speculation.control.acceptance import LATELY_FORGET, AcceptanceRate
 from baton.engine.speculation.control.costs import Costs
-from baton.engine.speculation.control.proposer_state import SMALL_BATCH, ProposerState
+from baton.engine.speculation.control.proposer_state import FIRST_ALLOWANCE, SMALL_BATCH, ProposerState
 from baton.protocol import MAX_DRAFT_TOKENS
 
 GAIN = 1.03  # below it a foreseen gain may be noise
@@ -33,6 +33,7 @@ PRIOR_ACCEPTANCE = 0.6
 PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the fourth
 DRAFTED = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
+DEAREST_READ = 0.75 * FIRST_ALLOWANCE  # plain steps that a try counts for reading, as no more is ever saved up
 DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
 FIRST_INTERVAL = 16  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
 PLAIN_INTERVAL = 256  # the most of them
@@ -168,12 +169,12 @@ class Controller:
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
-        num_reads: float = 0.0, num_unread: int = 0,
+        num_reads: float = 0.0, num_unread: Sequence[int] = (),
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
         `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
         what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
-        make; `num_unread`: the most that one of them has."""
+        make; `num_unread`: those that each has; none where it is not given."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
@@ -190,8 +191,9 @@ class Controller:
                 if width == 0:
                     acceptance.fade()
         else:
-            read_s = self.costs.read_s(name) * num_unread
-            widths = self._try(name, standing, own, limits, plain_s, is_drafted, read_s / plain_s)
+            read = self.costs.read_s(name) / plain_s
+            reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
+            widths = self._try(name, standing, own, limits, plain_s, is_drafted, reads)
             standing.off(self.step, num_seqs, is_drafted)
         self._foresee(name, rates, widths, is_drafted)
         return widths
@@ -303,22 +305,25 @@ class Controller:
         elif asked and not is_drafted:
             plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
 
-    def _try(self, name, standing, own, limits, plain_s, is_drafted, read) -> list[int]:
-        """As many sequences as the allowance pays for, those least known first, and the same until the try is over;
-        none where it does not pay for one. `read`: plain steps that the longest takes to be read."""
+    def _try(self, name, standing, own, limits, plain_s, is_drafted, reads) -> list[int]:
+        """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same until
+        the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
+        order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
         widths, width = [0] * len(own), standing.width * (DRAFTED if is_drafted else 1)
         if not standing.is_trying:
-            if not standing.can_pay(self.step, read + self._price(name, 1, width, plain_s, is_drafted)):
+            if not standing.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, is_drafted)):
                 return widths
             standing.num_to_try = 1 if is_drafted else TRY_STEPS
         chosen = [index for index, acceptance in enumerate(own) if acceptance in standing.tried]
         if not chosen:
-            chosen, num = sorted(range(len(own)), key=lambda index: own[index].trials), 1
+            num = 1
             while num < len(own) and standing.can_pay(
-                self.step, 2 * num * read + self._price(name, 2 * num, width, plain_s, is_drafted)
+                self.step,
+                sum(reads[index] for index in order[: 2 * num])
+                + self._price(name, 2 * num, width, plain_s, is_drafted),
             ):
                 num *= 2
-            chosen = chosen[:num]
+            chosen = order[:num]
             standing.tried = [own[index] for index in chosen]
         for index in chosen:
             widths[index] = min(width, limits[index])

@@ -22,6 +22,7 @@ from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import Controller, limit_of
+from baton.engine.speculation.control.proposer_state import SMALL_BATCH
 from baton.engine.speculation.control.track import Track
 from baton.engine.speculation.control.verify import num_right
 from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
@@ -253,8 +254,8 @@ class Speculator:
                 self._close(proposer, track)
 
     def _follows(self, proposer: Proposer) -> bool:
-        """Return whether it is open for all of a sequence's tokens."""
-        return self._steps_several and proposer.num_first > 0
+        """Return whether it is open for all of a sequence's tokens. In large batches it earns less, and costs as much."""
+        return self._steps_several and proposer.num_first > 0 and len(self._decoding) <= SMALL_BATCH
 
     def _num_to_follow(self, name: str) -> int:
         """Return how many more tokens a proposer follows before there is a sequence to ask it for."""
@@ -279,8 +280,8 @@ class Speculator:
         free_limits = [limits[index] for index in free]
         unread = [0 if is_drafted else self._num_unread(name, seqs[index]) for index in free]
         num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
-        most, num_seqs = max(unread, default=0), len(self._decoding)
-        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, most)
+        num_seqs = len(self._decoding)
+        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, unread)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
         if not is_drafted and not any(widths):

@@ -126,7 +126,8 @@ class Eagle(Proposer):
 
     @property
     def num_bytes(self) -> int:
-        rows = self._kv.shape[0] * WINDOW * self.model.spec.hidden_size * self._kv.element_size()
+        num_rows = self._kv.shape[0] * (FOLLOWED + MAX_DRAFT_TOKENS + 1)
+        rows = num_rows * self.model.spec.hidden_size * self._kv.element_size()
         return self._weight_bytes + self._pool.bytes.nbytes + rows
 
     def open(self, draftee: Draftee) -> None:
@@ -139,14 +140,18 @@ class Eagle(Proposer):
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
         """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions, until the next proposal."""
-        for draftee, _, num_accepted, first_row in advances:
-            context = draftee.state
-            if context is None:
-                continue
-            rows = hidden[first_row : first_row + num_accepted + 1].clone()
-            context.pending.append((rows, len(draftee.token_ids) - num_accepted - 2))
-            while context.num_pending - len(context.pending[0][0]) >= FOLLOWED:
-                del context.pending[0]
+        held = [advance for advance in advances if advance.draftee.state is not None]
+        if not held:
+            return
+        # All rows at once: one by one 64 sequences took 5 ms a step (exploratory).
+        index = [row for _, _, num_accepted, first in held for row in range(first, first + num_accepted + 1)]
+        kept = hidden[torch.tensor(index, device=hidden.device)].split([each.num_accepted + 1 for each in held])
+        for (draftee, _, num_accepted, _), rows in zip(held, kept, strict=True):
+            pending, end, num_old = draftee.state.pending, len(draftee.token_ids) - 1, 0
+            pending.append((rows, end - num_accepted - 1))
+            while num_old + 1 < len(pending) and end - pending[num_old + 1][1] >= FOLLOWED:
+                num_old += 1
+            del pending[:num_old]
 
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
