@@ -76,7 +76,8 @@ def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1, dty
     head_form = _head_form(form)
     head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
     layers = _layer_bytes(spec, form, on_cpu, degree)
-    as_they_are = "bf16" if on_cpu else dtype  # a CPU rounds rows for integer weights, and multiplies both at one rate
+    # fp16 goes at the rate of bf16. A CPU rounds rows for integer weights, and multiplies both at one rate.
+    as_they_are = "fp32" if dtype == "fp32" and not on_cpu else "bf16"
     computes = form if form in ("int8", "fp8", "fp32") else as_they_are
     return HeldWeights(form, head_form, computes, layers, head, _other_bytes(spec, form))
 

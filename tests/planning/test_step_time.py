@@ -36,7 +36,8 @@ def test_fp32_reads_twice_as_much_and_multiplies_at_its_own_rate():
 def test_rounded_weights_are_multiplied_in_the_dtype_of_the_workers_where_rows_are_not_rounded(form, slower):
     prompt, parts = StepPieces(((2048, 2048),), 1), (Efficiencies("", NO_HOST, PERFECT, True), form, "bf16")
     spec = read_spec(SHAPES / "llama-3.1-8b")
-    usual, wide = (StepTimes(spec, GPUS["H100"], *parts, dtype=dtype) for dtype in ("bf16", "fp32"))
+    usual, wide, half = (StepTimes(spec, GPUS["H100"], *parts, dtype=dtype) for dtype in ("bf16", "fp32", "fp16"))
+    assert half.bound(prompt).linear_s == usual.bound(prompt).linear_s
     assert wide.bound(prompt).linear_s == pytest.approx(usual.bound(prompt).linear_s * slower, rel=0.01)
 
 
