@@ -238,7 +238,7 @@ def test_a_build_is_its_code(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "part.py").write_text("a = 1\n")
     digests = [build_digest(tmp_path)]
-    for path in ("baton/cli/part.py", "baton/engine/notes.txt", "baton/engine/part.cpp", "kvtransfer/part.py"):
+    for path in ("baton/cli/part.py", "baton/engine/notes.txt", "baton/engine/part.cpp", "baton/gguf.py"):
         (tmp_path / path).write_text("a = 2\n")
         digests.append(build_digest.__wrapped__(tmp_path))
     assert digests[0] == digests[1] == digests[2] and len(set(digests[2:])) == 3

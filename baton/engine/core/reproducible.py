@@ -18,6 +18,7 @@ FOLDERS = (
     "adapters", "attention", "core", "families", "gpu_ranks", "kv", "layers", "models", "native", "parallel", "recurrent",
     "weights",
 )  # fmt: skip
+FILES = ("gguf.py", "protocol.py")  # beside it: where tensors lie, and bounds
 SUFFIXES = (".py", ".cpp", ".h")
 
 
@@ -32,13 +33,15 @@ def fix_order_of_sums() -> None:
 def computing_code(engine: Path = ENGINE) -> str:
     """Name the code of FOLDERS below the folder `engine` by a digest. Comments count: too many workers are called unlike, not
     too few."""
-    return f"code-{digest_of(engine, FOLDERS)[:8]}"
+    folders = [f"{engine.name}/{folder}" for folder in FOLDERS]
+    return f"code-{digest_of(engine.parent, folders, FILES)[:8]}"
 
 
-def digest_of(root: Path, folders: Iterable[str]) -> str:
-    """Return a digest of the code in these folders below `root`, in hex."""
+def digest_of(root: Path, folders: Iterable[str], files: Iterable[str] = ()) -> str:
+    """Return a digest of the code in these folders and files below `root`, in hex."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SUFFIXES):
+    found = (path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SUFFIXES)
+    for path in sorted(path for path in (*found, *map(root.joinpath, files)) if path.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
