@@ -92,7 +92,8 @@ def _live(wish: dict, given: list[int], by_imports: dict[str, str]) -> None:
         if isinstance(ended.code, str):
             raise
         status = ended.code or 0
-    _end(status)
+    if status:
+        _end(status)  # a start that fails; what has served ends as Python does, so that a crash there is seen
 
 
 def _end(status: int) -> None:
