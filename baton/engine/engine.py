@@ -341,7 +341,7 @@ class Engine:
         self.work.add(slices, num_steps)
         self.speculator.measure(drawn, num_steps)
         self.results.collect(slices, drawn, launched_at, self._outputs, num_steps=num_steps)
-        self.speculator.advance(drawn, self.runner.hidden, num_steps)
+        self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
     def _obey(self, command: Command) -> None:

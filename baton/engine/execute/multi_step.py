@@ -114,7 +114,7 @@ class MultiStep:
         self, slices: Seq[Slice], num_steps: int, keeps_hidden: bool
     ) -> tuple[list[Drawn], int, Tensor | None]:
         """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how many steps
-        they are, and if `keeps_hidden` the rows that they were drawn from, before the last norm, sequence by sequence."""
+        they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last norm."""
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
         adapters, num_rows, width = [], 0, num_steps
         for place, (seq, _, _) in zip(table, slices, strict=True):
@@ -125,8 +125,7 @@ class MultiStep:
                 adapters.append(AdapterRows(num_rows, num_rows + num_own, seq.group.adapter))
             num_rows += num_own
         adapted = self._adapters.rows(adapters)
-        num_kept = num_rows + num_seqs * (num_steps - 1)
-        hidden = torch.empty(num_kept, self._hidden_size, dtype=self._dtype) if keeps_hidden else None
+        hidden = torch.empty(num_rows, self._hidden_size, dtype=self._dtype) if keeps_hidden else None
         drawn, num_drawn = (_INT * (num_seqs * width))(), (_INT * num_seqs)()
         num_done = self._run(
             ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, adapted, len(adapted), num_steps,
@@ -134,8 +133,6 @@ class MultiStep:
             torch.get_num_threads(),
         )  # fmt: skip
         runs = (drawn[first : first + count] for first, count in zip(range(0, num_seqs * width, width), num_drawn))
-        if hidden is not None and num_done < num_steps:
-            hidden = hidden.view(num_seqs, num_steps, -1)[:, :num_done].flatten(0, 1)
         tokens = [(piece.seq, [Sampled(token_id, None) for token_id in run]) for piece, run in zip(slices, runs)]
         return tokens, num_done, hidden
 

@@ -7,14 +7,12 @@ import shutil
 import pytest
 import torch
 
-from baton.engine import native
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Speculation
-from baton.engine.execute import multi_step
 from baton.engine.speculation.control.acceptance import AcceptanceRate
-from baton.engine.speculation.control.track import Track
+from baton.engine.speculation.control.speculator import Track
 from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
@@ -92,47 +90,6 @@ def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
             num_kept = num_kept + 1 if is_kept else 0
             assert num_kept <= 1, "the next step closes it"
     assert engine.speculator.counts["forced"].num_drafts > 0, "it was tried"
-
-
-class Following(Watching):
-    """Wants some tokens to have been followed before it is asked."""
-
-    num_first = 12
-
-    def propose(self, asks):
-        assert all(len(draftee.token_ids) - draftee.request.num_prompt_tokens > 12 for draftee, _ in asks)
-        return super().propose(asks)
-
-
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
-def test_rows_of_calls_of_several_steps_are_followed(folders, monkeypatch):
-    """From the first decode step on, and before any token is proposed."""
-    requests = [make_request(f"r{index}", [3 + index, 2, 3], 150, n=1 + index, named=False) for index in range(2)]
-    plain = run(load(folders[0]), requests)
-    proposer = Following(answers_of(plain), 0.9, VOCAB)
-    engine = load(folders[0], proposers=[proposer], speculator="auto")
-    several, budget_ns, num_steps, num_cut = engine._multi_step, multi_step.BUDGET_NS, [], 0
-
-    def watched(slices, most, keeps_hidden):
-        nonlocal num_cut
-        # Every other call ends behind its first step.
-        monkeypatch.setattr(multi_step, "BUDGET_NS", (budget_ns, 0)[len(num_steps) % 2])
-        tokens, num_done, hidden = several(slices, most, keeps_hidden)
-        num_steps.append(num_done if keeps_hidden else 0)
-        num_cut += keeps_hidden and num_done < most
-        return tokens, num_done, hidden
-
-    watched.num_steps = several.num_steps
-    engine._multi_step = watched
-    records = run(engine, requests)
-    assert max(num_steps) > 1 and num_cut > 0 and engine.speculator.counts["forced"].num_drafts > 0
-    for request in requests:
-        assert records[request.key].answer() == plain[request.key].answer()
-        for choice, made in records[request.key].tokens.items():
-            rows = proposer.rows[request.key.request_id, choice]
-            assert sorted(rows) == list(range(len(request.token_ids), max(rows) + 1)) and max(rows) > 100
-            whole = hidden_of(engine, [*request.token_ids, *made])
-            assert all(torch.equal(row, whole[position]) for position, row in rows.items())
 
 
 def test_a_request_may_name_a_proposer_or_none(folders):

@@ -78,8 +78,8 @@ using namespace baton;
 
 // Return how many steps were done, at most num_steps and at least one: none begins behind one that has ended a sequence,
 // while *bell is not 0, or that would likely end more than budget_ns after the first began. A sequence is a row, also of
-// adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets the rows before the last norm,
-// those of a sequence together, with room for those of num_steps. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
+// adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets the rows of the first step
+// before the last norm. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
 extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decoding* seqs, int64_t num_seqs,
                                 const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
                                 const volatile int32_t* bell, int64_t budget_ns, void* hidden, int64_t* drawn,
@@ -119,10 +119,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
     const Step now{pool, parts, num_seqs,    positions.data(), slots.data(), num_rows,
                    num_threads, x, adapters, num_adapters};
     baton_layers(&model, &now, 0, decoder->num_layers);
-    for (int64_t s = 0; hidden && s < num_seqs; s++) {
-      const int64_t at = parts[s].query_start + s * (num_steps - 1) + step;
-      std::memcpy((char*)hidden + at * bytes, x + parts[s].query_start * bytes, parts[s].query_len * bytes);
-    }
+    if (hidden && !step) std::memcpy(hidden, x, num_rows * bytes);
     baton_norm(&model, x, decoder->norm, x, num_rows, num_threads);
     baton_linear(decoder->head, x, nullptr, logits, num_rows, num_threads);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_seqs * num_out > 1 << 15)

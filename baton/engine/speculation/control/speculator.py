@@ -12,6 +12,8 @@ is decided how much of what it proposes is verified; of the others that is decid
 
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,12 +24,29 @@ from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.step_work import Drawn
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import Controller, limit_of
-from baton.engine.speculation.control.proposer_state import SMALL_BATCH
-from baton.engine.speculation.control.track import Track
 from baton.engine.speculation.control.verify import num_right
 from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
 
 WORSE = 0.15  # of acceptance: what a proposer that costs next to nothing may have less than a model
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One sequence at one proposer."""
+
+    acceptance: AcceptanceRate
+    draftee: Draftee | None = None  # once it is asked
+    unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
+    unverified_at: int = 0  # after this many tokens
+
+    def judge(self) -> tuple[int, int]:
+        """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
+        came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
+        draft, self.unverified = self.unverified, ()
+        right = 0
+        while right < len(came) and came[right] == draft[right]:
+            right += 1
+        return len(came), right
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
@@ -107,7 +126,7 @@ class Speculator:
         controller, num_seqs = self.controller, len(decoding)
         controller.begin(num_seqs)
         for name, proposer in self.proposers.items():
-            if not self._has_fixed and (self._has_chunks or self._num_to_follow(name)):
+            if not self._has_fixed and self._has_chunks:
                 continue
             if not self._has_fixed and controller.is_resting(name, num_seqs):
                 self._rest(proposer)  # its try is over
@@ -139,9 +158,6 @@ class Speculator:
         fixed = {self._fixed(seq) is not None for seqs in self._candidates.values() for seq in seqs}
         self._has_fixed, self._has_free = True in fixed, False in fixed
         self._decoding = decoding
-        for name, proposer in self.proposers.items():
-            for seq in self._candidates[name] if self._follows(proposer) else ():
-                self._open(proposer, seq)
 
     def close_all(self) -> None:
         """Nothing is computed in this step."""
@@ -163,8 +179,6 @@ class Speculator:
         name, seqs = proposer.name, self._candidates[proposer.name]
         if len(self.proposers) > 1:
             seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
-        if self._follows(proposer) and not self._has_fixed:
-            seqs = [seq for seq in seqs if not self._is_early(name, seq)]
         if not seqs:
             if not self._proposers_of:  # others are to guess for all of them
                 self.controller.found_nothing(name)
@@ -235,7 +249,7 @@ class Speculator:
     def _open(self, proposer: Proposer, seq: Sequence) -> Draftee:
         track = self._track(proposer.name, seq)
         if track.draftee is None:
-            track.draftee, track.opened_at = Draftee(seq.group.request, seq.choice, seq.token_ids), seq.num_tokens
+            track.draftee = Draftee(seq.group.request, seq.choice, seq.token_ids)
             proposer.open(track.draftee)
             self._num_open[proposer.name] += 1
         return track.draftee
@@ -248,25 +262,10 @@ class Speculator:
 
     def _rest(self, proposer: Proposer) -> None:
         """Close a proposer that is not wanted now: one that follows the target's hidden states would need every
-        step, unless calls of several bring those."""
-        if proposer.wants_hidden and self._num_open[proposer.name] and not self._follows(proposer):
+        step."""
+        if proposer.wants_hidden and self._num_open[proposer.name]:
             for track in self._tracks[proposer.name].values():
                 self._close(proposer, track)
-
-    def _follows(self, proposer: Proposer) -> bool:
-        """Return whether it is open for all of a sequence's tokens. In large batches it earns less, and costs as much."""
-        return self._steps_several and proposer.num_first > 0 and len(self._decoding) <= SMALL_BATCH
-
-    def _num_to_follow(self, name: str) -> int:
-        """Return how many more tokens a proposer follows before there is a sequence to ask it for."""
-        proposer = self.proposers[name]
-        if not self._follows(proposer):
-            return 0
-        seen = (seq.num_tokens - self._tracks[name][seq].opened_at for seq in self._candidates[name])
-        return max(0, proposer.num_first - max(seen, default=0))
-
-    def _is_early(self, name: str, seq: Sequence) -> bool:
-        return seq.num_tokens - self._tracks[name][seq].opened_at < self.proposers[name].num_first
 
     def _widths(self, name: str, seqs: list[Sequence], limits: list[int], is_drafted: bool) -> list[int]:
         """See Controller.widths; requests with a width of their own have that."""
@@ -311,13 +310,10 @@ class Speculator:
     @property
     def num_plain_steps(self) -> int:
         """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least 1."""
-        if self._proposers_of:
+        if self._proposers_of or self.wants_hidden:
             return 1
         asked_for = [name for name, seqs in self._candidates.items() if seqs]
-        early = [0 if self._has_fixed else self._num_to_follow(name) for name in asked_for]
-        asked_for = [name for name, num in zip(asked_for, early, strict=True) if num == 0]
-        num_steps = self.controller.num_plain_steps(asked_for, len(self._decoding), self._has_fixed)
-        return min([num_steps, *filter(None, early)])
+        return self.controller.num_plain_steps(asked_for, len(self._decoding), self._has_fixed)
 
     # ---- after it ----
 
@@ -362,10 +358,10 @@ class Speculator:
             made.setdefault(seq.group, []).append(len(samples))
         return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
 
-    def advance(self, drawn: list[Drawn], hidden: Tensor | None, num_steps: int = 1) -> None:
+    def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
         """Judge the proposals of a step and pass its results to the proposers; tokens after a sequence's end have been
         cut out of `drawn`. `hidden` [>= rows, hidden_size]: the rows that it was drawn from; None where no proposer
-        wants them; `num_steps`: those of each step, of a sequence together."""
+        wants them."""
         self._advance_s = 0.0
         if not self._decoding or not (self._proposers_of or self.wants_hidden):
             return
@@ -382,8 +378,8 @@ class Speculator:
                 for other, steps in advances.items():
                     if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
                         num_proposed = len(draft_ids) if other == name else 0
-                        steps.append(Advance(track.draftee, num_proposed, len(samples) - 1, first_row))
-            first_row += num_steps + len(draft_ids)
+                        steps.append(Advance(track.draftee, num_proposed, num_accepted, first_row))
+            first_row += 1 + len(draft_ids)
         for name, steps in advances.items():
             if steps:
                 begun_at = self._clock()

@@ -40,7 +40,6 @@ from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
 WINDOW = 256  # rows that the layer may look back; a slot has room for twice as many before its last ones move down
-FOLLOWED = 64  # rows that are kept while it is not asked: to read them takes about two plain steps
 
 
 @dataclass(slots=True)
@@ -61,7 +60,6 @@ class Eagle(Proposer):
 
     name = "eagle"
     wants_hidden = True
-    num_first = 32  # of the demo's first guesses 3 in 10 are right behind 3 rows, 6 behind 20, 8 behind 40
 
     def __init__(self, model: Model, folder: HeadsFolder, config: EngineConfig):
         spec = model.spec
@@ -126,8 +124,7 @@ class Eagle(Proposer):
 
     @property
     def num_bytes(self) -> int:
-        num_rows = self._kv.shape[0] * (FOLLOWED + MAX_DRAFT_TOKENS + 1)
-        rows = num_rows * self.model.spec.hidden_size * self._kv.element_size()
+        rows = self._kv.shape[0] * WINDOW * self.model.spec.hidden_size * self._kv.element_size()
         return self._weight_bytes + self._pool.bytes.nbytes + rows
 
     def open(self, draftee: Draftee) -> None:
@@ -140,18 +137,18 @@ class Eagle(Proposer):
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
         """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions, until the next proposal."""
-        held = [advance for advance in advances if advance.draftee.state is not None]
-        if not held:
-            return
-        # All rows at once: one by one 64 sequences took 5 ms a step (exploratory).
-        index = [row for _, _, num_accepted, first in held for row in range(first, first + num_accepted + 1)]
-        kept = hidden[torch.tensor(index, device=hidden.device)].split([each.num_accepted + 1 for each in held])
-        for (draftee, _, num_accepted, _), rows in zip(held, kept, strict=True):
-            pending, end, num_old = draftee.state.pending, len(draftee.token_ids) - 1, 0
-            pending.append((rows, end - num_accepted - 1))
-            while num_old + 1 < len(pending) and end - pending[num_old + 1][1] >= FOLLOWED:
-                num_old += 1
-            del pending[:num_old]
+        index = [row for a in advances for row in range(a.first_row, a.first_row + a.num_accepted + 1)]
+        kept = hidden[torch.tensor(index, device=hidden.device)].split(
+            [advance.num_accepted + 1 for advance in advances]
+        )
+        for (draftee, _, num_accepted, _), rows in zip(advances, kept, strict=True):
+            context = draftee.state
+            if context is None:
+                continue
+            context.pending.append((rows, len(draftee.token_ids) - num_accepted - 2))
+            # Not asked for in a long while: what has left the window is of no use any more.
+            while context.num_pending - len(context.pending[0][0]) >= WINDOW:
+                del context.pending[0]
 
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in asks]

@@ -54,7 +54,7 @@ class DraftRequest(NamedTuple):
 
 class Advance(NamedTuple):
     """A decode step of one sequence: token_ids has grown by num_accepted proposals and the target's own token after
-    them; several steps without proposals, by as many tokens and one. Rows [first_row, first_row + num_accepted + 1) of `hidden` are the target's at the positions
+    them. Rows [first_row, first_row + num_accepted + 1) of `hidden` are the target's at the positions
     [len(token_ids) - num_accepted - 2, len(token_ids) - 2]: of all tokens but the last, whose row the next step brings.
     """
 
@@ -81,7 +81,6 @@ class Proposer(ABC):
 
     name: str  # draft | ngram | suffix | medusa | eagle | mtp
     wants_hidden: bool = False
-    num_first: int = 0  # tokens of a sequence that it wants to have followed before it is asked, if that costs little
     is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
 
     @property
