@@ -10,9 +10,7 @@ from baton.constraints.json_schema import check_schema, check_support, rewrite_s
 
 MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
 MAX_CHOICES = 4096
-MAX_TOKEN_IDS = (
-    1 << 20
-)  # of a vocabulary, which is written down with a place for each, also for those that no token has
+MAX_TOKEN_IDS = 1 << 20  # of a vocabulary: each is a place in it, also those that no token has
 MAX_DEPTH = 64  # of brackets in brackets
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _DIRECTIVES = ("%import", "%ignore", "%declare")

@@ -200,9 +200,8 @@ class ChatTemplate:
         for options in (_PROBED, NO_OPTIONS):
             with contextlib.suppress(TemplateFailed):
                 text = self._written(chat, options, form)
-                is_altered = (
-                    "{'argument'" in text or '\\"argument' in text
-                )  # as Python writes it, or as JSON within JSON
+                # As Python writes an object, or as JSON within JSON.
+                is_altered = "{'argument'" in text or '\\"argument' in text
                 if not is_altered and all(word in text for word in (call.name, *call.arguments.values())):
                     return text
         return ""

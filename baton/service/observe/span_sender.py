@@ -90,7 +90,7 @@ class SpanSender:
             time.sleep(0)  # an event loop that waits for the interpreter goes on after one, not after 5 ms
 
     def _export(self) -> None:
-        begun_at, is_sent = time.monotonic(), True  # counted from its end each would miss a turn of the thread
+        begun_at, is_sent = time.monotonic(), True
         while self._waiting and is_sent:
             batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
             try:
@@ -99,6 +99,6 @@ class SpanSender:
                 log.exception("telemetry: spans could not be sent")
                 is_sent = False
             self._draw()  # an export may take seconds, and what is not drawn yet holds its request
-        doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
-        self._interval_s = self._min_interval_s if is_sent else doubled_s
-        self._next_at = begun_at + self._interval_s
+            doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
+            self._interval_s = self._min_interval_s if is_sent else doubled_s
+        self._next_at = begun_at + self._interval_s  # from its end each would miss a turn of the thread

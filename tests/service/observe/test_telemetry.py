@@ -244,6 +244,33 @@ def test_the_interval_is_the_environments(monkeypatch, caplog, value, seconds):
     assert ("OTEL_BSP_SCHEDULE_DELAY is" in caplog.text) == (value in ("0", "1 s"))
 
 
+def test_a_while_without_spans_does_not_bring_a_failing_collector_back():
+    from baton.service.observe import span_sender
+
+    tried: list[float] = []
+
+    class Exporter:
+        def send(self, spans):
+            tried.append(time.monotonic())
+            return False
+
+        def shutdown(self):
+            pass
+
+    sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=0.02)
+    deadline = time.monotonic() + patience(10)
+    for number in (1, 2):
+        sender.add(*[None] * 11)
+        while len(tried) < number and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.3 if number == 1 else 0)  # many turns of its thread, none of which has anything to send
+    sender.add(*[None] * 11)
+    while len(tried) < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    sender.shut_down()
+    assert tried[2] - tried[1] >= 0.07, "twice as long as behind the first try"
+
+
 def test_not_sampled_by_the_caller_is_not_sent():
     with Receiver() as receiver:
         telemetry.setup("tested", receiver.endpoint)
