@@ -28,20 +28,27 @@ async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, acces
 
 async def _with(address: str, request: pb.RegisterRequest, access: Access) -> None:
     is_known: bool | None = None
-    async with open_channel(address, access) as channel:
-        stub = worker_pb2_grpc.RegistrationStub(channel)
-        while True:
-            try:
-                response = await stub.Register(request, timeout=CALL_S)
-                pause_s, why = response.ttl_s / 3, ""
-            except grpc.aio.AioRpcError as error:
-                pause_s, why = PAUSE_S, f"{error.code().name}: {error.details()}"
-            if is_known is not (known := not why):
-                is_known = known
-                say = log.info if known else log.warning
-                say(
-                    "%s %s",
-                    "registered" if known else "not registered",
-                    fields(gateway=address, **{"why": why} if why else {}),
-                )
-            await asyncio.sleep(max(0.1, pause_s))
+
+    def note(why: str) -> None:
+        """Log that it is registered, or `why` it is not, where that is news."""
+        nonlocal is_known
+        if is_known is (known := not why):
+            return
+        is_known = known
+        said, say = ("registered", log.info) if known else ("not registered", log.warning)
+        say("%s %s", said, fields(gateway=address, **{"why": why} if why else {}))
+
+    while True:
+        try:
+            # Anew after a failure: a channel keeps the certificates that were there when it was opened.
+            async with open_channel(address, access) as channel:
+                stub = worker_pb2_grpc.RegistrationStub(channel)
+                while True:
+                    response = await stub.Register(request, timeout=CALL_S)
+                    note("")
+                    await asyncio.sleep(max(0.1, response.ttl_s / 3))
+        except grpc.aio.AioRpcError as error:
+            note(f"{error.code().name}: {error.details()}")
+        except OSError as error:  # a certificate that is not there for a moment
+            note(f"{error.filename}: {error.strerror}")
+        await asyncio.sleep(PAUSE_S)

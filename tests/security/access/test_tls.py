@@ -19,8 +19,11 @@ from baton.service.net.server import Health
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME, Tls
 from baton.service.settings import SettingsError
-from baton.v1 import kv_pb2
+from baton.v1 import kv_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+from baton.worker import registration
 from kvtransfer.transports import grpc_stream
+from tests.support.pace import patience
 from tests.support.security.installation import Installation, install
 
 
@@ -227,6 +230,44 @@ async def test_both_sides_change_again_and_again_and_no_call_fails(tmp_path, ins
                 while num_calls < before + 2:  # amid it, with a pair that does not fit
                     await asyncio.sleep(0.001)
         stop.set()
+
+
+class Registering(worker_pb2_grpc.RegistrationServicer):
+    """A gateway's port for workers that register."""
+
+    def __init__(self):
+        self.has_come = asyncio.Event()
+
+    async def Register(self, request, context) -> pb.RegisterResponse:
+        self.has_come.set()
+        return pb.RegisterResponse(ttl_s=30)
+
+
+async def test_a_worker_whose_certificate_has_expired_registers_with_the_next_one(
+    tmp_path, installation, monkeypatch, caplog
+):
+    folder, old = tmp_path / "certs", expired(installation, tmp_path / "old")
+    shutil.copytree(installation.folder, folder)
+    for name, path in (("decode.crt", old.tls_cert), ("decode.key", old.tls_key)):
+        shutil.copy(path, folder / name)
+    monkeypatch.setattr(registration, "PAUSE_S", 0.05)
+    gateway, server = Registering(), grpc_server.make_server()
+    worker_pb2_grpc.add_RegistrationServicer_to_server(gateway, server)
+    port = grpc_server.bind(server, "127.0.0.1:0", installation.tls("gateway").server(require_certificate=True))
+    await server.start()
+    where = pb.RegisterRequest(address="127.0.0.1:1", role="decode")
+    registering = asyncio.create_task(
+        registration.register((f"127.0.0.1:{port}",), where, Installation(folder).access("decode"))
+    )
+    async with asyncio.timeout(patience(20)):
+        while "not registered" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert not gateway.has_come.is_set()
+        replace_server_files(folder, installation.folder)
+        await gateway.has_come.wait()
+    registering.cancel()
+    await asyncio.gather(registering, return_exceptions=True)
+    await server.stop(None)
 
 
 async def test_a_pair_that_does_not_fit_changes_nothing(tmp_path, installation, stranger):
