@@ -60,7 +60,7 @@ class Admission:
             pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             window, num_choices = self.ledger.window, request.sampling.n
-            if fetches and window.is_part:  # what is fetched is whole until it has come
+            if fetches and (window.is_part or not group.reads_cache):  # what is fetched is whole until it has come
                 most = missing + window.most_blocks(self._growth(request), num_choices)
             else:
                 most = window.most_blocks(missing + self._growth(request), num_choices)

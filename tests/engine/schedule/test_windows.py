@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from baton.engine.core.request import Refusal
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.window import Window
 from baton.engine.models.registry import read_spec
@@ -171,6 +172,18 @@ def test_what_was_fetched_leaves_its_window_as_it_comes():
     rest = run(decode, collector=Collector(first_index=1))
     tokens = toy_answer(request)[0][0]
     assert rest[request.key].tokens[0] == tokens[1:] and window.in_blocks(38, 6) == 14
+
+
+def test_a_prompt_that_is_fetched_whole_is_promised_blocks_for_all_of_it():
+    """That is one of whose tokens something is asked: it could not be read here behind what was skipped."""
+    engine, whole = toy_engine(**ALL), make_request("a", PROMPT, 20, prompt_logprobs=0)
+    engine.admission.admit(whole)
+    with pytest.raises(Refusal):
+        for index in range(5):
+            engine.admission.admit(make_request(f"r{index}", PROMPT, 20, named=False))
+    assert engine.admission.skip(whole.key, 600) == 0
+    assert len(engine.admission.set_aside(whole.key, 600)) == 38
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("brought", [0, 576, 592, 600])
