@@ -4,7 +4,7 @@ import mmap
 import os
 
 from baton import system
-from kvtransfer.errors import ProtocolError
+from kvtransfer.errors import PeerLost, ProtocolError
 
 
 class Region:
@@ -34,7 +34,8 @@ class Region:
 
     @classmethod
     def map(cls, fd: int, num_bytes: int) -> "Region":
-        """Another process's region, read-only; takes the descriptor over. Raises ProtocolError, then `fd` is closed."""
+        """Another process's region, read-only; takes the descriptor over. Raises ProtocolError for what is none, PeerLost where
+        it cannot be mapped now; then `fd` is closed."""
         try:
             size = os.fstat(fd).st_size
             if num_bytes < 1 or size < num_bytes:
@@ -44,7 +45,7 @@ class Region:
             return cls(fd, mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
         except OSError as exc:
             os.close(fd)
-            raise ProtocolError(f"the file sent for the pool cannot be mapped: {exc}") from exc
+            raise PeerLost(f"the source's pool cannot be mapped here: {exc.strerror}") from exc
         except BaseException:
             os.close(fd)
             raise

@@ -1,6 +1,7 @@
 """Shared memory: the source hands its pool's descriptor over a unix socket, the taker maps it and copies, once."""
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ _MAX_IDLE = 8
 _IDLE_S = 60.0
 WATCH_S = 1.0  # between two looks whether a source is gone
 _BACKLOG_FULL_S = 0.01  # between two tries to connect
+
+log = logging.getLogger(__name__)
 
 
 class ShmListener:
@@ -49,7 +52,11 @@ class _SharingLine(SocketLine):
 
     async def share_memory(self) -> None:
         mapping = kv_pb2.Mapping(num_bytes=len(self._region.memory), block_bytes=self._layout.block_bytes)
-        descriptor = self._region.open_read_only()
+        try:
+            descriptor = self._region.open_read_only()
+        except OSError as exc:
+            log.warning("the pool cannot be shared with a taker now: %s", exc.strerror)
+            raise PeerLost("the pool cannot be shared") from exc
         try:
             await self.send_with_fd(kv_pb2.KVFrame(mapping=mapping), descriptor)
         finally:
@@ -75,7 +82,7 @@ class Mappings:
         self._watching: asyncio.Task | None = None
 
     def open(self, fd: int, num_bytes: int, layout: KVLayout, source: Path) -> tuple[int, int]:
-        """Takes `fd` over; return the key with `close`. Raises ProtocolError."""
+        """Takes `fd` over; return the key with `close`. Raises ProtocolError, PeerLost."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
         mapped = self._mapped.get(key)
@@ -174,15 +181,19 @@ async def _connect(sock: socket.socket, path: str) -> None:
 
 async def reached(address: str, parent: Path) -> socket.socket:
     """Raises PeerLost."""
+    try:
+        return await _reached(socket_path(parent, address))
+    except (OSError, ValueError, TimeoutError) as exc:
+        raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
+
+
+async def _reached(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         async with asyncio.timeout(CONNECT_S):
-            await _connect(sock, socket_path(parent, address))
+            await _connect(sock, path)
             check_peer(sock)
-    except (OSError, ValueError, TimeoutError) as exc:
-        sock.close()
-        raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
     except BaseException:
         sock.close()
         raise

@@ -208,7 +208,10 @@ class SocketLine:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 self._fds.extend(received)
-        if (self._takes_fds and flags & socket.MSG_CTRUNC) or len(self._fds) > 1:
+        is_cut = self._takes_fds and flags & socket.MSG_CTRUNC
+        if is_cut and not self._fds:
+            raise PeerLost("no descriptor is left here for the one that came")
+        if is_cut or len(self._fds) > 1:
             raise ProtocolError("more descriptors than the one that belongs to a Mapping")
         return count
 

@@ -1,13 +1,18 @@
 """Cases of shared memory alone: its sockets, its mappings, its folder."""
 
 import asyncio
+import errno
 import gc
+import os
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtransfer.errors import TransferFailed
+from kvtransfer.memory import region
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source
 from kvtransfer.transports import shm, socket_folder
@@ -52,6 +57,36 @@ def test_a_pool_is_unmapped_when_its_process_is_gone(monkeypatch):
             assert num_mapped() == before + 1, "its process still runs"
             await rig.source.stop()  # as at the end of the process
             await until(lambda: num_mapped() == before, "the pool to be unmapped")
+
+    asyncio.run(main())
+
+
+def failing_once(function):
+    """It, but the first call finds no descriptor left."""
+    failures = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def failing(*args, **options):
+        if failures:
+            raise failures.pop()
+        return function(*args, **options)
+
+    return failing
+
+
+@pytest.mark.parametrize("lacking", ["the taker's socket", "the source's copy to send", "the taker's mapping"])
+def test_a_side_without_descriptors_for_a_moment_is_tried_again(lacking, monkeypatch):
+    async def main():
+        async with running("shm") as rig:
+            if lacking == "the taker's socket":
+                made = SimpleNamespace(AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM)
+                made.socket = failing_once(socket.socket)
+                monkeypatch.setattr(shm, "socket", made)
+            elif lacking == "the source's copy to send":
+                monkeypatch.setattr(region.os, "dup", failing_once(os.dup))
+            else:
+                monkeypatch.setattr(region.mmap, "mmap", failing_once(region.mmap.mmap))
+            await rig.fetch(rig.ready_offer(), rig.destination())
+            assert rig.arrived()
 
     asyncio.run(main())
 

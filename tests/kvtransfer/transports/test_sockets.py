@@ -3,6 +3,7 @@ block others."""
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -177,3 +178,17 @@ def test_a_host_whose_name_leads_nowhere_says_what_to_do(monkeypatch):
     ):
         Address("0.0.0.0").of("0.0.0.0", 5000)
     assert Address("0.0.0.0", "10.0.0.7").of("0.0.0.0", 5000) == "10.0.0.7:5000"
+
+
+async def test_a_descriptor_that_finds_no_place_here_breaks_no_protocol():
+    one, other = socket.socketpair()
+    here, there = SocketLine(one), SocketLine(other, takes_fds=True)
+    await here.send_with_fd(RENEW, one.fileno())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        with pytest.raises(PeerLost, match="no descriptor is left"):
+            there._read_ahead()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        here.close(), there.close()
