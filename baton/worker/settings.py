@@ -11,6 +11,7 @@ from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 from kvtransfer.transports.socket_folder import default_parent
 
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
+LEAST_LEASE_S = 2.0  # gateways renew a lease every 1.5 s, and workers that fetch every second
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
 
@@ -65,7 +66,9 @@ class WorkerSettings(Exposure):
 
     def __post_init__(self) -> None:
         self._check_gpu()
-        for name in ("lease_ttl_s", "drain_grace_s", "resume_window_s"):
+        if not LEAST_LEASE_S <= self.lease_ttl_s < 3600:
+            raise ValueError(f"--lease-ttl-s {self.lease_ttl_s:g}: must be at least {LEAST_LEASE_S:g} and below 3600")
+        for name in ("drain_grace_s", "resume_window_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and below 3600")
         if self.kv_mirror_gib is not None and self.kv_mirror_gib <= 0:

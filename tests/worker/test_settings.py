@@ -16,10 +16,12 @@ import prefill_worker.settings
 from baton.engine.core import config
 from baton.engine.core import device as engine_device
 from baton.engine.core.config import EngineConfig
-from baton.service.settings import add_flags, flat_fields, load_settings, to_argv
+from baton.service.settings import SettingsError, add_flags, flat_fields, load_settings, to_argv
 from baton.worker import app, settings
 from baton.worker.main import main
 from baton.worker.settings import WorkerSettings
+from gateway.orchestration import machine
+from kvtransfer.transfer import dialogue
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for room in ("baton", "prefill_worker", "decode_worker") for path in (ROOT / room).rglob("*.py")]
@@ -103,6 +105,14 @@ def test_a_made_up_setting_of_the_engine_is_one_line(tmp_path):
 def test_no_setting_of_the_engine_is_declared_again():
     own = {field.name for field in dataclasses.fields(EngineConfig)}
     assert not own & set(own_settings()) and own <= flat_fields(WorkerSettings).keys()
+
+
+def test_a_lease_outlives_the_pauses_between_its_renewals():
+    """One that did not ended amid each transfer that waited for a chunk of its prompt for longer."""
+    assert max(dialogue.RENEW_S, machine._RENEW_S) < settings.LEAST_LEASE_S
+    with pytest.raises(SettingsError, match=r"--lease-ttl-s 1.5: must be at least 2 and below 3600"):
+        load_settings(WorkerSettings, {"model": "m", "lease_ttl_s": "1.5"}, {})
+    assert load_settings(WorkerSettings, {"model": "m", "lease_ttl_s": "2"}, {}).lease_ttl_s == settings.LEAST_LEASE_S
 
 
 @pytest.mark.parametrize(

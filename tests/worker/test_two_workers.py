@@ -267,12 +267,12 @@ def test_a_deadline_ends_both_legs(model, slow):
 
 def test_a_taker_that_never_comes(model):
     async def main():
-        async with run_pair(model, lease_ttl_s=1.0) as (pair, _, _):
+        async with run_pair(model, lease_ttl_s=2.0) as (pair, _, _):
             key, spec = pb.Key(request_id="left"), make_spec(prompt(200))
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
             accepted = await pair.prefill.next("left", "accepted")
             await pair.prefill.next("left", "done")
-            for _ in range(12):  # kept as long as the gateway says so
+            for _ in range(24):  # kept as long as the gateway says so
                 await asyncio.sleep(0.1)
                 await pair.prefill.send(renew_lease=pb.RenewLease(key=key, lease_id=accepted.lease_id))
             assert "left" not in pair.prefill.ended

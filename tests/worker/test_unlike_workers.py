@@ -151,7 +151,7 @@ def test_a_second_taker_gives_up(model):
 
 def test_a_held_lease_that_expires_is_no_success(model):
     async def main():
-        async with run_pair(model, lease_ttl_s=0.3) as (pair, _, _):
+        async with run_pair(model, lease_ttl_s=2.0) as (pair, _, _):
             key = pb.Key(request_id="left")
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=make_spec(prompt(100)), taker=pair.taker()))
             ended = await pair.prefill.wait_ended("left")

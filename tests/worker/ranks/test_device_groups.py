@@ -164,7 +164,7 @@ def test_a_rank_that_is_lost_in_a_transfer(model, gpus, monkeypatch, prefill, de
     monkeypatch.setattr("baton.worker.app.leave_for_lost_rank", reasons.append)
 
     async def main():
-        async with groups(gpus, model, prefill, decode, transports=("shm", "tcp"), lease_ttl_s=1.0) as (pair, _, _):
+        async with groups(gpus, model, prefill, decode, transports=("shm", "tcp"), lease_ttl_s=2.0) as (pair, _, _):
             key, spec = pb.Key(request_id="lost"), make_spec(prompt(150), max_tokens=4)
             await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
             await pair.decode.next("lost", "granted")

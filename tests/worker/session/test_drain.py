@@ -175,7 +175,7 @@ def test_what_cannot_be_asked(model, request_, field):
 @pytest.mark.parametrize("is_pulled", [True, False])
 def test_a_prefill_worker_waits_for_its_leases(model, is_pulled):
     async def main():
-        async with run_pair(model, lease_ttl_s=1.0) as (pair, prefill, _decode):
+        async with run_pair(model, lease_ttl_s=2.0) as (pair, prefill, _decode):
             spec, key = make_spec(PROMPT, max_tokens=4), pb.Key(request_id="held")
             await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
             granted = await pair.decode.next("held", "granted")
