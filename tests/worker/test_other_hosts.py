@@ -305,6 +305,16 @@ async def test_a_rank_without_a_worker(model, monkeypatch):
         await serve_rank(RankSettings("127.0.0.1:9", model), asyncio.Event())
 
 
+async def test_a_rank_that_is_told_to_end_waits_for_no_worker(model, monkeypatch):
+    monkeypatch.setattr("baton.worker.ranks.rank.CONNECT_S", 10 * patience(10))
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve_rank(RankSettings("127.0.0.1:9", model), stop))
+    await asyncio.wait([serving], timeout=0.5)
+    stop.set()
+    async with asyncio.timeout(patience(10)):
+        await serving
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

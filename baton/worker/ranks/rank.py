@@ -70,25 +70,15 @@ async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
     identity = await asyncio.to_thread(model_identity, settings.model)
     try:
         async with open_channel(settings.leader, settings.access, WORKER_NAME) as channel:
-            try:
-                await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
-            except TimeoutError:
-                silence = f"no connection in {CONNECT_S:.0f} s"
-                raise NotJoined(
-                    await asyncio.to_thread(
-                        explain_failure, settings.leader, grpc.StatusCode.UNAVAILABLE, silence, settings.access
-                    )
-                ) from None
-            call = channel.stream_stream(PATH)()
-            serving = asyncio.create_task(_serve(settings, identity.hex(), call))
+            serving = asyncio.create_task(_join(settings, identity.hex(), channel))
             waiting = asyncio.create_task(stop.wait())
             await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
             if serving.done():
                 serving.result()
             else:
-                call.cancel()
                 serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
     except grpc.aio.AioRpcError as error:
         explained = await asyncio.to_thread(
             explain_failure, settings.leader, error.code(), error.details(), settings.access
@@ -96,6 +86,23 @@ async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
         raise NotJoined(explained) from None
     except OSError as error:
         raise NotJoined(str(error)) from None
+
+
+async def _join(settings: RankSettings, identity: str, channel: grpc.aio.Channel) -> None:
+    try:
+        await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+    except TimeoutError:
+        silence = f"no connection in {CONNECT_S:.0f} s"
+        raise NotJoined(
+            await asyncio.to_thread(
+                explain_failure, settings.leader, grpc.StatusCode.UNAVAILABLE, silence, settings.access
+            )
+        ) from None
+    call = channel.stream_stream(PATH)()
+    try:
+        await _serve(settings, identity, call)
+    finally:
+        call.cancel()
 
 
 async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStreamCall) -> None:
