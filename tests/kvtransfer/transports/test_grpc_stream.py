@@ -1,7 +1,9 @@
 """Cases of the gRPC stream alone: a peer that reads no more, messages of any cut, no server behind the port."""
 
 import asyncio
+import gc
 import socket
+import weakref
 
 import grpc
 import pytest
@@ -10,7 +12,7 @@ from baton.v1 import kv_pb2
 from kvtransfer import errors
 from kvtransfer.transports import grpc_stream
 from kvtransfer.wire import encode_frame
-from tests.support.kvtransfer.rig import running
+from tests.support.kvtransfer.rig import running, until
 
 
 async def pair() -> tuple:
@@ -44,6 +46,38 @@ def test_a_peer_that_reads_no_more_is_lost(monkeypatch):
         await listener.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["it has everything", "its lease is cancelled", "it is cancelled"])
+def test_a_fetch_that_has_ended_leaves_no_call_for_the_collector(how, monkeypatch):
+    """With the call goes its connection: it was open for 20 s more."""
+    calls = weakref.WeakSet()
+
+    class Call(grpc_stream._TakerCall):
+        def __init__(self, channel):
+            super().__init__(channel)
+            calls.add(self)
+
+    async def main():
+        async with running("grpc") as rig:
+            fetching = asyncio.create_task(rig.fetch(rig.offer(), rig.destination()))
+            await until(lambda: rig.source._shelf.dialogues, "the taker to come")
+            assert len(calls) == 1
+            if how == "it has everything":
+                rig.source.finish("k")
+            elif how == "it is cancelled":
+                fetching.cancel()
+            else:
+                rig.source.cancel("k")
+            await asyncio.gather(fetching, return_exceptions=True)
+            await until(lambda: not calls, "the call to be gone")
+
+    monkeypatch.setattr(grpc_stream, "_TakerCall", Call)
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_payload_in_messages_of_any_cut(monkeypatch):
