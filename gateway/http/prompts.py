@@ -45,7 +45,8 @@ class _Turns(Generic[T]):
     ):
         self._serve, self._context, self._told, self._begun = serve, context, told, now()
         self._most_at_once = self._num_at_once = most_at_once
-        self._num_running, self._is_any_served, self._changed = 0, False, asyncio.Condition()
+        self._num_running = self._num_ended = 0
+        self._is_any_served, self._changed = False, asyncio.Condition()
 
     async def serve_in_turn(self, prompt: int) -> T:
         """Return what becomes of a prompt. Raises BatonError."""
@@ -53,14 +54,18 @@ class _Turns(Generic[T]):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._num_running < self._num_at_once)
                 self._num_running += 1
+            num_ended = self._num_ended
             try:
                 return await self._serve_now(prompt)
             except Overloaded:
-                if self._num_running == 1 or prompt in self._told:
+                # Refusals are paced: those that ran beside it may have ended before it is told.
+                is_alone = self._num_running == 1 and self._num_ended == num_ended
+                if is_alone or prompt in self._told:
                     raise
-                self._num_at_once = self._num_running - 1
+                self._num_at_once = max(1, self._num_running - 1)
             finally:
                 self._num_running -= 1
+                self._num_ended += 1
                 async with self._changed:
                     self._changed.notify_all()
 

@@ -56,6 +56,24 @@ async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch
     assert refused.call_count < 2 * 8
 
 
+async def test_a_refusal_that_is_told_late_ends_no_call_whose_others_were_served_meanwhile():
+    """With keys refusals are paced. This one passed for that of a prompt alone, and all was thrown away."""
+    num_running = 0
+
+    async def serve(prompt: int, context: CallContext) -> int:
+        nonlocal num_running
+        if num_running:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            raise Overloaded("no place", 1.0, reason="QUEUE_FULL")
+        num_running += 1
+        await asyncio.sleep(0)
+        num_running -= 1
+        return prompt
+
+    assert await serve_each(serve, 4, 2, CallContext()) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, tmp_path, monkeypatch, stream):
     """What was served of such a call was thrown away, and paid for all the same."""
