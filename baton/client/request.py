@@ -99,8 +99,6 @@ class ScoreOptions(TypedDict, total=False):
 
 def make_score_request(query: str, documents: Sequence[str], options: ScoreOptions) -> pb.ScoreRequest:
     """Return the request for how well documents answer a query. Raises ValueError that names what does not fit."""
-    if isinstance(documents, str):
-        raise ValueError("documents: give a list of texts")
     request = pb.ScoreRequest()
     _set(request, "query", query)
     _set(request, "documents", documents)
@@ -152,6 +150,8 @@ def _set_all(request: Any, options: Mapping[str, Any], known: Mapping[str, Any])
 
 
 def _set(message: Any, name: str, value: Any) -> None:
+    if isinstance(value, str) and hasattr(getattr(message, name), "extend"):  # which would take each character
+        raise ValueError(f"{name}: give a list, not one text")
     try:
         message.MergeFrom(type(message)(**{name: value}))
     except (TypeError, ValueError) as error:

@@ -70,6 +70,7 @@ def test_token_ids():
     ("a", {"max_tokens": -1}, "max_tokens"),
     ("a", {"seed": 2**64}, "seed"),
     ("a", {"temperature": "hot"}, "temperature"),
+    ("a", {"stop": "END"}, "stop: give a list"),
     ("a", {"temprature": 1.0}, "temprature: there is no such option"),
     ("a", {"sampling": pb.Sampling()}, "sampling"),
     ([-1], {}, "token_ids"),
