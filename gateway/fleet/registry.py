@@ -123,7 +123,7 @@ class Registry:
         if fleet.last_identity and fleet.keeps_away:
             self._replaced[fleet.last_identity] = fleet.name
         for link in [link for link, each in self._fleet_of.items() if each is fleet]:
-            link.hang_up()
+            link.hang_up(f"its model is no longer {fleet.name} here")
 
     async def run(self) -> None:
         """Keep all sessions, until cancelled."""
@@ -240,7 +240,7 @@ class Registry:
             if await asyncio.to_thread(self._identities.read_again):
                 for link, fleet in self._fleet_of.items():
                     if link.hello and not fleet.only and not self._identities.lists(link.hello.model_identity):
-                        link.hang_up()
+                        link.hang_up("its model is not listed any more")
 
     def _place(self, link: WorkerLink) -> None:
         """Move a worker to the list of the role that it names: it may come back in the other one."""

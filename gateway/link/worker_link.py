@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 import grpc
 
@@ -98,6 +99,7 @@ class WorkerLink:
         self._on_block_events = on_block_events
         self._outbox: asyncio.Queue[pb.Command | None] | None = None
         self._silence: asyncio.Timeout | None = None  # of the session that is up
+        self._ended_for = ""  # why this gateway ended it
         self._was_heard, self._heard_at = False, 0.0
 
     @property
@@ -207,11 +209,12 @@ class WorkerLink:
         outbox = asyncio.Queue()
         hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
         outbox.put_nowait(pb.Command(hello=hello))
-        writer = start_writer(call, outbox, self.address, self.hang_up)
+        self._ended_for = ""
+        writer = start_writer(call, outbox, self.address, partial(self.hang_up, "nothing can be sent to it"))
         try:
             return await self._read(call, outbox)
         except TimeoutError:
-            return "no word from it"
+            return self._ended_for or "no word from it"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.note_failure("it sent more than a message may have")
@@ -254,9 +257,9 @@ class WorkerLink:
             self._silence = None
         return "it closed the session"
 
-    def hang_up(self) -> None:
+    def hang_up(self, why: str = "this gateway hung up") -> None:
         """End the session without ending its keys: what decodes there is parked until a gateway attaches."""
-        self._outbox = None
+        self._outbox, self._ended_for = None, why
         if self._silence is not None:
             self._silence.reschedule(asyncio.get_running_loop().time())
 
@@ -325,8 +328,8 @@ class WorkerLink:
         """Take what a worker says anew of itself: its adapters."""
         if self.hello is None or (hello.instance, hello.epoch) != (self.hello.instance, self.hello.epoch):
             log.warning("worker said the Hello of another, which is ignored %s", fields(worker=self.name))
-        elif self._refusal(hello):
-            self.hang_up()
+        elif reason := self._refusal(hello):
+            self.hang_up(reason)
         else:
             self.note_hello(hello)
             self._on_change(self)

@@ -74,7 +74,7 @@ async def test_only_what_is_listed_serves(cluster, digest, stranger):
         assert await generate(c, max_tokens=2)
 
 
-async def test_the_list_changes_while_everything_runs(cluster, digest, stranger, tmp_path):
+async def test_the_list_changes_while_everything_runs(cluster, digest, stranger, tmp_path, caplog):
     path = tmp_path / "models"
     path.write_text(f"# what we serve\n{IDENTITY.hex()}  # old\n")
     good = await FakeWorker("decode", digest, 400).start()
@@ -90,6 +90,8 @@ async def test_the_list_changes_while_everything_runs(cluster, digest, stranger,
         path.write_text(f"{OTHER.hex()}\n")
         await c.until(lambda: serving(c) == [stranger.address])
         assert c.fleet.identity == OTHER
+        (lost,) = [line for line in caplog.messages if line.startswith("worker lost")]
+        assert "its model is not listed any more" in lost  # it was told as one of which there was no word
         await c.until(lambda: "does not list" in reason_of(c, good))
 
 
