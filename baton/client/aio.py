@@ -21,6 +21,7 @@ from baton.client.request import (
     make_request,
     make_score_request,
     make_tokenize_request,
+    to_messages,
 )
 from baton.client.resuming import Received, make_resumable
 from baton.client.retries import Addresses, Attempts, RetryPolicy
@@ -85,7 +86,7 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
         """Return the whole answer to messages: `{"role": ..., "content": ...}` each. Raises CallError, ValueError."""
-        return await self.generate(messages, timeout_s=timeout_s, metadata=metadata, **options)
+        return await self.generate(to_messages(messages), timeout_s=timeout_s, metadata=metadata, **options)
 
     def stream(
         self,

@@ -20,6 +20,7 @@ from baton.client.request import (
     make_request,
     make_score_request,
     make_tokenize_request,
+    to_messages,
 )
 from baton.client.resuming import Received, make_resumable
 from baton.client.retries import Addresses, Attempts, RetryPolicy
@@ -84,7 +85,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
         """Return the whole answer to messages: `{"role": ..., "content": ...}` each. Raises CallError, ValueError."""
-        return self.generate(messages, timeout_s=timeout_s, metadata=metadata, **options)
+        return self.generate(to_messages(messages), timeout_s=timeout_s, metadata=metadata, **options)
 
     def stream(
         self,

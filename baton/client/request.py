@@ -115,7 +115,7 @@ def make_tokenize_request(prompt: str | ChatMessages, model: str) -> pb.Tokenize
 
 def is_chat(prompt: Prompt) -> TypeGuard[ChatMessages]:
     """Return whether a prompt is messages."""
-    if isinstance(prompt, pb.Messages):
+    if isinstance(prompt, (pb.Messages, Mapping)):  # a single message is none, and refused as that
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], (pb.Message, Mapping))
 
@@ -124,6 +124,8 @@ def to_messages(messages: ChatMessages) -> pb.Messages:
     """Return messages as the contract has them. Raises ValueError."""
     if isinstance(messages, pb.Messages):
         return messages
+    if isinstance(messages, (str, Mapping)):
+        raise ValueError("messages: give a list of them")
     whole = pb.Messages()
     for index, message in enumerate(messages):
         try:

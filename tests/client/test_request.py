@@ -2,7 +2,15 @@
 
 import pytest
 
-from baton.client import Client, EmbedOptions, GenerateOptions, ScoreOptions, make_embed_request, make_request
+from baton.client import (
+    AsyncClient,
+    Client,
+    EmbedOptions,
+    GenerateOptions,
+    ScoreOptions,
+    make_embed_request,
+    make_request,
+)
 from baton.client.request import make_score_request
 from baton.v1 import inference_pb2 as pb
 
@@ -76,10 +84,20 @@ def test_token_ids():
     ([-1], {}, "token_ids"),
     ([{"role": "user", "contents": "x"}], {}, r"messages\[0\]"),
     ([{"role": "user"}, "x"], {}, r"messages\[1\]"),
+    ({"role": "user", "content": "x"}, {}, "messages: give a list"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(prompt, options, says):
     with pytest.raises(ValueError, match=says):
         make_request(prompt, options)
+
+
+async def test_a_chat_is_messages():
+    """A text, or token ids, went past the chat template."""
+    with Client("a:1") as client, pytest.raises(ValueError, match="messages: give a list"):
+        client.chat("Hello")
+    async with AsyncClient("a:1") as client:
+        with pytest.raises(ValueError, match=r"messages\[0\]"):
+            await client.chat([5, 6])
 
 
 @pytest.mark.parametrize("target", ["", " , ", []])
