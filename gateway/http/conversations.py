@@ -143,7 +143,8 @@ def _message(where: str, message: object) -> pb.Message:
     """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
     fields = read_fields(where, message, _MESSAGE)
     read_as(f"{where}.name", STRING, fields.get("name", ""))  # of a tool, as its call has it, or of who speaks
-    reasoning = {fields[name] for name in ("reasoning", "reasoning_content") if isinstance(fields.get(name), str)}
+    given = [name for name in ("reasoning", "reasoning_content") if name in fields]
+    reasoning = {read_as(f"{where}.{name}", STRING, fields[name]) for name in given}
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)

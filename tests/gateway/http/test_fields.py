@@ -144,6 +144,12 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
         (read_chat, {"messages": [{"role": "tool", "content": "", "name": 7}]}, "messages[0].name"),
+        (
+            read_chat,
+            {"messages": [{"role": "assistant", "content": "", "reasoning_content": "\ud83d"}]},
+            "messages[0].reasoning_content",
+        ),
+        (read_chat, {"messages": [{"role": "assistant", "content": "", "reasoning": 7}]}, "messages[0].reasoning"),
         (read_chat, {**READERS["chat"][1], "metadata": {"a": 1}}, "metadata"),
         (read_chat, {**READERS["chat"][1], "service_tier": "gold"}, "service_tier"),
         (read_chat, {**READERS["chat"][1], "seed": 1 << 64}, "seed"),
