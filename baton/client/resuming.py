@@ -41,14 +41,14 @@ class Received:
 
     def take(self, message: pb.GenerateResponse, is_resumed: bool) -> bool:
         """Count a message; return whether it is for the caller. A resumed stream repeats the ends of
-        choices, the seed and the request_id."""
+        choices, and what is on the first message."""
         index = message.index
         if index >= len(self._num_tokens):
             return True
         self._num_tokens[index] += len(message.token_ids)
         if is_resumed and self._begun:
-            message.ClearField("seed")
-            message.ClearField("request_id")
+            for name in ("seed", "request_id", "prompt_tokens"):
+                message.ClearField(name)
         if is_resumed and self._ended[index]:
             message.ClearField("finish_reason")
             message.ClearField("matched_stop")

@@ -66,7 +66,7 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
 
 
 def answer_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    """As a gateway answers: choices by turns, seed and request_id first, usage last, what is received not again."""
+    """As a gateway answers: choices by turns, what is of all of it first, usage last, what is received not again."""
     num_choices = request.sampling.n or 1
     received = list(request.resume_from) or [0] * num_choices
     messages = []
@@ -81,6 +81,7 @@ def answer_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
                 message.finish_reason = pb.FINISH_REASON_LENGTH
             messages.append(message)
     messages[0].seed, messages[0].request_id = request.sampling.seed, request.request_id
+    messages[0].prompt_tokens = 1
     messages[-1].usage.output_tokens = NUM_TOKENS * num_choices
     messages[-1].timing.ttft_s = 0.5
     return messages

@@ -55,6 +55,7 @@ def test_a_stream_goes_on_at_another_gateway(gateways, ask, n, broken_after):
     whole = answer_of(first.requests[0])
     reply, expected = gather(messages), gather(whole)  # one end a choice, usage last, the seed at first alone
     assert reply.outcome() == expected.outcome() and reply.usage == expected.usage
+    assert [message.prompt_tokens for message in messages] == [1] + [0] * (len(messages) - 1)
     assert stream.num_resumed == 1
     (again,) = second.requests
     assert again.request_id == "r" and again.sampling.seed == 3 and len(again.resume_from) == n
