@@ -45,6 +45,7 @@ from gateway.http.requests import (
     Asked,
     AskedEmbeddings,
     AskedRerank,
+    place_of_prompt,
     read_chat,
     read_cohere_rerank,
     read_completion,
@@ -223,7 +224,8 @@ class HttpApi:
             boxes[prompt].clear()
             return response
 
-        responses = await serve_each(complete, len(boxes), num_at_once, self._handler.with_deadline(context))
+        deadline = self._handler.with_deadline(context)
+        responses = await serve_each(complete, len(boxes), num_at_once, deadline, place_of=place_of_prompt)
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
     def _num_at_once(self, asked: Asked) -> int:
@@ -258,7 +260,8 @@ class HttpApi:
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
             return self._handler.generate(_box(boxes, prompt), context, partial(emit, prompt))
 
-        await serve_each(generate, len(boxes), num_at_once, self._handler.with_deadline(context), told)
+        deadline = self._handler.with_deadline(context)
+        await serve_each(generate, len(boxes), num_at_once, deadline, told, place_of_prompt)
         data = form.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 

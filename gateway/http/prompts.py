@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Generic, TypeVar
 
 from baton.service.clock import now
-from baton.service.errors import Overloaded
+from baton.service.errors import InvalidRequest, Overloaded
 from gateway.api.request_handler import CallContext
+from gateway.request.prompt_batch import in_place
 
 T = TypeVar("T")
 
@@ -17,13 +18,15 @@ async def serve_each(
     most_at_once: int,
     context: CallContext,
     told: Collection[int] = (),
+    place_of: Callable[[int, str], str] = lambda _, field: field,
 ) -> list[T]:
     """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
     again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`; but
-    nothing is served again after something was `told` of it. Raises what the first to fail does, and ends the others."""
+    nothing is served again after something was `told` of it. Raises what the first to fail does, and ends the others.
+    `place_of(prompt, field)`: the call's word for a field of one of several."""
     if num_prompts == 1:
         return [await serve(0, context)]
-    turns = _Turns(serve, most_at_once, context, told)
+    turns = _Turns(serve, most_at_once, context, told, place_of)
     tasks = [asyncio.ensure_future(turns.serve_in_turn(prompt)) for prompt in range(num_prompts)]
     try:
         return list(await asyncio.gather(*tasks))
@@ -42,8 +45,10 @@ class _Turns(Generic[T]):
         most_at_once: int,
         context: CallContext,
         told: Collection[int],
+        place_of: Callable[[int, str], str],
     ):
         self._serve, self._context, self._told, self._begun = serve, context, told, now()
+        self._place_of = place_of
         self._most_at_once = self._num_at_once = most_at_once
         self._num_running = self._num_ended = 0
         self._is_any_served, self._changed = False, asyncio.Condition()
@@ -63,6 +68,8 @@ class _Turns(Generic[T]):
                 if is_alone or prompt in self._told:
                     raise
                 self._num_at_once = max(1, self._num_running - 1)
+            except InvalidRequest as error:
+                raise in_place(error, self._place_of(prompt, error.field or "")) from None
             finally:
                 self._num_running -= 1
                 self._num_ended += 1

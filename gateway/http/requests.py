@@ -36,6 +36,7 @@ from gateway.http.fields import (
     without_nulls,
     write,
 )
+from gateway.http.wire.errors import rename
 from gateway.request.validation import REQUEST_ID
 
 ENCODINGS = ("float", "base64")  # of embeddings
@@ -253,6 +254,12 @@ def _id_of_prompt(request_id: str, index: int) -> str:
     if REQUEST_ID.fullmatch(request_id) and not REQUEST_ID.fullmatch(f"{request_id}-{MAX_PROMPTS - 1}"):
         request_id = f"{request_id[:39]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
     return f"{request_id}-{index}"
+
+
+def place_of_prompt(prompt: int, field: str) -> str:
+    """Return the word for a field of one of several prompts; one of all of them is as it was."""
+    word = rename(field, PROMPT_NAMES)
+    return field if word == field else f"prompt[{prompt}]{word.removeprefix('prompt')}"
 
 
 def check_notes(values: Mapping[str, Any]) -> None:

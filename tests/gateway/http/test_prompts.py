@@ -56,6 +56,27 @@ async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch
     assert refused.call_count < 2 * 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompts", "place", "said"),
+    [
+        ([[20, 21], [5000, 22]], "prompt[1][0]", "vocabulary"),
+        (["a fox", ""], "prompt[1]", "is empty"),
+        ([[20], [30], [40] * 2000], "prompt[2]", "too long"),
+        ([[]], "prompt[0]", "is empty"),
+    ],
+)
+async def test_what_is_wrong_with_one_of_several_prompts_is_told_of_that_one(served, stream, prompts, place, said):
+    """A token of the second prompt was `prompt[0]`, and of 128 prompts nobody knew which one was too long."""
+    async with served() as (_, client):
+        with pytest.raises(BadRequestError, match=said) as error:
+            await client.completions.create(model="fake", prompt=prompts, max_tokens=3, stream=stream)
+        assert error.value.param == place
+        with pytest.raises(BadRequestError) as error:
+            await client.completions.create(model="fake", prompt=["a", "b"], temperature=-1, stream=stream)
+        assert error.value.param == "temperature"
+
+
 async def test_a_refusal_that_is_told_late_ends_no_call_whose_others_were_served_meanwhile():
     """With keys refusals are paced. This one passed for that of a prompt alone, and all was thrown away."""
     num_running = 0
