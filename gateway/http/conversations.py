@@ -23,9 +23,12 @@ CONVERSATION = (
 )  # fmt: skip
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
-_MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+_REASONING = ("reasoning", "reasoning_content")
+_MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", *_REASONING}
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
+# Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
+REPEATED = ("role", "tool_calls", *_REASONING)
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # Of an item of a response's input; an answer comes back with all of them.
 ITEM_ROLES = ("system", "developer", "user", "assistant")
@@ -62,17 +65,19 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     )
 
 
-def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content: a string, or a list of parts of these types."""
+def read_content(where: str, content: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
+    """Return the text of a content: a string, or a list of parts of these types. `others`: fields that a part may have, and
+    that its text does not need."""
     if not isinstance(content, list):
         return read_as(where, _CONTENT, content)
-    return "".join(read_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(content))
+    return "".join(read_part(f"{where}[{index}]", part, kinds, others) for index, part in enumerate(content))
 
 
-def read_part(where: str, part: object, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a part of one of these types."""
+def read_part(where: str, part: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
+    """Return the text of a part of one of these types. `others`: fields that it may have, and that its text does not need."""
     given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
-    if not isinstance(part, dict) or "type" not in given or part["type"] not in kinds or given - _PART:
+    unknown = given.difference(_PART, others)
+    if not isinstance(part, dict) or "type" not in given or part["type"] not in kinds or unknown:
         raise InvalidRequest(where, f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here')
     return read_as(f"{where}.text", STRING, part.get("text"))
 
@@ -143,15 +148,22 @@ def _message(where: str, message: object) -> pb.Message:
     """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
     fields = read_fields(where, message, _MESSAGE)
     read_as(f"{where}.name", STRING, fields.get("name", ""))  # of a tool, as its call has it, or of who speaks
-    given = [name for name in ("reasoning", "reasoning_content") if name in fields]
-    reasoning = {read_as(f"{where}.{name}", STRING, fields[name]) for name in given}
+    role, content = fields.get("role"), fields.get("content")
+    parts = content if role == "assistant" and isinstance(content, list) else []
+    said = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
+    reasoning = {
+        read_as(f"{place}.{name}", STRING, each[name])
+        for place, each in said.items()
+        for name in _REASONING
+        if each.get(name) is not None
+    }
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
-    content = fields.get("content", "" if calls else None)
+    content = "" if content is None and calls else content
     return pb.Message(
-        role=read_as(f"{where}.role", STRING, fields.get("role")),
-        content=read_content(f"{where}.content", content),
+        role=read_as(f"{where}.role", STRING, role),
+        content=read_content(f"{where}.content", content, others=REPEATED if parts else ()),
         tool_calls=[_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)],
         tool_call_id=read_as(f"{where}.tool_call_id", STRING, fields.get("tool_call_id", "")),
         reasoning=reasoning.pop() if reasoning else "",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gateway.http.anthropic import THINKS, TOOL_CHOICES
-from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
+from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS, REPEATED
 from gateway.http.fields import (
     BOOLEAN,
     CONSTRAINTS,
@@ -35,9 +35,9 @@ def _parts(*kinds: str, **others: Json) -> Json:
     return closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=OBJECT, **others)
 
 
-def _content(*kinds: str) -> Json:
+def _content(*kinds: str, **others: Json) -> Json:
     notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
-    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes))]}
+    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others))]}
 
 
 _CONTENT = _content("text")
@@ -183,7 +183,7 @@ _MESSAGES = _conversation(
         ["role"],
         role={"enum": ["system", "developer", "user", "assistant", "tool"]},
         name=_TEXT_OR_NULL,
-        content={"anyOf": [_CONTENT, {"type": "null"}]},
+        content={"anyOf": [_content("text", **{name: {} for name in REPEATED}), {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},

@@ -1,4 +1,5 @@
-"""Bodies as coding agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses."""
+"""Bodies as agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses, OpenAI's agents 0.20 for Node to
+/v1/chat/completions."""
 
 import json
 
@@ -6,7 +7,9 @@ import anthropic
 import openai
 import pytest
 
+from baton.service.errors import InvalidRequest
 from gateway.http.anthropic import read_count, read_request
+from gateway.http.requests import read_chat
 from gateway.http.responses import read_response
 from tests.gateway.http.clients.test_anthropic_client import anthropic_client
 from tests.gateway.http.conftest import openai_client
@@ -182,3 +185,26 @@ async def test_the_notes_of_a_client_are_strings(served):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**CODEX | {"extra_body": {"client_metadata": {"a": 1}}})
         assert caught.value.param == "client_metadata"
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "wait", "arguments": "{}"}}]
+# The part that is an answer's text has all else of its message too.
+REPEATING = {"type": "text", "text": "I look.", "role": "assistant", "refusal": None, "reasoning_content": "Where?", "tool_calls": CALLS}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", [CALLS, None])
+def test_the_part_of_an_answer_may_repeat_its_message(calls):
+    answer = {"role": "assistant", "content": [REPEATING], "tool_calls": calls}
+    result = [{"role": "tool", "tool_call_id": "c1", "content": "3"}] if calls else []
+    said = read_chat({"messages": [USER, answer, *result]}).requests[0].messages.messages[1]
+    assert (said.content, said.reasoning) == ("I look.", "Where?")  # what was thought stands nowhere else
+    assert [call.id for call in said.tool_calls] == (["c1"] if calls else [])
+
+
+def test_parts_of_others_repeat_nothing():
+    for message in (
+        {"role": "user", "content": [REPEATING]},
+        {"role": "assistant", "content": [{**REPEATING, "a": 1}]},
+    ):
+        with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\]: only parts"):
+            read_chat({"messages": [message]})
