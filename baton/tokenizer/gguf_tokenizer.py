@@ -135,12 +135,12 @@ def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens have no text; user-defined ones are matched whole."""
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (UNKNOWN, CONTROL):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    """Control tokens have no text; user-defined ones are matched whole. All at once: each call reads those that are there."""
+    by_kind = [*zip(tokens, types, strict=True)]
+    control = [token for token, kind in by_kind if kind in (UNKNOWN, CONTROL)]
+    defined = [token for token, kind in by_kind if kind == USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
 
 
 def _add_ends(tokenizer: Tokenizer, header: GGUFHeader, tokens: list[str], add_bos: bool) -> None:
