@@ -3,14 +3,15 @@
 import ast
 import re
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from gateway.parsers.calls import CallReader, ParsedCall
-from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading
+from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading, parse_json
 
 _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _HEAD_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
+_LINE_END = re.compile(rb"\r\n?|\n")
 
 
 class PythonicReader(CallReader):
@@ -64,19 +65,41 @@ def _list(source: AnswerSource) -> Generator[None, None, str]:
 def _calls(text: str) -> list[ParsedCall]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
             found = ast.parse(text, mode="eval").body
-        return [_call(each) for each in found.elts]  # pyright: ignore[reportAttributeAccessIssue]
+        segment = _segments(text)
+        return [_call(each, segment) for each in found.elts]  # pyright: ignore[reportAttributeAccessIssue]
     except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         raise Malformed from None
 
 
-def _call(node: ast.expr) -> ParsedCall:
+def _segments(text: str) -> Callable[[ast.expr], str]:
+    """Return what finds the text of an expression: ast.get_source_segment looks through all lines for each."""
+    source = text.encode()
+    begins = [0, *(found.end() for found in _LINE_END.finditer(source))]
+
+    def segment(node: ast.expr) -> str:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        begin, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
+        return source[begin:end].decode()
+
+    return segment
+
+
+def _call(node: ast.expr, segment: Callable[[ast.expr], str]) -> ParsedCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError
     arguments: dict[str, object] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:  # **more
+    for argument in node.keywords:
+        if argument.arg is None:  # **more
             raise ValueError
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        arguments[argument.arg] = _value(argument.value, segment(argument.value))
     return ParsedCall(ast.unparse(node.func), arguments)
+
+
+def _value(node: ast.expr, text: str) -> object:
+    """Return a value of JSON, or else of Python."""
+    try:
+        return parse_json(text)
+    except Malformed:
+        return ast.literal_eval(node)

@@ -222,6 +222,39 @@ def test_a_list_of_python_calls_is_all_calls_or_all_content(bad):
         assert parse("pythonic", pieces) == Parsed(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("null", None),
+        (r'"a\/b"', "a/b"),
+        (r'"\ud83d\ude42\u00e9"', "🙂é"),
+        ('{"a": [true, {"b": null}], "c": "\\"]"}', {"a": [True, {"b": None}], "c": '"]'}),
+        ('[\r\n  "ö",\n  false\r]', ["ö", False]),
+        ("-1.5e3", -1500.0),
+        ("True", True),
+        ("None", None),
+        (r"'it\'s \x41'", "it's A"),
+        ("{'a': [True, (1, 2)], 'b': None}", {"a": [True, [1, 2]], "b": None}),
+        ("1_000", 1000),
+        ('("a" "b")', "ab"),
+    ],
+)
+def test_values_of_python_calls_are_json_or_pythons(text, value):
+    whole = f"[find(text='größer',\n  n={text}), stop(), find(n={text})]"
+    for pieces in ([whole], whole):
+        parsed = parse("pythonic", pieces)
+        assert [call.is_last for call in parsed.calls] == [True] * 3 and not parsed.content
+        first, _, last = (json.loads(call.arguments) for call in parsed.calls)
+        assert (first, last) == ({"text": "größer", "n": value}, {"n": value})
+
+
+@pytest.mark.parametrize("text", ["[True, null]", "NaN", "1e999", "x", "f(1)", "{1, 2}", "...", "b''"])
+def test_what_is_neither_is_content(text):
+    whole = f"[find(n={text})]"
+    assert parse("pythonic", whole) == Parsed(whole)
+
+
 @pytest.mark.parametrize("text", ["[Point(x=1, y=2), Point(x=3, y=4)]", "[find(n=1), Point(x=1)]"])
 def test_without_a_marker_python_calls_are_those_of_tools(text):
     for pieces in ([text], text):
