@@ -70,7 +70,7 @@ class AnswerReader:
             bound = set(options.strict_tools)
             if options.must_call or constraint is not None:
                 bound |= tools.keys() if kept is None else tools.keys() & kept
-            schemas = {name: each if name in bound else None for name, each in tools.items()} if form.calls else {}
+            schemas = {name: each if name in bound else None for name, each in tools.items() if form.can_call(name)}
             _check_tools(options, [name for name, each in schemas.items() if each is not None])
             loose = bound.difference(options.strict_tools)
             schemas |= {name: _loosened(name, tools[name]) for name in loose & schemas.keys()}
@@ -84,25 +84,33 @@ class AnswerReader:
             self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, options.continues
         )
 
+    def can_call(self, name: str) -> bool:
+        """Return whether an answer can have calls of a tool of this name."""
+        return self._form is not None and self._form.can_call(name)
+
     def grammar_of_tool(self, conversation: Conversation, name: str) -> Constraint:
-        """Return the grammar of a call of one tool, whose schema is kept to as far as it can be. Raises InvalidRequest."""
-        assert self._form is not None and self._form.calls is not None
+        """Return the grammar of a call of one tool, which can be called and whose schema is kept to as far as it can be.
+        Raises InvalidRequest."""
+        assert self._form is not None and self._form.can_call(name)
         parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
         asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))
         return Constraint("grammar", answer_grammar(self._form, self._control_ids, "", asked) or "")
 
 
 def _check_form(form: AnswerFormat | None, options: ChatOptions) -> None:
-    """Check that calls of this form can be bound as it is asked. Raises InvalidRequest."""
-    if form is not None and form.calls is not None:
+    """Check that there can be the calls that are asked for. Raises InvalidRequest."""
+    name = f"the form of this model's answers ({form.name})" if form else "this model's chat template"
+    if form is None or form.calls is None:
+        if options.must_call:
+            raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no calls that are known")
         return
-    name = f"the form of this model's calls ({form.name})" if form else "this model's chat template"
-    if options.must_call:
-        raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no grammar of calls")
+    can_call = any(map(form.can_call, options.callable_tools))
+    needed = options.strict_tools if can_call or not options.must_call else options.callable_tools
     for index, tool in enumerate(options.tools):
-        if form is not None and form.reader is not None and tool["name"] in options.strict_tools:
+        if tool["name"] in needed and not form.can_call(tool["name"]):
             raise InvalidRequest(
-                f"messages.tools[{index}].strict", f"cannot be kept to: {name} has no grammar of calls"
+                f"messages.tools[{index}].name",
+                f"cannot be called in {name}: {tool['name']!r} is no name in Python (letters, digits and _, and no keyword)",
             )
 
 

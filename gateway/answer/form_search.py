@@ -49,7 +49,7 @@ class FormSearch:
     async def _keepable(self, conversation: Conversation) -> list[str]:
         """Return the tools that are not strict whose schemas can be kept to, each by itself; none where that takes long."""
         options, kept = conversation.options, list[str]()
-        names = sorted(options.loose_tools)
+        names = sorted(filter(self._reader.can_call, options.loose_tools))
         if len(names) == 1 or parameter_bytes(options, names) > MAX_BYTES:
             return []
         until = now() + _MOST_S

@@ -81,6 +81,11 @@ class CallReader:
         """`spelled`: each marker as it stands in the text; `tools`: schemas of parameters by name."""
         self.spelled, self.tools, self.sink = spelled, tools, sink
 
+    @staticmethod
+    def can_name(name: str) -> bool:
+        """Return whether a call can be of a tool of this name."""
+        return bool(name)
+
     def emit(self, *calls: ParsedCall) -> None:
         """Put whole calls out. Raises Malformed for one without a name, and, before any is out, for arguments that are no
         object of JSON."""

@@ -17,7 +17,7 @@ from gateway.parsers.grammars import (
 )
 from gateway.parsers.harmony import MARKERS, HarmonyParser
 from gateway.parsers.json_calls import DeepSeekReader, HermesReader, LlamaJsonReader, MistralReader
-from gateway.parsers.pythonic import PythonicReader
+from gateway.parsers.pythonic import PythonicReader, pythonic_calls
 from gateway.parsers.tagged_calls import DsmlReader, QwenXmlReader
 
 _THINK = (("<think>", "</think>"),)
@@ -30,7 +30,7 @@ class AnswerFormat(NamedTuple):
     signs: tuple[str, ...]  # a chat template that has all of them belongs to it
     reader: type[CallReader] | None
     thinks: tuple[tuple[str, str], ...] = _THINK
-    calls: CallsWriter | None = None  # None: it has no grammar
+    calls: CallsWriter | None = None  # None: there are none
 
     @property
     def is_harmony(self) -> bool:
@@ -53,6 +53,10 @@ class AnswerFormat(NamedTuple):
         if self.is_harmony:
             return MARKERS
         return (*chain(*self.thinks), *(self.reader.markers if self.reader else ()))
+
+    def can_call(self, name: str) -> bool:
+        """Return whether a call of this form can be of a tool of this name."""
+        return self.calls is not None and (self.reader is None or self.reader.can_name(name))
 
     def thinking(self, prompt_end: str) -> str:
         """Return the tag with which a prompt begins reasoning; "" if it does not."""
@@ -89,7 +93,7 @@ FORMATS = (
     AnswerFormat("deepseek-v31", (_SECTION,), DeepSeekReader, calls=section(_SECTION, _BARE, _SECTION_END)),
     AnswerFormat("qwen-xml", ("<tool_call>", "<function="), QwenXmlReader, calls=tagged_calls),
     AnswerFormat("hermes", ("<tool_call>", '"arguments"'), HermesReader, calls=_HERMES),
-    AnswerFormat("pythonic", ("<|python_start|>",), PythonicReader),
+    AnswerFormat("pythonic", ("<|python_start|>",), PythonicReader, calls=pythonic_calls),
     AnswerFormat(
         "llama-json", ('"parameters"', "ipython"), LlamaJsonReader, calls=object_calls("", "parameters", "", "; ")
     ),

@@ -58,6 +58,12 @@ class GrammarWriter:
         self._rules.append(self._counted(f"{name}: {terminal}"))
         return name
 
+    def rule(self, expression: str) -> str:
+        """Return the name of a rule that stands for the expression from now on."""
+        name = f"rule{len(self._rules)}"
+        self._rules.append(self._counted(f"{name}: {expression}"))
+        return name
+
     def cut(self, text: str) -> tuple[str, str]:
         """Return a text in two parts, the second of which begins with the first marker in it that is a token."""
         found = self._split.search(text)
@@ -170,7 +176,7 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     writer.terminal(_KEY, r"/[^>\n]{1,64}/")
     for name, tool in tools.items():
         head = writer.text(f"<function={name}>\n")
-        calls.append(f"{head} {_tagged_arguments(writer, name, tool, _QWEN)}")
+        calls.append(f"{head} {arguments_of(writer, name, tool, _QWEN)}")
     call = f"{writer.text(_OPEN)} {either(calls)} {writer.text(_CLOSE)}"
     return repeated(call, writer.text("\n"), is_parallel)
 
@@ -180,43 +186,53 @@ _OPEN, _CLOSE, _PARAMETER, _PARAMETER_END = (
 )  # fmt: skip
 _LINES, _KEY = "LINES", "KEY"  # the texts that an argument may be, and a name of one
 _TAGS = ("<parameter=", "</parameter>", "</function>")
-# What tags around arguments keep to, beside keywords that bind nothing.
+# What arguments that are no object of JSON keep to, beside keywords that bind nothing.
 _KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 
 
-class _Tags(NamedTuple):
-    """How arguments stand between tags: one of a schema, of a tool, and any of them. The first raises ValueError for a
-    schema that cannot be kept to."""
+class ArgumentPart(NamedTuple):
+    expression: str
+    is_required: bool
+
+
+def _in_a_row(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
+    return " ".join(part.expression if part.is_required else f"({part.expression})?" for part in parts)
+
+
+class ArgumentsForm(NamedTuple):
+    """How arguments stand that are no object of JSON: one of a schema, of a tool; any of them; and several in their order.
+    The first raises ValueError for a schema that cannot be kept to."""
 
     argument: Callable[[GrammarWriter, str, Any, ArgumentsSchema], str]
     any_arguments: Callable[[GrammarWriter], str]
+    joined: Callable[[GrammarWriter, Sequence[ArgumentPart]], str] = _in_a_row
 
 
-def _tagged_arguments(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None, tags: _Tags) -> str:
-    """Return an expression for the arguments of a tool. Raises InvalidRequest for what tags cannot keep to."""
+def arguments_of(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None, form: ArgumentsForm) -> str:
+    """Return an expression for the arguments of a tool. Raises InvalidRequest for what the form cannot keep to."""
     if tool is None:
-        return tags.any_arguments(writer)
+        return form.any_arguments(writer)
     try:
-        return _arguments_in_order(writer, tool, tags)
+        return _arguments_in_order(writer, tool, form)
     except ValueError as error:
         if tool.is_strict:
             raise InvalidRequest("messages.tools", f"{name}: {error}") from None
-        return tags.any_arguments(writer)
+        return form.any_arguments(writer)
 
 
-def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, tags: _Tags) -> str:
-    """Raises ValueError for what tags cannot keep to."""
+def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, form: ArgumentsForm) -> str:
+    """Raises ValueError for what the form cannot keep to."""
     schema = _arguments_schema(*tool)
-    parts, required = [], listed(schema.get("required"))
+    parts, required = list[ArgumentPart](), listed(schema.get("required"))
     for key, each in _properties(schema).items():
         try:
-            part = tags.argument(writer, key, each, tool)
+            expression = form.argument(writer, key, each, tool)
         except ValueError as error:
             if tool.is_strict:
                 raise ValueError(f"{key[:40]!r} {error}") from None
-            part = tags.argument(writer, key, {}, tool)
-        parts.append(part if key in required else f"({part})?")
-    return " ".join(parts)
+            expression = form.argument(writer, key, {}, tool)
+        parts.append(ArgumentPart(expression, key in required))
+    return form.joined(writer, parts)
 
 
 def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, Any]:
@@ -246,7 +262,7 @@ def _qwen_argument(writer: GrammarWriter, key: str, schema: Any, tool: Arguments
     """Text as it is, JSON for all else. What may be text is text."""
     begin, types = writer.text(_PARAMETER.format(key)), types_of(schema, tool.schema)
     if types and "string" not in types:
-        return f"{begin} {_json_value(writer, schema, tool)} {writer.text(_PARAMETER_END)}"
+        return f"{begin} {json_value(writer, schema, tool)} {writer.text(_PARAMETER_END)}"
     texts = TextSchemas(tool.schema, writer.count).expression(schema)
     if texts is None:
         raise ValueError("has a schema that no text keeps to")
@@ -258,12 +274,13 @@ def _any_qwen_arguments(writer: GrammarWriter) -> str:
     return f"({begin} {_KEY} {behind_name} {writer.until(_PARAMETER_END, _LINES)})*"
 
 
-def _json_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
+def json_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
+    """Return an expression for one argument of a tool in JSON."""
     shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
     return writer.json({**(schema if isinstance(schema, dict) else {}), **shared}, tool.is_strict)
 
 
-_QWEN = _Tags(_qwen_argument, _any_qwen_arguments)
+_QWEN = ArgumentsForm(_qwen_argument, _any_qwen_arguments)
 
 
 def _lines_unlike(begin: str) -> str:
@@ -282,7 +299,7 @@ def dsml_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     writer.terminal(_KEY, r'/[^">\n]{1,64}/')
     for name, tool in tools.items():
         head = writer.text(f'<{_MARK}invoke name="{name}">\n')
-        calls.append(f"{head} {_tagged_arguments(writer, name, tool, _DSML)}")
+        calls.append(f"{head} {arguments_of(writer, name, tool, _DSML)}")
     begin, behind, end = map(
         writer.text, (f"<{_MARK}function_calls>\n", f"</{_MARK}invoke>\n", f"</{_MARK}function_calls>")
     )
@@ -304,7 +321,7 @@ def _dsml_argument(writer: GrammarWriter, key: str, schema: Any, tool: Arguments
         if texts is not None:
             ways.append(_dsml_text(writer, texts))
     if types != {"string"} and schema is not False:
-        ways.append(f"{writer.text(_DSML_JSON)} {_json_value(writer, schema, tool)} {writer.text(_DSML_END)}")
+        ways.append(f"{writer.text(_DSML_JSON)} {json_value(writer, schema, tool)} {writer.text(_DSML_END)}")
     if not ways:
         raise ValueError("has a schema that nothing keeps to")
     return f"{writer.text(_DSML_BEGIN.format(key))} {either(ways)}"
@@ -321,7 +338,7 @@ def _any_dsml_arguments(writer: GrammarWriter) -> str:
     return f"({begin} {_KEY} {behind_name} {either((_dsml_text(writer, _ANY_TEXT), value))})*"
 
 
-_DSML = _Tags(_dsml_argument, _any_dsml_arguments)
+_DSML = ArgumentsForm(_dsml_argument, _any_dsml_arguments)
 
 
 def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:

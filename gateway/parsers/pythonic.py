@@ -1,12 +1,28 @@
-"""Calls as a list of Python calls: of Llama 3.2 and 4."""
+"""Calls as a list of Python calls: of Llama 3.2 and 4. What a grammar lets them be has its values in JSON, which is Python
+but for true, false, null and some escapes."""
 
 import ast
+import keyword
 import re
+import unicodedata
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
+from gateway.parsers.grammars import (
+    ArgumentPart,
+    ArgumentsForm,
+    ArgumentsSchema,
+    GrammarWriter,
+    Tools,
+    arguments_of,
+    either,
+    json_value,
+    repeated,
+)
 from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading, parse_json
+from gateway.parsers.text_schemas import quoted
 
 _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -21,6 +37,10 @@ class PythonicReader(CallReader):
     openers = ("<|python_start|>",)
     first = "["
     markers = ("<|python_start|>", "<|python_end|>")
+
+    @staticmethod
+    def can_name(name: str) -> bool:
+        return all(map(_is_identifier, name.split(".")))
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
         yield from source.peek()
@@ -103,3 +123,57 @@ def _value(node: ast.expr, text: str) -> object:
         return parse_json(text)
     except Malformed:
         return ast.literal_eval(node)
+
+
+def _is_identifier(text: str) -> bool:
+    """Return whether Python reads this as a name, and as this one."""
+    return text.isidentifier() and not keyword.iskeyword(text) and unicodedata.normalize("NFKC", text) == text
+
+
+def pythonic_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
+    """Write calls of Llama 4: one list, in which each has its arguments in the order of the schema, their values in JSON.
+    The names of tools are those that PythonicReader can read."""
+    writer.terminal(_KEY, rf"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{'|'.join(keyword.kwlist)}/")
+    calls = (f'{quoted(f"{name}(")} {arguments_of(writer, name, tool, _PYTHONIC)} ")"' for name, tool in tools.items())
+    return f'"[" {repeated(writer.rule(either(calls)), _COMMA, is_parallel)} "]"'
+
+
+_KEY, _COMMA = "KEY", quoted(", ")
+
+
+def _argument(writer: GrammarWriter, key: str, schema: Any, tool: ArgumentsSchema) -> str:
+    if not _is_identifier(key):
+        raise ValueError("has a name that no keyword of a Python call has")
+    if schema is False:
+        raise ValueError("has a schema that nothing keeps to")
+    return f"{quoted(f'{key}=')} {json_value(writer, schema, tool)}"
+
+
+def _any_arguments(writer: GrammarWriter) -> str:
+    argument = writer.rule(f'{_KEY} "=" {writer.json({})}')
+    return f"({repeated(argument, _COMMA, True)})?"
+
+
+def _separated(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
+    if not parts:
+        return ""
+    first, _ = _halved(writer, parts)
+    return first if any(part.is_required for part in parts) else f"({first})?"
+
+
+def _halved(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> tuple[str, str]:
+    """Return an expression for one or several of these arguments, where none is before them, and one for none or several
+    where others are: all that are required, with a comma between two. Each is written once, whichever before it are left
+    out. By halves: along a chain of rules the masks of a call with 500 arguments took four times as long."""
+    if len(parts) == 1:
+        argument = writer.rule(parts[0].expression)
+        behind = f"{_COMMA} {argument}"
+        return argument, behind if parts[0].is_required else f"({behind})?"
+    left, right = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    (first, first_behind), (second, second_behind) = _halved(writer, left), _halved(writer, right)
+    rest = writer.rule(second_behind)
+    begun = f"{first} {rest}"
+    return begun if any(part.is_required for part in left) else f"({begun} | {second})", f"{first_behind} {rest}"
+
+
+_PYTHONIC = ArgumentsForm(_argument, _any_arguments, _separated)

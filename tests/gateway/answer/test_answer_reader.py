@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokens
 
-from baton.constraints.constraint import MAX_BYTES
+from baton.constraints.constraint import MAX_BYTES, Constraint
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
@@ -174,11 +174,32 @@ def test_calls_of_strict_tools_are_bound_alone():
     assert form(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
 
 
-def test_strict_tools_of_a_form_without_a_grammar_are_refused():
-    reader = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
-    options = ChatOptions(TOOLS, callable_tools=("find",), strict_tools=("find",))
-    with pytest.raises(InvalidRequest, match=r"tools\[0\]\.strict: cannot be kept to"):
-        reader.form_of(CONVERSATION._replace(options=options), [])
+PYTHONIC = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
+NAMED = ({"name": "look", "parameters": {}}, {"name": "get-page", "parameters": {}})
+NO_NAME = r"^messages\.tools\[1\]\.name: cannot be called in .*\(pythonic\): 'get-page' is no name"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"callable_tools": ("get-page",), "must_call": True},
+        {"callable_tools": ("look", "get-page"), "strict_tools": ("get-page",)},
+    ],
+)
+def test_a_tool_whose_name_calls_cannot_have_is_refused_where_it_is_needed(options):
+    with pytest.raises(InvalidRequest, match=NO_NAME):
+        PYTHONIC.form_of(CONVERSATION._replace(options=ChatOptions(NAMED, **options)), [])
+
+
+def test_a_tool_whose_name_calls_cannot_have_has_no_calls_where_others_do():
+    options = ChatOptions(NAMED, callable_tools=("look", "get-page"), must_call=True)
+    for kept in (None, ()):
+        bound = PYTHONIC.form_of(CONVERSATION._replace(options=options), [], kept=kept).constraint
+        assert bound is not None and "look(" in bound.text and "get-page" not in bound.text
+    constraint = Constraint("regex", "x")
+    alone = ChatOptions(NAMED, callable_tools=("get-page",))
+    assert PYTHONIC.form_of(CONVERSATION._replace(options=alone), []).constraint is None
+    assert "page" not in PYTHONIC.form_of(CONVERSATION._replace(options=alone), [], constraint).constraint.text
 
 
 def test_what_continues_a_message_of_gpt_oss_is_its_content():

@@ -35,7 +35,7 @@ class Text:
             raise InvalidRequest(field, str(error)) from None
 
 
-@pytest.fixture(params=["hermes", "qwen-xml", "deepseek-dsml"])
+@pytest.fixture(params=["hermes", "qwen-xml", "deepseek-dsml", "pythonic"])
 def search(request):
     form = format_named(request.param)
     tokenizer = Tokenizer(source := byte_level(unspecial=form.markers))
@@ -81,3 +81,14 @@ async def test_those_that_are_too_large_together_are_all_given_up(search):
 async def test_a_strict_one_is_refused_whatever_the_others_are(search):
     with pytest.raises(InvalidRequest, match="messages.tools"):
         await grammar(search, IMPOSSIBLE, IMPOSSIBLE, GOOD, strict_tools=("t1",))
+
+
+@pytest.mark.parametrize("search", ["pythonic"], indirect=True)
+async def test_tools_that_the_form_cannot_call_are_not_looked_at(search):
+    schemas = {"kept": GOOD, "bad": IMPOSSIBLE} | {f"no-name-{n}": IMPOSSIBLE for n in range(5)}
+    tools = tuple({"name": name, "parameters": schema} for name, schema in schemas.items())
+    asked = ChatOptions(tools, callable_tools=tuple(schemas), must_call=True)
+    form = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
+    assert (
+        '"kept=' in form.constraint.text and '"bad("' in form.constraint.text and "no-name" not in form.constraint.text
+    )

@@ -108,8 +108,10 @@ async def test_a_constraint_and_tools_are_one_grammar(saying, capable):
 BAD_TOOL = pb.Tool(name="find", parameters='{"properties": {"a": {"minimun": 1}}}', strict=True)
 BAD_ENUM = pb.Tool(name="find", parameters='{"properties": {"a": {"type": "string", "enum": 5}}}', strict=True)
 BAD_TYPE = pb.Tool(name="find", parameters='{"type": 7}', strict=True)
+BAD_NAME = pb.Tool(name="find-it", parameters="{}")
 BAD_KEY = pb.Tool(name="find", parameters='{"required": [[]]}', strict=True)
 FAR_REFERENCE = pb.Tool(name="find", parameters='{"anyOf": [{"$ref": "#/anyOf/' + "1" * 5000 + '"}]}', strict=True)
+BAD_WORD = pb.Tool(name="find", parameters='{"properties": {"class": {}}}', strict=True)
 BAD_SHAPE = pb.Tool(name="find", parameters='{"properties": 5}', strict=True)
 UNKEPT = [
     ("hermes", (BAD_TOOL,), "messages.tools[0].parameters"),
@@ -118,11 +120,13 @@ UNKEPT = [
     ("qwen-xml", (BAD_KEY,), "messages.tools"),
     ("qwen-xml", (pb.Tool(name="a", parameters="{}"), BAD_TOOL), "messages.tools[1].parameters"),
     ("qwen-xml", (BAD_ENUM,), "messages.tools[0].parameters"),
+    ("pythonic", (BAD_WORD,), "messages.tools"),
 ]
 REFUSED = [
     *((parser, asked(*tools, tool_name="find"), field) for parser, tools, field in UNKEPT),
     ("hermes", asked(FAR_REFERENCE, tool_name="find"), "messages.tools"),
-    ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
+    ("pythonic", asked(BAD_NAME, tool_name="find-it"), "messages.tools[0].name"),
+    ("think", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("hermes", asked(*TOOLS, tool_name="find", constraint=pb.Constraint(json_object=True)), "constraint"),
 ]
@@ -139,10 +143,7 @@ JSON_OBJECT = pb.Constraint(json_object=True)
 NOT_CALLED = [
     ("hermes", asked(BAD_TOOL, pb.Tool(name="b"), tool_name="b")),
     ("hermes", asked(BAD_TOOL, tool_choice=pb.TOOL_CHOICE_NONE, constraint=JSON_OBJECT)),
-    (
-        "pythonic",
-        asked(pb.Tool(name="find", parameters=BAD_TOOL.parameters), constraint=JSON_OBJECT),
-    ),  # whose calls have no grammar
+    ("pythonic", asked(pb.Tool(name="find-it", parameters=BAD_TOOL.parameters), constraint=JSON_OBJECT)),
 ]
 
 

@@ -1,6 +1,8 @@
 """Grammars of answers: whatever keeps to one is read as calls of its tools, or keeps to its constraint."""
 
+import itertools
 import json
+import re
 import tracemalloc
 
 import jsonschema
@@ -143,7 +145,7 @@ def test_calls_keep_to_their_schemas_where_text_may_come(name):
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
     # By chance no text begins as a call of Llama does, or of DeepSeek with what stands before its token.
-    is_drawn = name not in ("llama-json", "deepseek-dsml")
+    is_drawn = name not in ("llama-json", "pythonic", "deepseek-dsml")
     assert kinds >= ({(True, False), (False, True)} if is_drawn else {(True, False)})
 
 
@@ -165,6 +167,7 @@ def test_calls_keep_to_their_schemas_where_text_may_come(name):
                 '<｜DSML｜parameter name="x" string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>',
             ],
         ),
+        ("pythonic", "[find(", [")]", 'x=[1, "y"], classy=null)]']),
     ],
 )
 def test_one_that_is_not_strict_takes_any_arguments(name, head, others):
@@ -265,6 +268,12 @@ PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         ("llama-json", LLAMA_CALL, True),
         ("llama-json", " \n", True),
         ("llama-json", "\n{}", False),
+        ("pythonic", "[stop(), stop()]", True),
+        ("pythonic", "Well. [stop(a=1)]", True),
+        ("pythonic", "\n[1]", False),
+        ("pythonic", "[stop(a=1)]", False),
+        ("pythonic", "[other()]", False),
+        ("pythonic", "[stop()] Well.", False),
         ("deepseek-dsml", f"Well.\n\n{DSML_CALL}", True),
         ("deepseek-dsml", DSML_CALL, True),
         ("deepseek-dsml", "1 < 2 </ 3", True),
@@ -456,3 +465,119 @@ def test_a_definition_that_stands_in_many_arguments_is_not_written_until_it_fill
         answer_grammar(model.form, model.control_ids, "", GrammarAsked(tools, True, True, None))
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("is_required", list(itertools.product([False, True], repeat=4)))
+def test_keywords_of_a_python_call_stand_in_order_and_some_may_be_left_out(is_required):
+    model, keys = Model("pythonic"), "abcd"
+    required = [key for key, is_needed in zip(keys, is_required, strict=True) if is_needed]
+    tool = {"properties": {key: {"type": "integer"} for key in keys}, "required": required}
+    grammar = model.grammar(GrammarAsked({"find": tool}, True, False, None))
+    for size in range(len(keys) + 1):
+        for given in itertools.permutations(keys, size):
+            is_kept = list(given) == sorted(given) and set(given) >= set(required)
+            answer = f"[find({', '.join(f'{key}=1' for key in given)})]"
+            assert is_accepted(model, grammar, answer) == is_kept, answer
+    for answer in ("[find(a=1,b=1,c=1,d=1)]", "[find(a=1, b=1, c=1, d=1, )]", "[find(a=1 b=1 c=1 d=1)]"):
+        assert not is_accepted(model, grammar, answer)
+
+
+def test_a_call_of_python_may_have_very_many_keywords():
+    """Along a chain of rules those of more than 500 were not followed to their end."""
+    model, keys = Model("pythonic"), [f"a{n}" for n in range(560)]
+    tool = {"properties": {key: {"type": "integer"} for key in keys}}
+    text = answer_grammar(model.form, model.control_ids, "", GrammarAsked({"find": tool}, True, False, None))
+    assert all(text.count(f'"{key}="') == 1 for key in keys)
+    grammar = model.vocabulary.compile(Constraint("grammar", text))
+    assert is_accepted(model, grammar, f"[find({', '.join(f'{key}=1' for key in keys)})]")
+
+
+PYTHON_VALUES = [  # a schema, and values that keep to it, and others
+    ({"type": "boolean"}, ["true"], ["True", "1"]),
+    ({"type": ["string", "null"]}, ["null", r'"a)], [\""', r'"\n\u0001\\"'], ["None", "'a'", "a"]),
+    ({"$ref": "#/$defs/C"}, ['"a"'], ['"c"', "a"]),
+    ({"type": "array", "items": {"enum": [True, None, 1.5]}}, ["[true, null, 1.5]", "[]"], ["[True]", "[1.5, ]"]),
+    ({"properties": {"x": {"type": "integer"}}, "type": "object"}, ['{"x": -1}'], ["{'x': 1}", '{"x": true}']),
+    ({"anyOf": [{"$ref": "#/$defs/N"}, {"const": None}]}, ["7", "null"], ['"7"']),
+    (True, ['{"x": [true, {"class": null}]}', '""'], ["x"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "texts", "others"), PYTHON_VALUES)
+def test_keywords_of_a_python_call_have_values_in_json(schema, texts, others):
+    model = Model("pythonic")
+    tool = {"$ref": "#/$defs/T", "$defs": CHOSEN | {"T": {"properties": {"a": schema}, "required": ["a"]}}}
+    grammar = model.grammar(GrammarAsked({"find": tool}, True, False, None))
+    for text in (*texts, *others):
+        answer = f"[find(a={text})]"
+        assert is_accepted(model, grammar, answer) == (text in texts), text
+        if text in texts:
+            parser = model.form.parser({}, {"find": tool}, "")
+            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            assert json.loads(call.arguments) == {"a": json.loads(text)}
+            jsonschema.validate(json.loads(call.arguments), tool)
+
+
+LEAF = {"type": ["number", "null"], "minimum": -9, "maximum": 9}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "class_": {"enum": [True, False, None]},
+        "größe": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+        "said": {"type": "string", "maxLength": 8},
+        "any": {},
+    },
+    "required": ["größe"],
+    "additionalProperties": False,
+    "$defs": {"tree": {"type": "object", "properties": {"leaf": LEAF}, "required": ["leaf"]}},
+}
+
+
+@pytest.mark.parametrize("loose", [(), ("math.find",)])
+def test_what_a_python_call_may_be_is_read_as_it_was_written(loose):
+    model = Model("pythonic")
+    grammar = model.grammar(GrammarAsked({"math.find": NESTED, "look": None}, True, True, None, loose))
+    texts = [text for seed in range(150) if (text := model.draw(grammar, seed)) is not None]
+    names, keys = set(), set()
+    for text in texts:
+        if re.search(r"\d[eE]\+?\d{3}", text):
+            continue  # a number beyond those of Python is no call
+        parser = model.form.parser(model.spellings, {"math.find": NESTED, "look": {}}, "")
+        found = [parser.push(text), parser.finish()]
+        calls = joined(part for each in found for part in each.calls)
+        assert calls and not "".join(each.content for each in found), text
+        names |= {call.name for call in calls}
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            if call.name == "math.find":
+                keys |= arguments.keys()
+                jsonschema.validate(arguments, NESTED)
+    assert names == {"math.find", "look"} and keys == NESTED["properties"].keys()
+
+
+@pytest.mark.parametrize("key", ["a-b", "1a", "class", "None", "a b", "", "\ufb01nd"])
+def test_a_name_that_no_keyword_of_a_python_call_has(key):
+    """Python reads the last one as "find"."""
+    model = Model("pythonic")
+    with pytest.raises(
+        InvalidRequest, match="messages.tools: find: .* has a name that no keyword of a Python call has"
+    ):
+        model.grammar(GrammarAsked({"find": {"properties": {key: {}}}}, True, False, None))
+    grammar = model.grammar(GrammarAsked({"find": {"properties": {key: {}}}}, True, False, None, loose=("find",)))
+    assert is_accepted(model, grammar, "[find(a=1)]") and not is_accepted(model, grammar, f"[find({key}=1)]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"required": ["a"]}, "find: requires 'a'"),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "find: has anyOf at its root"),
+        ({"properties": {"a": False}}, "find: 'a' has a schema that nothing keeps to"),
+    ],
+)
+def test_what_keywords_of_a_python_call_cannot_keep_to(schema, problem):
+    model = Model("pythonic")
+    with pytest.raises(InvalidRequest, match=f"messages.tools: {problem}"):
+        model.grammar(GrammarAsked({"find": schema}, True, False, None))
+    grammar = model.grammar(GrammarAsked({"find": schema}, True, False, None, loose=("find",)))
+    assert is_accepted(model, grammar, '[find(a=1, b="x")]') == (problem[-1] != "o")
