@@ -104,17 +104,13 @@ async def converse(listening: Coroutine, *others: Coroutine) -> None:
     ended when this does, whatever cancels the waiting: a thread of theirs may still be writing."""
     tasks = [asyncio.create_task(part) for part in (listening, *others)]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done and any(isinstance(task.exception(), PeerLost) for task in done):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done() and any(isinstance(task.exception(), PeerLost) for task in tasks if task.done()):
             # A broken line is noticed in sending first; why it broke may still be there to be read.
             await asyncio.wait(tasks[:1], timeout=LAST_WORDS_S)
-        for task in tasks:
-            if task.done():
-                return task.result()
+        next(task for task in tasks if task.done()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await _settled(tasks)
+        await _end(tasks)
 
 
 async def together(parts: Sequence[Coroutine]) -> None:
@@ -124,24 +120,28 @@ async def together(parts: Sequence[Coroutine]) -> None:
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
+        next(filter(_has_failed, tasks), tasks[0]).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await _settled(tasks)
+        await _end(tasks)
 
 
-async def _settled(tasks: list[asyncio.Task]) -> None:
+def _has_failed(task: asyncio.Task) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+async def _end(tasks: list[asyncio.Task]) -> None:
+    """Cancel all, wait until they have ended, and forget them: what failed holds, by its traceback, the frame that has `tasks`,
+    and in a circle all that was on its way would wait for the collector."""
+    for task in tasks:
+        task.cancel()
     cancelled = False
     while not all(task.done() for task in tasks):
         try:
             await asyncio.wait(tasks)
         except asyncio.CancelledError:
             cancelled = True
-    for task in tasks:
-        if not task.cancelled():
+    while tasks:
+        if not (task := tasks.pop()).cancelled():
             task.exception()  # seen
     if cancelled:
         raise asyncio.CancelledError

@@ -1,11 +1,14 @@
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer import wire
-from kvtransfer.errors import ProtocolError
+from kvtransfer.errors import PeerLost, ProtocolError
 from kvtransfer.transfer import dialogue, serving
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
@@ -124,3 +127,28 @@ def test_digests_of_a_layer_that_fit_no_frame_wait_for_all_layers(monkeypatch):
             assert rig.arrived() and destination.upto[-1] == NUM_TOKENS
 
     asyncio.run(main())
+
+
+class Buffer:
+    """What is on its way as a part fails."""
+
+
+@pytest.mark.parametrize(
+    "run", [dialogue.converse, lambda *parts: dialogue.together(parts)], ids=["one side", "shares"]
+)
+async def test_what_was_on_its_way_as_it_failed_does_not_wait_for_the_collector(run):
+    held = []
+
+    async def fails(in_s: float) -> None:
+        buffer = Buffer()
+        held.append(weakref.ref(buffer))
+        await asyncio.sleep(in_s)
+        raise PeerLost("the line broke")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(PeerLost):
+            await run(fails(10), fails(0))
+        assert len(held) == 2 and not any(buffer() for buffer in held)
+    finally:
+        gc.enable()
