@@ -14,6 +14,7 @@ import yaml
 from baton.client import Client
 from tests.containers.engine import Engine
 from tests.containers.images import ROOT
+from tests.support.pace import patience
 
 OURS = ("redis", "prefill_worker_cpu", "decode_worker_cpu", "gateway", "prometheus", "collector")
 PORTS = ("PORT", "FLEET_PORT", "ADMIN_PORT", "PROMETHEUS_PORT", "PORT_2", "FLEET_PORT_2", "ADMIN_PORT_2")
@@ -78,7 +79,7 @@ class Stack:
 
     def compose(self, *argv: str, check: bool = True, timeout: float = 300) -> str:
         command = ["docker-compose", "--project-name", "batontest", "--file", "compose.yaml", *argv]
-        return self.engine.run(command, cwd=self.folder, check=check, timeout=timeout)
+        return self.engine.run(command, cwd=self.folder, check=check, timeout=patience(timeout))
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's running containers."""
@@ -123,7 +124,7 @@ class Stack:
 
 def wait_for(true: Callable[[], bool], timeout_s: float, why: Callable[[], object] = lambda: "") -> float:
     """Return after how many seconds it was so."""
-    begun = time.monotonic()
+    begun, timeout_s = time.monotonic(), patience(timeout_s)
     while not true():
         if time.monotonic() > begun + timeout_s:
             raise AssertionError(f"not so within {timeout_s:g} s: {why()}")
