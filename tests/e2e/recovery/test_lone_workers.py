@@ -106,7 +106,6 @@ def test_the_other_role_stands_in(model, nursery, tmp_path, prompts):
 
 
 @pytest.mark.long
-@pytest.mark.alone  # beside other tests a start takes longer than the time between two kills
 @pytest.mark.parametrize("options", [(), ("--stand-in",)], ids=["waiting", "standing in"])
 def test_a_kill_every_few_seconds(model, tmp_path, prompts, options):
     prompt = prompts(600)
@@ -118,6 +117,7 @@ def test_a_kill_every_few_seconds(model, tmp_path, prompts, options):
                 worker = of_today(stack, name)
                 worker.kill()
                 stack.restart(worker)
+                asking.await_more(2 * NUM_CLIENTS)  # what two kills hit is refused as poison
                 time.sleep(max(0.0, started_at + KILL_EVERY_S - time.monotonic()))
     asking.check(expected)
     assert len(asking.answers) > NUM_KILLS
