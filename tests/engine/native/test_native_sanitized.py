@@ -31,8 +31,10 @@ SUITES = (
     "tests/engine/kv/test_stored_forms.py",
     "tests/engine/sampling/test_native_sampler.py",
     "tests/engine/execute/test_multi_step.py",
+    "tests/engine/recurrent/test_mixers.py",
+    "tests/engine/parallel/test_families.py",
+    "tests/engine/speculation/test_heads.py",
     "tests/worker/kv/test_native_digests.py",
-    "tests/kvtransfer/memory/test_digest.py",
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2700)]

@@ -83,7 +83,7 @@ inline V16 silu16(V16 x) { return x / (power_of_two(min16(x * -1.44269504f, all1
 
 // A segment's inputs in fp32: the tail, then its rows; and the scalars of its rows.
 struct Inputs {
-  float *channels, *scalars;  // [taps - 1 + num_rows][size], [num_rows][num_scalars]
+  float *channels, *scalars;  // [taps - 1 + num_rows][size], [num_rows][num_scalars], null where rows have none
 
   static int64_t floats(const Convolution& conv, const Segment& segment) {
     return (conv.taps - 1 + segment.num_rows()) * conv.size + (segment.num_rows() * conv.num_scalars + 15) / 16 * 16;
@@ -97,7 +97,7 @@ struct Inputs {
       float *to = channels + tail + t * conv.size, *scalar = scalars + t * conv.num_scalars;
       if (t < segment.num_pending) {
         std::memcpy(to, segment.drafts + t * draft, conv.size * 4);
-        std::memcpy(scalar, segment.drafts + t * draft + conv.size, conv.num_scalars * 4);
+        std::copy_n(segment.drafts + t * draft + conv.size, conv.num_scalars, scalar);
         continue;
       }
       const int64_t at = (segment.query_start + t - segment.num_pending) * conv.row_size;
@@ -113,7 +113,7 @@ struct Inputs {
     for (int64_t t = segment.kept(); t < segment.num_rows(); t++) {
       float* to = segment.drafts + (t - segment.kept()) * draft;
       std::memcpy(to, channels + tail + t * conv.size, conv.size * 4);
-      std::memcpy(to + conv.size, scalars + t * conv.num_scalars, conv.num_scalars * 4);
+      std::copy_n(scalars + t * conv.num_scalars, conv.num_scalars, to + conv.size);
     }
   }
 
