@@ -25,6 +25,7 @@ _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required"
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 _REASONING = ("reasoning", "reasoning_content")
 _MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", *_REASONING}
+_RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the call, and for notes of its own
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
@@ -145,29 +146,37 @@ def read_list(where: str, value: object, most: int) -> list[Any]:
 
 
 def _message(where: str, message: object) -> pb.Message:
-    """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
-    fields = read_fields(where, message, _MESSAGE)
+    is_result = isinstance(message, dict) and message.get("role") == "tool"
+    fields = read_fields(where, message, _RESULT if is_result else _MESSAGE)
     read_as(f"{where}.name", STRING, fields.get("name", ""))  # of a tool, as its call has it, or of who speaks
+    read_as(f"{where}.extra", OBJECT, fields.get("extra", {}))
+    own_id = read_as(f"{where}.id", STRING, fields.get("id", ""))
     role, content = fields.get("role"), fields.get("content")
     parts = content if role == "assistant" and isinstance(content, list) else []
-    said = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
-    reasoning = {
-        read_as(f"{place}.{name}", STRING, each[name])
-        for place, each in said.items()
-        for name in _REASONING
-        if each.get(name) is not None
-    }
-    if len(reasoning) > 1:
-        raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
     content = "" if content is None and calls else content
     return pb.Message(
         role=read_as(f"{where}.role", STRING, role),
         content=read_content(f"{where}.content", content, others=REPEATED if parts else ()),
         tool_calls=[_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)],
-        tool_call_id=read_as(f"{where}.tool_call_id", STRING, fields.get("tool_call_id", "")),
-        reasoning=reasoning.pop() if reasoning else "",
+        tool_call_id=read_as(f"{where}.tool_call_id", STRING, fields.get("tool_call_id", own_id)),
+        reasoning=_reasoning(where, fields, parts),
     )
+
+
+def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object]) -> str:
+    """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of them, or
+    both with the same."""
+    said = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
+    found = {
+        read_as(f"{place}.{name}", STRING, each[name])
+        for place, each in said.items()
+        for name in _REASONING
+        if each.get(name) is not None
+    }
+    if len(found) > 1:
+        raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
+    return found.pop() if found else ""
 
 
 def _call(where: str, call: object) -> pb.ToolCall:

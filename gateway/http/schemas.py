@@ -188,6 +188,8 @@ _MESSAGES = _conversation(
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
         tool_call_id=_TEXT_OR_NULL,
+        id=_TEXT_OR_NULL,  # of a result, as `extra` is
+        extra=OBJECT,
     ),
 )
 _TOOL = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], **_FUNCTION))

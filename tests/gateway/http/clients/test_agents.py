@@ -1,5 +1,5 @@
-"""Bodies as agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses, OpenAI's agents 0.20 for Node to
-/v1/chat/completions."""
+"""Bodies as agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses, OpenAI's agents 0.20 for Node and
+Qwen-Agent 0.0.34 to /v1/chat/completions."""
 
 import json
 
@@ -208,3 +208,28 @@ def test_parts_of_others_repeat_nothing():
     ):
         with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\]: only parts"):
             read_chat({"messages": [message]})
+
+
+RESULT = {"role": "tool", "content": "3", "name": "wait", "id": "c1", "extra": {"function_id": "c1"}}
+
+
+def test_qwen_agent_names_the_call_of_a_result_by_an_id():
+    answer = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    for result in (RESULT, {**RESULT, "tool_call_id": "c1"}, {**RESULT, "tool_call_id": "c1", "id": "m7"}):
+        *_, told = read_chat({"messages": [USER, answer, result]}).requests[0].messages.messages
+        assert (told.role, told.content, told.tool_call_id) == ("tool", "3", "c1")
+
+
+@pytest.mark.parametrize(
+    "message, word",
+    [
+        ({**USER, "id": "m7"}, "messages[0].id: "),
+        ({**USER, "extra": {}}, "messages[0].extra: "),
+        ({**RESULT, "extra": "no"}, "messages[0].extra: "),
+        ({**RESULT, "id": 7}, "messages[0].id: "),
+    ],
+)
+def test_what_is_wrong_with_these_is_told_by_name(message, word):
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat({"messages": [message]})
+    assert str(caught.value).startswith(word)
