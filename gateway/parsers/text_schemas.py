@@ -13,13 +13,15 @@ ANY = ""
 _MAX_DEPTH = 16  # of references and alternatives, which may be a circle
 _LOOK = 16  # a schema that is looked at counts as so many characters: that bounds the work too
 _UNKEPT = ("not", "if", "$dynamicRef", "$recursiveRef")
+_BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "([{}])"}
 # As Lark has a regex: on one line, between slashes.
 _IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
 
 
 def quoted(text: str) -> str:
-    """Return an expression for just this text."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return an expression for just this text. Brackets in it are escaped: who counts how deep a constraint nests them knows
+    no texts, and the object that each tool's call begins is closed in another text."""
+    return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)
 
 
 def regex(pattern: str) -> str:

@@ -16,6 +16,7 @@ from baton.constraints.loosening import loosened
 from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.formats import FORMATS, format_named
+from gateway.request.messages import MAX_TOOLS
 from tests.gateway.parsers.test_parsers import joined
 from tests.support.gateway.small_tokenizers import byte_level
 
@@ -107,6 +108,16 @@ def test_one_call_where_several_are_not_wanted(name):
     grammar = model.grammar(GrammarAsked({"find": TOOLS["find"]}, True, False, None))
     texts = [text for seed in range(40) if (text := model.draw(grammar, seed)) is not None]
     assert texts and all([call.name for call in model.parse(text)[1]] == ["find"] for text in texts)
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_as_many_tools_as_a_request_may_have_can_be_called(name, must_call):
+    """A bracket that stands in a text of the grammar is none that nests."""
+    model, tools = Model(name), {f"stop_{number}": TOOLS["stop"] for number in range(MAX_TOOLS)}
+    grammar = model.grammar(GrammarAsked(tools, must_call, True, None))
+    texts = [text for seed in range(60) if (text := model.draw(grammar, seed)) is not None]
+    assert texts
 
 
 @pytest.mark.parametrize("types", [{}, {"type": ["object", "null"]}])
