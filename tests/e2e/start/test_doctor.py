@@ -195,7 +195,7 @@ def test_one_document(stack):
 
 def test_a_prefill_slower_than_the_lease_is_no_fault(nursery, model, tmp_path):
     """A whole context takes longer to read than its KV would be kept; the prompts that are sent do not."""
-    slow = ("--max-num-batched-tokens", "80", "--max-num-seqs", "16", "--lease-ttl-s", "1")
+    slow = ("--max-num-batched-tokens", "80", "--max-num-seqs", "16", "--lease-ttl-s", "2")
     options = {
         "prefill_options": slow,
         "options": ("--num-blocks", "160", "--threads", "1"),
@@ -203,7 +203,7 @@ def test_a_prefill_slower_than_the_lease_is_no_fault(nursery, model, tmp_path):
         "nursery": nursery,
     }
     with Stack(model, tmp_path, **options) as stack:
-        stack.prefill[0].arm("engine.step=sleep:0.1")
+        stack.prefill[0].arm("engine.step=sleep:0.2")
         status, output = doctor("--target", stack.target)
     assert status == 0 and "WARN" not in output, output
 
