@@ -52,7 +52,7 @@ def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.G
     elif is_chat(prompt):
         request.messages.CopyFrom(to_messages(prompt))
     else:
-        _set(request, "token_ids", {"ids": prompt})
+        request.token_ids.CopyFrom(_token_ids("token_ids", prompt))
     for name, value in (options or {}).items():
         _set(_owner(request, name), name, value)
     return request
@@ -79,10 +79,7 @@ def make_embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOpti
         if isinstance(given, str):
             request.inputs.add(text=given)
         else:
-            try:
-                request.inputs.add(token_ids=pb.TokenIds(ids=given))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"inputs[{index}]: {error}") from None
+            request.inputs.add(token_ids=_token_ids(f"inputs[{index}]", given))
     _set_all(request, options, EmbedOptions.__annotations__)
     return request
 
@@ -115,7 +112,7 @@ def make_tokenize_request(prompt: str | ChatMessages, model: str) -> pb.Tokenize
 
 def is_chat(prompt: Prompt) -> TypeGuard[ChatMessages]:
     """Return whether a prompt is messages."""
-    if isinstance(prompt, (pb.Messages, Mapping)):  # a single message is none, and refused as that
+    if isinstance(prompt, (pb.Messages, pb.Message, Mapping)):  # a single message is none, and refused as that
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], (pb.Message, Mapping))
 
@@ -124,7 +121,7 @@ def to_messages(messages: ChatMessages) -> pb.Messages:
     """Return messages as the contract has them. Raises ValueError."""
     if isinstance(messages, pb.Messages):
         return messages
-    if isinstance(messages, (str, Mapping)):
+    if isinstance(messages, (str, bytes, pb.Message, Mapping)):
         raise ValueError("messages: give a list of them")
     whole = pb.Messages()
     for index, message in enumerate(messages):
@@ -133,6 +130,15 @@ def to_messages(messages: ChatMessages) -> pb.Messages:
         except (TypeError, ValueError) as error:
             raise ValueError(f"messages[{index}]: {error}") from None
     return whole
+
+
+def _token_ids(name: str, ids: Sequence[int]) -> pb.TokenIds:
+    if isinstance(ids, bytes):  # each of which would be one
+        raise ValueError(f"{name}: give a text, not bytes")
+    try:
+        return pb.TokenIds(ids=ids)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _owner(request: pb.GenerateRequest, name: str) -> Any:
@@ -152,7 +158,7 @@ def _set_all(request: Any, options: Mapping[str, Any], known: Mapping[str, Any])
 
 
 def _set(message: Any, name: str, value: Any) -> None:
-    if isinstance(value, str) and hasattr(getattr(message, name), "extend"):  # which would take each character
+    if isinstance(value, (str, bytes)) and hasattr(getattr(message, name), "extend"):  # which would take each character
         raise ValueError(f"{name}: give a list, not one text")
     try:
         message.MergeFrom(type(message)(**{name: value}))

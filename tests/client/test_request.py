@@ -32,7 +32,7 @@ def test_every_option_of_an_embedding_is_a_keyword():
 
 @pytest.mark.parametrize("inputs, options, says", [
     ("a text", {}, "inputs: give a list"), (["a", [-1]], {}, r"inputs\[1\]"), (["a"], {"dimension": 8}, "dimension: there is"),
-    (["a"], {"dimensions": -1}, "dimensions"),
+    (["a"], {"dimensions": -1}, "dimensions"), (["a", b"b"], {}, r"inputs\[1\]: give a text, not bytes"),
 ])  # fmt: skip
 def test_what_does_not_fit_an_embedding_is_named(inputs, options, says):
     with pytest.raises(ValueError, match=says):
@@ -85,6 +85,9 @@ def test_token_ids():
     ([{"role": "user", "contents": "x"}], {}, r"messages\[0\]"),
     ([{"role": "user"}, "x"], {}, r"messages\[1\]"),
     ({"role": "user", "content": "x"}, {}, "messages: give a list"),
+    (pb.Message(role="user", content="x"), {}, "messages: give a list"),
+    (b"Hello", {}, "token_ids: give a text, not bytes"),
+    ("a", {"stop_token_ids": b"END"}, "stop_token_ids: give a list"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(prompt, options, says):
     with pytest.raises(ValueError, match=says):
