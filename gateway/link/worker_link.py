@@ -240,7 +240,7 @@ class WorkerLink:
             return "it did not say Hello"
         if reason := self._refusal(first.hello):
             return reason
-        self._outbox = outbox
+        self._outbox, self._ended_for = outbox, ""
         self.note_hello(first.hello)
         self._clocks = ClockComparison()
         self.load = pb.Load(state="")

@@ -1,6 +1,7 @@
 """The operator names the served model, or workers from a list: never the worker that registers first.
 first."""
 
+import asyncio
 import hashlib
 
 import pytest
@@ -93,6 +94,21 @@ async def test_the_list_changes_while_everything_runs(cluster, digest, stranger,
         (lost,) = [line for line in caplog.messages if line.startswith("worker lost")]
         assert "its model is not listed any more" in lost  # it was told as one of which there was no word
         await c.until(lambda: "does not list" in reason_of(c, good))
+
+
+async def test_what_ended_nothing_is_no_reason_of_a_later_end(cluster, caplog):
+    """It was told while the worker's Hello was waited for."""
+    async with cluster(0, 1) as c:
+        (worker,), (link,) = c.decode, c.gateway.registry.decode
+        worker.hold("hello")
+        link.hang_up()
+        await c.until(lambda: [kind for kind, _ in worker.commands].count("hello") == 2)
+        link.hang_up("its model is not listed any more")
+        worker.release("hello")
+        await c.until(lambda: link.serving)
+        link._silence.reschedule(asyncio.get_running_loop().time())
+        await c.until(lambda: caplog.text.count("worker lost") == 2)
+        assert "no word from it" in caplog.text
 
 
 @pytest.mark.parametrize("given, told", [
