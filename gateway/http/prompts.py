@@ -18,12 +18,12 @@ async def serve_each(
     most_at_once: int,
     context: CallContext,
     told: Collection[int] = (),
-    place_of: Callable[[int, str], str] = lambda _, field: field,
+    place_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
 ) -> list[T]:
     """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
     again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`; but
     nothing is served again after something was `told` of it. Raises what the first to fail does, and ends the others.
-    `place_of(prompt, field)`: the call's word for a field of one of several."""
+    `place_of(prompt, error)`: the call's word for what is wrong with one of several."""
     if num_prompts == 1:
         return [await serve(0, context)]
     turns = _Turns(serve, most_at_once, context, told, place_of)
@@ -45,7 +45,7 @@ class _Turns(Generic[T]):
         most_at_once: int,
         context: CallContext,
         told: Collection[int],
-        place_of: Callable[[int, str], str],
+        place_of: Callable[[int, InvalidRequest], str],
     ):
         self._serve, self._context, self._told, self._begun = serve, context, told, now()
         self._place_of = place_of
@@ -69,7 +69,7 @@ class _Turns(Generic[T]):
                     raise
                 self._num_at_once = max(1, self._num_running - 1)
             except InvalidRequest as error:
-                raise in_place(error, self._place_of(prompt, error.field or "")) from None
+                raise in_place(error, self._place_of(prompt, error)) from None
             finally:
                 self._num_running -= 1
                 self._num_ended += 1

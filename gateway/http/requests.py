@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.protocol import MAX_INPUTS
-from baton.service.errors import InvalidRequest
+from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.constraints import CONSTRAINED, read_constraint
 from gateway.http.conversations import CONVERSATION, CONVERSATION_NAMES, read_conversation
@@ -256,9 +256,11 @@ def _id_of_prompt(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
-def place_of_prompt(prompt: int, field: str) -> str:
-    """Return the word for a field of one of several prompts; one of all of them is as it was."""
-    word = rename(field, PROMPT_NAMES)
+def place_of_prompt(prompt: int, error: InvalidRequest) -> str:
+    """Return the word for what is wrong with one of several prompts, as with max_tokens behind it; a field of all of them is as
+    it was."""
+    field = error.field or ""
+    word = "prompt" if isinstance(error, ContextLengthExceeded) else rename(field, PROMPT_NAMES)
     return field if word == field else f"prompt[{prompt}]{word.removeprefix('prompt')}"
 
 

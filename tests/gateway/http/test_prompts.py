@@ -63,6 +63,7 @@ async def test_prompts_that_are_refused_alone_end_their_call(served, monkeypatch
         ([[20, 21], [5000, 22]], "prompt[1][0]", "vocabulary"),
         (["a fox", ""], "prompt[1]", "is empty"),
         ([[20], [30], [40] * 2000], "prompt[2]", "too long"),
+        ([[20], [30] * 1022, [40]], "prompt[1]", r"1022 \+ 3 > 1024"),
         ([[]], "prompt[0]", "is empty"),
     ],
 )
