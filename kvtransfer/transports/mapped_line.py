@@ -16,5 +16,6 @@ class MappedLine(SocketLine):
         return frame
 
     async def _map(self, mapping: kv_pb2.Mapping) -> None:
-        """Make the source's memory readable. Raises ProtocolError, also for a second Mapping."""
+        """Make the source's memory readable. Raises ProtocolError, also for a second Mapping; PeerLost or TransportBroken where it
+        cannot be."""
         raise NotImplementedError
