@@ -132,7 +132,7 @@ def to_messages(messages: ChatMessages) -> pb.Messages:
     return whole
 
 
-def _token_ids(name: str, ids: Sequence[int]) -> pb.TokenIds:
+def _token_ids(name: str, ids: Any) -> pb.TokenIds:
     if isinstance(ids, bytes):  # each of which would be one
         raise ValueError(f"{name}: give a text, not bytes")
     try:
