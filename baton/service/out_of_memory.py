@@ -1,6 +1,6 @@
 """No memory is left, or the device is lost or hangs: the worker ends, and its streams continue elsewhere. What was refused
 memory is half done, and it is unknown which half: fetches were seen to stop for good while the worker said that it
-served."""
+served. Nor is there anything to drain before it serves."""
 
 import logging
 import os
@@ -29,10 +29,15 @@ def leave_for_lost_rank(reason: str) -> None:
     leave(f"{reason}, so this worker ends with all its ranks")
 
 
-def leave(message: str) -> None:
-    """Logs and ends the process at once with status 1, whatever its threads wait for."""
+def leave_before_start() -> None:
+    """Does not return. A worker that is told to end before it serves has nothing to drain."""
+    leave("told to end before its model was loaded", logging.INFO, 0)
+
+
+def leave(message: str, level: int = logging.CRITICAL, status: int = 1) -> None:
+    """Logs and ends the process at once, whatever its threads wait for."""
     try:
-        log.critical(message)
+        log.log(level, message)
         logging.shutdown()
     finally:
-        os._exit(1)
+        os._exit(status)

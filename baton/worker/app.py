@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import torch
@@ -26,7 +26,12 @@ from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
+from baton.service.out_of_memory import (
+    leave_before_start,
+    leave_for_lost_device,
+    leave_for_lost_rank,
+    leave_if_exhausted,
+)
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -76,6 +81,20 @@ def load_engine(
         engine.runner.threads.share(cores)
     memory.mirror(engine.pool)
     return engine
+
+
+async def _unless(stop: asyncio.Event, loading: Coroutine[Any, Any, Engine]) -> Engine:
+    """Return what is loaded. Does not return if `stop` comes first: the thread that reads a model, or waits for ranks of other
+    hosts, ends with the process alone."""
+    reading, stopping = asyncio.create_task(loading), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            leave_before_start()
+        return reading.result()
+    finally:
+        stopping.cancel()
+        reading.cancel()
 
 
 @asynccontextmanager
@@ -260,15 +279,16 @@ class NextRole(NamedTuple):
 
 
 @asynccontextmanager
-async def running(settings: WorkerSettings, role: str, table: Table) -> AsyncIterator[Worker]:
-    """A worker with its model, which serves within the block. Raises ListenError, ModelError, SettingsError or ValueError,
-    one line each."""
+async def running(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> AsyncIterator[Worker]:
+    """A worker with its model, which serves within the block; the process ends if `stop` comes before it has. Raises
+    ListenError, ModelError, SettingsError or ValueError, one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     async with listening_for_ranks(settings) as joining, sharing_cores(settings) as cores:
         memory = PoolMemory(settings.kv_mirror_gib)
         with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
             digest = tokenizer_digest(settings.engine.model)
-            engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining, cores)
+            loading = asyncio.to_thread(load_engine, settings.engine, memory, joining, cores)
+            engine = await _unless(stop, loading)
         _log_start(settings, engine)
         roofline = await asyncio.to_thread(of_engine, engine)
         async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
@@ -279,7 +299,7 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
     """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises as `running`
     does."""
     telemetry.setup(f"baton-{role}")
-    async with running(settings, role, table) as worker:
+    async with running(settings, role, table, stop) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
         engine = worker.engine

@@ -315,6 +315,19 @@ async def test_a_rank_that_is_told_to_end_waits_for_no_worker(model, monkeypatch
         await serving
 
 
+def test_a_worker_that_is_told_to_end_waits_for_no_rank(model, tmp_path):
+    """It would for ten minutes; what reads a large model is as deaf."""
+    flags = "--listen 127.0.0.1:0 --threads 1 --num-blocks 64 --pipeline-parallel 2 --remote-stages 1 --rank-listen 127.0.0.1:0"
+    command = [sys.executable, "-m", "decode_worker", "--model", str(model), *flags.split()]
+    worker = Process("worker", command, tmp_path)
+    deadline = time.monotonic() + patience(60)
+    while "waits for 1 ranks" not in worker.text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker.terminate()
+    assert worker.wait(20) == 0
+    assert "told to end before its model was loaded" in worker.text()
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

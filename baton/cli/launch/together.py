@@ -54,7 +54,7 @@ async def _serve_worker(
 ) -> int:
     from baton.worker.app import running  # torch: main has said that it is being imported
 
-    async with running(settings, role, table) as worker:
+    async with running(settings, role, table, stop) as worker:
         channel.serve(worker.service)
         await worker.drain_when(stop)
         return STAYS_AWAY if worker.stays_away else 0
