@@ -13,6 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.choice import Choice
 from gateway.parsers.formats import format_named
+from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatMessage, ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer
@@ -195,7 +196,7 @@ def test_a_tool_whose_name_calls_cannot_have_has_no_calls_where_others_do():
     options = ChatOptions(NAMED, callable_tools=("look", "get-page"), must_call=True)
     for kept in (None, ()):
         bound = PYTHONIC.form_of(CONVERSATION._replace(options=options), [], kept=kept).constraint
-        assert bound is not None and "look(" in bound.text and "get-page" not in bound.text
+        assert bound is not None and quoted("look(") in bound.text and "get-page" not in bound.text
     constraint = Constraint("regex", "x")
     alone = ChatOptions(NAMED, callable_tools=("get-page",))
     assert PYTHONIC.form_of(CONVERSATION._replace(options=alone), []).constraint is None

@@ -11,6 +11,7 @@ from gateway.answer import form_search
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.form_search import FormSearch
 from gateway.parsers.formats import format_named
+from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatMessage, ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer
@@ -89,6 +90,5 @@ async def test_tools_that_the_form_cannot_call_are_not_looked_at(search):
     tools = tuple({"name": name, "parameters": schema} for name, schema in schemas.items())
     asked = ChatOptions(tools, callable_tools=tuple(schemas), must_call=True)
     form = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
-    assert (
-        '"kept=' in form.constraint.text and '"bad("' in form.constraint.text and "no-name" not in form.constraint.text
-    )
+    text = form.constraint.text
+    assert '"kept=' in text and quoted("bad(") in text and "no-name" not in text
