@@ -32,7 +32,7 @@ def test_it_ends_though_nothing_can_be_logged(monkeypatch):
 
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr("baton.service.out_of_memory.log.critical", refuse)
+    monkeypatch.setattr("baton.service.out_of_memory.log.log", refuse)
     with pytest.raises(MemoryError):  # the process would be gone
         leave_if_exhausted(MemoryError())
     assert ended == [1]
