@@ -1,6 +1,6 @@
 """No memory is left, or the device is lost or hangs: the worker ends, and its streams continue elsewhere. What was refused
 memory is half done, and it is unknown which half: fetches were seen to stop for good while the worker said that it
-served. Nor is there anything to drain before it serves."""
+served."""
 
 import logging
 import os
@@ -27,11 +27,6 @@ def leave_for_hung_device(silent_s: float) -> None:
 def leave_for_lost_rank(reason: str) -> None:
     """Does not return. The others have only their parts of the model."""
     leave(f"{reason}, so this worker ends with all its ranks")
-
-
-def leave_before_start() -> None:
-    """Does not return. A worker that is told to end before it serves has nothing to drain."""
-    leave("told to end before its model was loaded", logging.INFO, 0)
 
 
 def leave(message: str, level: int = logging.CRITICAL, status: int = 1) -> None:

@@ -26,12 +26,7 @@ from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import (
-    leave_before_start,
-    leave_for_lost_device,
-    leave_for_lost_rank,
-    leave_if_exhausted,
-)
+from baton.service.out_of_memory import leave, leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -83,14 +78,14 @@ def load_engine(
     return engine
 
 
-async def _unless(stop: asyncio.Event, loading: Coroutine[Any, Any, Engine]) -> Engine:
-    """Return what is loaded. Does not return if `stop` comes first: the thread that reads a model, or waits for ranks of other
-    hosts, ends with the process alone."""
+async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: asyncio.Event) -> Engine:
+    """Return what is loaded. Does not return if `stop` comes first, when there is nothing to drain: the thread that reads a
+    model, or waits for ranks of other hosts, ends with the process alone."""
     reading, stopping = asyncio.create_task(loading), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            leave_before_start()
+            leave("told to end before its model was loaded", logging.INFO, 0)
         return reading.result()
     finally:
         stopping.cancel()
@@ -288,7 +283,7 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
         with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
             digest = tokenizer_digest(settings.engine.model)
             loading = asyncio.to_thread(load_engine, settings.engine, memory, joining, cores)
-            engine = await _unless(stop, loading)
+            engine = await _load_unless_stopped(loading, stop)
         _log_start(settings, engine)
         roofline = await asyncio.to_thread(of_engine, engine)
         async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:

@@ -257,7 +257,7 @@ class WorkerLink:
             self._silence = None
         return "it closed the session"
 
-    def hang_up(self, why: str = "this gateway hung up") -> None:
+    def hang_up(self, why: str) -> None:
         """End the session without ending its keys: what decodes there is parked until a gateway attaches."""
         self._outbox, self._ended_for = None, why
         if self._silence is not None:

@@ -118,7 +118,7 @@ async def test_a_worker_with_two_sessions_is_in_the_index_until_both_are_gone(cl
         c.workers.append(worker)
         first, second = c.gateway.registry.decode
         monkeypatch.setattr(MemoryIndex, "join", lambda *_: None)  # what is dropped stays away
-        first.hang_up()
+        first.hang_up("a test ends it")
         await c.until(lambda: not first.serving)
         assert first.worker_id != second.worker_id and second.worker_id in c.gateway.index._feeds
         await worker.stop()

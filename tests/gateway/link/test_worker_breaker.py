@@ -46,7 +46,7 @@ async def misbehave(c, worker, manner: str) -> None:
         )  # fmt: skip
     link = link_of(c, worker)
     before = link.hello
-    link.hang_up()
+    link.hang_up("a test ends it")
     await c.until(lambda: link.serving and link.hello is not before)
 
 

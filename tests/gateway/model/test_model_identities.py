@@ -101,7 +101,7 @@ async def test_what_ended_nothing_is_no_reason_of_a_later_end(cluster, caplog):
     async with cluster(0, 1) as c:
         (worker,), (link,) = c.decode, c.gateway.registry.decode
         worker.hold("hello")
-        link.hang_up()
+        link.hang_up("a test ends it")
         await c.until(lambda: [kind for kind, _ in worker.commands].count("hello") == 2)
         link.hang_up("its model is not listed any more")
         worker.release("hello")

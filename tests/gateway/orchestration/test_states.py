@@ -183,7 +183,7 @@ async def test_what_comes_before_the_news_that_its_decode_worker_is_lost(cluster
         else:
             request.call_room()
         link._lose("gone")
-        link.hang_up()
+        link.hang_up("a test ends it")
         let_go(c)
         assert ids_of(await running) == EXPECTED
         assert request.record.num_attempts == 2
@@ -200,7 +200,7 @@ async def test_an_offer_is_answered_when_the_decode_worker_is_lost(cluster, monk
         link = request.attempt.decode.link
         link._lose("gone")
         request.attempt._send_prefill([], None)  # by its timer, or by the one that holds a prefix
-        link.hang_up()
+        link.hang_up("a test ends it")
         let_go(c)
         assert ids_of(await running) == EXPECTED
         assert not any(each.legs or each.num_prefill_tokens for each in c.gateway.registry.links)
