@@ -94,6 +94,12 @@ class GrammarCursor:
             self._matcher.consume_tokens(list(token_ids[begin + self.num_read :]))
             self.num_read = len(token_ids) - begin
 
+    def advance(self, token_id: int) -> bool:
+        """Go on behind the next token of the answer; return whether another may follow."""
+        self._matcher.consume_token(token_id)
+        self.num_read += 1
+        return not self._matcher.is_stopped()
+
     def is_over_behind(self, token_id: int) -> bool:
         """Return whether nothing may follow this token, which is the next."""
         following = self._matcher.deep_copy()

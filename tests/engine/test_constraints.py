@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 
 from baton.constraints import grammar
 from baton.constraints.constraint import Constraint
+from baton.engine import native
 from baton.engine.core.request import FinishReason, FirstToken, Key, Refusal, Request
+from baton.engine.execute import multi_step
 from baton.engine.schedule import grammars
 from baton.engine.schedule.states import GroupState
+from baton.engine.speculation.control import controller
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
@@ -102,6 +105,30 @@ def check_kept(requests, records) -> int:
                 assert keeps(request.constraint, TOKENIZER.decode(tokens)), TOKENIZER.decode(tokens)
                 num_finished += 1
     return num_finished
+
+
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.parametrize("speculator", [dict(), dict(speculator="ngram", num_draft_tokens=4)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, dtype, speculator):
+    """The mask behind each token is found within the call, which ends where a grammar does."""
+    monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
+    monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.MANY)
+    several, single = (load(folders[0], dtype=dtype, **speculator) for _ in range(2))
+    single._multi_step, calls, by_call = None, several._multi_step._run, []
+    monkeypatch.setattr(several._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
+    requests = [
+        replace(each, min_tokens=index % 3 * 4, sampling=replace(each.sampling, logprobs=index % 2 or None))
+        for index, each in enumerate(constrained(48))
+    ]
+    (found, _), (expected, _) = (serve(engine, requests) for engine in (several, single))
+    for request in requests[:8]:
+        request = replace(request, key=Key(f"{request.key.request_id} alone"))
+        run(several, [request], found)
+        run(single, [request], expected)
+    check_same(found, expected, expected)
+    assert check_kept(requests, found) > 20 and max(by_call) == (1 if speculator else multi_step.MOST_STEPS)
+    assert num_accepted(several) == num_accepted(single) and bool(num_accepted(several)) == bool(speculator)
 
 
 def test_answers_keep_to_their_constraints(folders):

@@ -85,7 +85,7 @@ class Results:
 
     def _keeps(self, seq: Sequence, samples: list[Sampled], outputs: list[Output]) -> bool:
         """Take out the samples behind the last token that its constraint allows; where there is none, the group ends."""
-        masks, seq.masks = seq.masks, None
+        masks = seq.take_masks()
         if masks.num_good == 0:
             outputs += filter(None, [self._end(seq.group, Ending("constraint", f"constraint: {masks.problem}"))])
         elif seq.group.prefilled:

@@ -27,7 +27,8 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
 from baton.engine.models.native_ends import has_native_ends, head_address, norm_address, table_address
 from baton.engine.sampling.native_sampler import NativeRow, NativeSampler, changes_of, native_row
-from baton.engine.sampling.sampler import Sampled, SampleRow, sample_row
+from baton.engine.sampling.sampler import Sampled, SampleRow, best_logprobs, sample_row
+from baton.engine.sampling.step_masks import StepMasks, fill_mask
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Sequence
 from baton.engine.schedule.step_work import Drawn
@@ -36,6 +37,7 @@ MOST_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
 HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_NEXT_MASK = ctypes.CFUNCTYPE(_INT, _INT, _INT)
 _ARGUMENTS = (
     _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT,
 )  # fmt: skip
@@ -61,6 +63,9 @@ class _Decoding(ctypes.Structure):
         *((name, _INT) for name in ("num_stop_ids", "has_penalties")),
         ("draft_ids", _POINTER),
         ("num_drafts", _INT),
+        ("logits", _POINTER),
+        ("mask_words", _INT),
+        ("next_mask", _NEXT_MASK),
         ("row", NativeRow),
     ]
 
@@ -73,7 +78,7 @@ class MultiStep:
         library = native.library()
         assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
         self._held = (model, pool)  # what the structs point at
-        self._hidden_size, self._dtype = model.spec.hidden_size, model.dtype
+        self._hidden_size, self._dtype, self._vocab_size = model.spec.hidden_size, model.dtype, model.spec.vocab_size
         self._bell, self._pool, self._adapters = bell, native_pool(pool), model.fused.adapters
         self._decoder = _Decoder(
             model.fused.address, model.fused.num_layers, norm_address(model), head_address(model),
@@ -96,7 +101,7 @@ class MultiStep:
 
     def num_steps(self, slices: Seq[Slice], scheduler: Scheduler, most: int) -> int:
         """Return how many steps of these slices, at most `most`, may be done in one call: 0 where more than decoding is to be
-        done, or where the host has a say in what is drawn. Their sequences have the blocks for as many."""
+        done, or where a constraint leaves no token. Their sequences have the blocks for as many, and their masks."""
         if failpoints.is_armed(*HURT):
             return 0
         is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
@@ -108,6 +113,10 @@ class MultiStep:
             most = min(most, num_tokens)
             if most > 1:
                 most = min(most, 1 + scheduler.room_for_draft(seq, most - 1))
+        for seq, _, _ in slices:
+            seq.find_masks()
+            if seq.masks is not None and seq.masks.num_good == 0:
+                return 0
         return most
 
     def __call__(
@@ -116,11 +125,16 @@ class MultiStep:
         """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how many steps
         they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last norm."""
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
-        adapters, num_rows, width = [], 0, num_steps
-        for place, (seq, _, _) in zip(table, slices, strict=True):
+        adapters, num_rows = [], 0
+        width = max(num_steps, *(1 + len(seq.draft_ids) for seq, _, _ in slices))
+        masks = [seq.take_masks() for seq, _, _ in slices]
+        find_next = _NEXT_MASK(_finder(slices, masks)) if any(masks) else _NEXT_MASK()
+        logits = [self._room_for_logits(seq, width) for seq, _, _ in slices]
+        for place, (seq, _, _), own_masks, rows in zip(table, slices, masks, logits, strict=True):
             num_own = 1 + len(seq.draft_ids)
-            width = max(width, num_own)
-            held += self._fill(place, seq, max(num_steps, num_own))
+            held += self._fill(place, seq, max(num_steps, num_own), own_masks)
+            place.logits = None if rows is None else rows.data_ptr()
+            place.next_mask = find_next
             if seq.group.adapter is not None:
                 adapters.append(AdapterRows(num_rows, num_rows + num_own, seq.group.adapter))
             num_rows += num_own
@@ -133,21 +147,32 @@ class MultiStep:
             torch.get_num_threads(),
         )  # fmt: skip
         runs = (drawn[first : first + count] for first, count in zip(range(0, num_seqs * width, width), num_drawn))
-        tokens = [(piece.seq, [Sampled(token_id, None) for token_id in run]) for piece, run in zip(slices, runs)]
+        tokens = [(piece.seq, _sampled(piece.seq, run, rows)) for piece, run, rows in zip(slices, runs, logits)]
         return tokens, num_done, hidden
 
+    def _room_for_logits(self, seq: Sequence, num_tokens: int) -> Tensor | None:
+        """Return a row for each token whose log-probabilities are asked for. Of a large model's, of which a call does one step,
+        the others are never touched, and take no memory."""
+        asked = seq.group.request.sampling.logprobs is not None
+        return torch.empty(num_tokens, self._vocab_size) if asked else None
+
     @staticmethod
-    def _fill(place: _Decoding, seq: Sequence, num_tokens: int) -> tuple[np.ndarray | array, ...]:
+    def _fill(
+        place: _Decoding, seq: Sequence, num_tokens: int, masks: StepMasks | None
+    ) -> tuple[np.ndarray | array, ...]:
         """Fill `place` for up to `num_tokens` tokens; return what it points at."""
         request = seq.group.request
-        row = sample_row(request, request.sampling, seq.choice, seq.token_ids)
+        mask = None if masks is None else masks.rows[0]
+        row = sample_row(request, request.sampling, seq.choice, seq.token_ids, mask=mask)
         changed, num_changed = _with_room(row, num_tokens)
         stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
-        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids)
+        num_drafts = len(seq.draft_ids) if masks is None else masks.num_good - 1
+        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids[:num_drafts])
         place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
         place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
         place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties
         place.draft_ids, place.num_drafts = draft.buffer_info()[0], len(draft)
+        place.mask_words = len(mask) if mask is not None and draft else 0
         place.row = native_row(row, changed, num_changed)
         if row.params.has_penalties:
             place.row.changes = changed.ctypes.data
@@ -181,11 +206,34 @@ def _most_tokens(seq: Sequence, num_tokens: int) -> int:
     group, request = seq.group, seq.group.request
     if num_tokens != 1 or not group.prefilled:
         return 0
-    if request.constraint is not None or request.sampling.logprobs is not None:
-        return 0
     num_left = request.max_tokens - seq.num_output
     num_early = request.min_tokens - seq.num_output  # while stop tokens are banned
     return min(num_left, num_early) if num_early > 0 else num_left
+
+
+def _sampled(seq: Sequence, token_ids: list[int], logits: Tensor | None) -> list[Sampled]:
+    count = seq.group.request.sampling.logprobs
+    if logits is None or count is None:
+        return [Sampled(token_id, None) for token_id in token_ids]
+    found = best_logprobs(logits[: len(token_ids)], token_ids, count)
+    return [Sampled(*each) for each in zip(token_ids, found, strict=True)]
+
+
+def _finder(slices: Seq[Slice], masks: Seq[StepMasks | None]) -> Callable[[int, int], bool]:
+    """Return `NextMask` of native/layers/decode.cpp, which is called with the GIL for those that have `masks`, and writes into
+    the first of each."""
+    first = [None if own is None else own.rows[0].numpy() for own in masks]
+    is_early = [
+        seq.group.request.min_tokens > seq.num_output for seq, _, _ in slices
+    ]  # no call goes on past min_tokens
+
+    def find(place: int, token_id: int) -> bool:
+        seq, mask = slices[place].seq, first[place]
+        assert mask is not None, "it is called for others"
+        stop_token_ids = seq.group.request.stop_token_ids
+        return seq.cursor.advance(token_id) and not fill_mask(mask, seq.cursor, stop_token_ids, is_early[place])
+
+    return find
 
 
 def _with_room(row: SampleRow, num_tokens: int) -> tuple[np.ndarray, int]:

@@ -27,15 +27,19 @@ def step_masks(
     masks = vocabulary.new_masks(1 + len(draft_ids))
     num_good, problem = 0, ""
     for mask, place in zip(masks, [cursor, *cursor.behind(draft_ids)], strict=True):
-        if not place.fill(mask):
-            problem = place.problem
-            break
-        _set_stops(mask.view(np.uint32), stop_token_ids, place.may_end, num_good < num_until_stop)
-        if not mask.any():
-            problem = "it leaves no token"
+        if problem := fill_mask(mask, place, stop_token_ids, num_good < num_until_stop):
             break
         num_good += 1
     return StepMasks(torch.from_numpy(masks), num_good, problem)
+
+
+def fill_mask(mask: np.ndarray, cursor: GrammarCursor, stop_token_ids: Set[int], is_early: bool) -> str:
+    """Set `mask`, int32 [num_words], to what may follow at `cursor`; stop tokens as in `step_masks`. Return why nothing may,
+    or ""."""
+    if not cursor.fill(mask):
+        return cursor.problem
+    _set_stops(mask.view(np.uint32), stop_token_ids, cursor.may_end, is_early)
+    return "" if mask.any() else "it leaves no token"
 
 
 def _set_stops(words: np.ndarray, stop_token_ids: Set[int], may_end: bool, is_early: bool) -> None:

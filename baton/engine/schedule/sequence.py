@@ -237,7 +237,10 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Append its next token; return why the choice ends with it, or None."""
         self.token_ids.append(token_id)
-        return self._finish_reason(token_id, self.num_output, lambda: self.cursor.is_over)
+        # Within what a call of several steps has drawn, the cursor is ahead.
+        return self._finish_reason(
+            token_id, self.num_output, lambda: self.cursor.num_read == self.num_output and self.cursor.is_over
+        )
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Return why the choice would end with `token_id` as its next, or None."""
@@ -272,6 +275,11 @@ class Sequence:
             vocabulary = self.group.compiled().vocabulary
             stops = request.stop_token_ids
             self.masks = step_masks(vocabulary, self.cursor, self.draft_ids, stops, num_until_stop)
+
+    def take_masks(self) -> StepMasks | None:
+        """Return what `find_masks` has found, which is not kept."""
+        masks, self.masks = self.masks, None
+        return masks
 
     def mask(self, index: int) -> Tensor | None:
         """Return the mask of a row of this step; None: any token may be drawn."""

@@ -79,7 +79,7 @@ def draw_requests(data, **fixed) -> list:
                 named=False,
                 stop_token_ids=stops,
                 min_tokens=data.draw(st.sampled_from((0, 0, 5, 11))),
-                **(data.draw(any_params) | fixed),
+                **(data.draw(any_params) | dict(logprobs=data.draw(st.sampled_from((None, None, 0, 3)))) | fixed),
             )
         )
     return requests
@@ -206,14 +206,20 @@ def test_cancelled_between_calls_it_ends_at_once(folder):
     assert records[request.key].ended.error == "cancelled" and engine.ledger.num_available == engine.num_blocks
 
 
-@pytest.mark.parametrize("options", [dict(sampling=dict(logprobs=1)), dict(armed="engine.step=sleep:0")])
-def test_what_needs_the_host_takes_single_steps(folder, monkeypatch, options):
-    if "armed" in options:
-        monkeypatch.setattr(failpoints, "hit", failpoints._make(options["armed"]))
+def test_where_steps_are_hurt_each_is_one(folder, monkeypatch):
+    monkeypatch.setattr(failpoints, "hit", failpoints._make("engine.step=sleep:0"))
     engine = load(folder)
-    engine.submit(make_request("a", prompt(5, 1), 20, named=False, **options.get("sampling", {})))
+    engine.submit(make_request("a", prompt(5, 1), 20, named=False))
     engine.step()
     assert [len(engine.step()[0].token_ids) for _ in range(4)] == [1] * 4
+
+
+def test_logprobs_come_with_the_tokens_of_a_call(folder):
+    engine = load(folder)
+    engine.submit(make_request("a", prompt(5, 1), 20, named=False, logprobs=2))
+    engine.step()
+    run = engine.step()[0]
+    assert len(run.token_ids) == len(run.logprobs) == 8
 
 
 def test_a_small_pool_parks_as_with_single_steps(folder):

@@ -18,6 +18,8 @@ struct Decoder {
   const void* table;  // as embed() takes it
   double embedding_scale, logit_scale;
 };
+// Puts the mask behind `token_id`, which sequence `seq` has drawn, in the place of its first one; whether another may follow.
+using NextMask = int64_t (*)(int64_t seq, int64_t token_id);
 struct Decoding {
   int64_t token_id;    // its last
   int64_t num_tokens;  // with that one; its block table has room for proposals, and as many steps as may be done
@@ -27,6 +29,9 @@ struct Decoding {
   int64_t has_penalties;  // what is drawn counts in row.changes, which has room for it
   const int64_t* draft_ids;  // proposals for what the first step draws
   int64_t num_drafts;
+  float* logits;  // gets the row that each token is drawn from, as it was; null: none is asked for
+  int64_t mask_words;  // from row.mask, of its last token, to that behind each proposal; 0 where there are none
+  NextMask next_mask;  // where row.mask is not null
   SampleRow row;
 };
 
@@ -77,9 +82,9 @@ int64_t now_ns() {
 using namespace baton;
 
 // Return how many steps were done, at most num_steps and at least one: none begins behind one that has ended a sequence,
-// while *bell is not 0, or that would likely end more than budget_ns after the first began. A sequence is a row, also of
-// adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets the rows of the first step
-// before the last norm. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
+// while *bell is not 0, where nothing may follow one, or that would likely end more than budget_ns after the first began. A
+// sequence is a row, also of adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets
+// the rows of the first step before the last norm. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
 extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decoding* seqs, int64_t num_seqs,
                                 const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
                                 const volatile int32_t* bell, int64_t budget_ns, void* hidden, int64_t* drawn,
@@ -127,14 +132,18 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
       float* own = (float*)scores + s * num_scores;
       for (int64_t i = 0; i < parts[s].query_len; i++) {
         widen(kind, float(decoder->logit_scale), logits, (parts[s].query_start + i) * num_out, num_out, own);
+        if (seqs[s].logits) std::memcpy(seqs[s].logits + num_drawn[s] * num_out, own, num_out * 4);
         const int64_t token_id = draw(seqs[s].row, own, num_out);
         drawn[s * width + num_drawn[s]++] = token_id;
         ends[s] = append(seqs[s], token_id);
+        seqs[s].row.mask += seqs[s].mask_words;
         if (ends[s] || i + 1 == parts[s].query_len || token_id != seqs[s].draft_ids[i]) break;
       }
     }
     const int64_t done = step + 1;
     if (done == num_steps || *bell || std::count(ended.begin(), ended.end(), 1)) return done;
     if ((now_ns() - begun_ns) * (done + 1) > budget_ns * done) return done;
+    for (int64_t s = 0; s < num_seqs; s++)
+      if (seqs[s].row.mask && !seqs[s].next_mask(s, seqs[s].token_id)) return done;
   }
 }
