@@ -25,6 +25,7 @@ from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
 from baton.service.net.client import explain_failure, open_channel
+from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.service.slo import parse_slo
@@ -67,7 +68,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-num-seqs", type=whole, default=64, metavar="N", help="of a decode worker (default: 64)")
     parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective (default: %(default)s)")
     parser.add_argument(
-        "--target", action="append", metavar="HOST:PORT", help="a gateway's fleet port; give that of each"
+        "--target",
+        action="append",
+        metavar="HOST:PORT",
+        help="a gateway's fleet port; give that of each, or a name that has the addresses of all",
     )
     for role in ROLES:
         parser.add_argument(f"--{role}", default="1-64", metavar="MIN-MAX", help=f"{role} workers (default: 1-64)")
@@ -223,13 +227,14 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     performer = FleetPerformer(access, launcher) if args.apply else None
 
     async def look() -> dict[str, GatewayLook]:
-        found = await asyncio.gather(*(_look(target, access) for target in args.target))
-        looks = {target: each for target, each in zip(args.target, found, strict=True) if each is not None}
+        targets = sorted({address for target in args.target for address in await _addresses(target)})
+        found = await asyncio.gather(*(_look(target, access) for target in targets))
+        looks = {target: each for target, each in zip(targets, found, strict=True) if each is not None}
         if (dtypes := dtypes_of(looks.values())) is not None:
             model.times = await _times(times_in, dtypes) or model.times
         return looks
 
-    print(f"deciding once a minute for {len(args.target)} gateways; the first look is to compare with", flush=True)
+    print("deciding once a minute; the first look is to compare with", flush=True)
     await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()
 
 
@@ -241,6 +246,19 @@ async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None
     except (ModelError, ValueError, OSError) as error:
         print(f"baton scaler: steps stay those of before: {error}", file=sys.stderr, flush=True)
         return None
+
+
+async def _addresses(target: str) -> list[str]:
+    """Return HOST:PORT of each gateway behind a name, as of a headless Service; the name itself where it has none: a look says
+    what is wrong."""
+    from gateway.discovery import dns
+
+    try:
+        host, port = split_address(target)
+        async with asyncio.timeout(_LOOK_S):
+            return await dns.addresses_of(host, str(port))
+    except (ListenError, OSError):
+        return [target]
 
 
 async def _look(target: str, access: Access) -> GatewayLook | None:

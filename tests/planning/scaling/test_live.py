@@ -364,6 +364,36 @@ def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, mo
     assert told.count("\n") == 3 and told.count("baton scaler: ") == 3 and "model.safetensors" in told
 
 
+def test_a_name_is_a_gateway_at_each_of_its_addresses(tmp_path, monkeypatch):
+    """As that of a headless Service: they come and go. One without any is asked by its name, which says what is wrong."""
+    (tmp_path / "config.json").write_bytes((TARGET / "config.json").read_bytes())
+    names = [["10.0.0.1:2", "10.0.0.2:2"], ["10.0.0.2:2", "10.0.0.3:2"], []]
+    asked, seen = [], []
+
+    async def addresses_of(host, port):
+        if host == "gateways":
+            if not (found := names.pop(0)):
+                raise OSError("Name or service not known")
+            return found
+        return [f"{host}:{port}"]
+
+    async def look_at(target, access):
+        asked[-1].append(target)
+        return look([worker(1)])
+
+    async def run(loop: ScalerLoop):
+        for _ in range(3):
+            asked.append([])
+            seen.append([*await loop._look()])
+
+    monkeypatch.setattr("gateway.discovery.dns.addresses_of", addresses_of)
+    monkeypatch.setattr(scaler_command, "_look", look_at)
+    monkeypatch.setattr(ScalerLoop, "run", run)
+    targets = ["--target", "gateways:2", "--target", "10.0.0.2:2"]
+    assert main(["scaler", *targets, "--model", str(tmp_path), "--device", "H100"]) == 0
+    assert asked == seen == [["10.0.0.1:2", "10.0.0.2:2"], ["10.0.0.2:2", "10.0.0.3:2"], ["10.0.0.2:2", "gateways:2"]]
+
+
 async def test_certificates_that_cannot_be_read_at_a_look_are_told(tmp_path, capsys):
     """As while they are replaced. The scaler ended then."""
     assert await scaler_command._look("127.0.0.1:1", Access(tls_ca=tmp_path / "ca.crt")) is None
