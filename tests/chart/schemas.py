@@ -29,7 +29,7 @@ _TRIGGER = only(
     type={"const": "prometheus"},
     name=TEXT,
     metricType={"enum": ["Value", "AverageValue"]},
-    metadata=only(serverAddress=TEXT, query=TEXT, threshold=TEXT),
+    metadata=only(serverAddress=TEXT, query=TEXT, threshold=TEXT, ignoreNullValues={"enum": ["true", "false"]}),
 )
 _ISSUER = some(name=TEXT, kind={"enum": ["Issuer", "ClusterIssuer"]}, group=TEXT)
 _USAGES = {"enum": ["digital signature", "server auth", "client auth"]}

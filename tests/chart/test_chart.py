@@ -5,6 +5,7 @@ import copy
 import functools
 import os
 import re
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -277,5 +278,54 @@ def test_scaling_is_of_the_deployments_that_there_are():
         scaled = named(objects, "ScaledObject", role)["spec"]
         target = named(objects, "Deployment", scaled["scaleTargetRef"]["name"].rpartition("-")[2])
         assert "replicas" not in target["spec"]  # or a rollout would undo what was scaled
-        for trigger in scaled["triggers"]:
-            assert trigger["metadata"]["query"].endswith("or on() vector(0)")
+
+
+def test_a_role_goes_to_its_minimum_only_where_somebody_says_that_nothing_runs():
+    """What is not scraped has no answer, which is an error of KEDA's and changes nothing."""
+    for asked in scaling().values():
+        told = re.search(r'or on\(\) 0 \* \(sum\(up\{(job="baton-\w+"),namespace="llm"\}\) > 0\)$', asked["query"])
+        assert told and asked["query"].count(told[1]) >= 2 and asked["ignoreNullValues"] == "false"
+
+
+def scaling() -> dict[str, dict]:
+    """Return what each trigger asks, by its name."""
+    objects = render(next(path for path in CASES if path.stem == "gpu"))
+    triggers = [each for role in WORKER for each in named(objects, "ScaledObject", role)["spec"]["triggers"]]
+    return {each["name"]: each["metadata"] for each in triggers}
+
+
+GATEWAY_UP, DECODE_UP = 'up{job="baton-gateway",namespace="llm"}', 'up{job="baton-decode",namespace="llm"}'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "series, wishes",
+    [
+        ({}, {}),
+        ({GATEWAY_UP: "0x60", DECODE_UP: "0x60"}, {}),
+        ({GATEWAY_UP: "1x60"}, {"queue": 0, "ttft": 0, "tpot": 0}),
+        ({DECODE_UP: "1x60"}, {"kv": 0}),
+        (
+            {
+                GATEWAY_UP: "1x60",
+                'baton_slo_requests_total{job="baton-gateway",namespace="llm"}': "0+10x60",
+                'baton_slo_missed_total{job="baton-gateway",namespace="llm",objective="ttft"}': "0+5x60",
+                'baton_kv_blocks{job="baton-decode",namespace="llm",holder="running"}': "30x60",
+                'baton_kv_blocks{job="baton-decode",namespace="llm",holder="free"}': "10x60",
+            },
+            {"queue": 0, "ttft": 0.5, "tpot": 0, "kv": 0.75},
+        ),
+    ],
+)
+def test_what_prometheus_answers(series, wishes, tmp_path):
+    samples = {name: [{"labels": "{}", "value": value}] for name, value in wishes.items()}
+    cases = [
+        {"expr": asked["query"], "eval_time": "10m", "exp_samples": samples.get(name, [])}
+        for name, asked in scaling().items()
+    ]
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "15s", "input_series": given, "promql_expr_test": cases}
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
