@@ -222,6 +222,15 @@ def test_spans_go_to_the_collector_and_on_to_tempo():
     assert [each["key"] for each in keys] == ["baton.status"] and set(keys[0]["values"]) < set(telemetry._STATUSES)
 
 
+def test_traces_are_judged_when_their_answers_have_ended():
+    """A prefill's spans come long before. The page tells the time, and how many a second there may be."""
+    config = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
+    sampling = config["processors"]["tail_sampling"]
+    wait_s = int(sampling["decision_wait"].removesuffix("s"))
+    assert wait_s >= 60 and sampling["num_traces"] >= 400 * wait_s
+    assert f"`decision_wait` ({wait_s} s)" in (ROOT / "docs" / "operations.md").read_text()
+
+
 def test_what_the_collector_makes_of_spans_is_scraped():
     collector = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
     port = collector["exporters"]["prometheus"]["endpoint"].rpartition(":")[2]
