@@ -17,6 +17,7 @@ from baton.quantization.core.errors import QuantizeError
 SHARD_BYTES = 2 << 30  # what is held before it is written
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_INDEX = ".index.json"
+TEMPLATES = "additional_chat_templates"
 
 
 @contextmanager
@@ -54,7 +55,7 @@ class FolderWriter:
             self._flush()
 
     def finish(self, source: Path, config: dict) -> None:
-        """Write what is held, config.json, and copies of the source's other files (tokenizer, licence)."""
+        """Write what is held, config.json, and copies of the source's other files (tokenizer, licence, templates)."""
         self._flush()
         count = len(self._shards)
         names = [f"model-{index + 1:05}-of-{count:05}.safetensors" for index in range(count)]
@@ -71,6 +72,8 @@ class FolderWriter:
             is_own = path.name == "config.json" or path.name.endswith((*WEIGHT_SUFFIXES, WEIGHT_INDEX))
             if path.is_file() and not is_own:
                 shutil.copyfile(path, self._folder / path.name)
+        if (source / TEMPLATES).is_dir():
+            shutil.copytree(source / TEMPLATES, self._folder / TEMPLATES)
 
     def _flush(self) -> None:
         if not self._held:

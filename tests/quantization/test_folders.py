@@ -200,12 +200,14 @@ def test_other_files_come_along(model, tmp_path):
     source.mkdir()
     for path in model.iterdir():
         (source / path.name).write_bytes(path.read_bytes())
-    for name in ("LICENSE", "tokenizer.json", "pytorch_model.bin", "chat_template.jinja"):
+    tools = "additional_chat_templates/tool_use.jinja"  # that the gateway reads
+    (source / tools).parent.mkdir()
+    for name in ("LICENSE", "tokenizer.json", "pytorch_model.bin", "chat_template.jinja", tools):
         (source / name).write_text(name)
     quantize(plan(source, "int8"), tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"LICENSE", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= names
-    assert "pytorch_model.bin" not in names
+    assert "pytorch_model.bin" not in names and (tmp_path / "out" / tools).read_text() == tools
 
 
 def test_an_interrupted_run_leaves_nothing(model, tmp_path):

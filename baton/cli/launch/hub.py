@@ -12,7 +12,8 @@ from baton.cli.launch.placing.keeper import StartError
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
-_NOT_WANTED = ["*/*", "consolidated*"]  # files of other programs, and the weights once more in Mistral's own layout
+# Files of other programs, and the weights once more in Mistral's own layout. Of folders below chat templates are wanted.
+_NOT_WANTED = ["*/*.safetensors", "*/*.json", "consolidated*"]
 _CHUNK_BYTES = 8 << 20
 
 

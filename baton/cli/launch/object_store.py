@@ -20,12 +20,13 @@ from baton.cli.launch.placing.keeper import StartError
 
 # A path has one slash where the URL had two.
 _URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")
-_WANTED = re.compile(r"[^/]+\.(safetensors|json|jinja)")
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of a folder below
+_WANTED = re.compile(rf"[^/]+\.(safetensors|json|jinja)|{re.escape(_TOOL_TEMPLATE)}")
 _NOT_WANTED = re.compile(r"consolidated.*")  # the weights once more, in Mistral's own layout
 _INDEX, _WEIGHTS, _CONFIG, _SUMS = "model.safetensors.index.json", "model.safetensors", "config.json", "SHA256SUMS"
 # What a web server, which lists nothing, is asked for beside the weights.
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
-           "chat_template.jinja", "quantize_config.json", "vocab.json", "added_tokens.json")  # fmt: skip
+           "chat_template.jinja", _TOOL_TEMPLATE, "quantize_config.json", "vocab.json", "added_tokens.json")  # fmt: skip
 _PIECE_BYTES = 32 << 20
 _DONE = ".complete"
 
@@ -80,7 +81,7 @@ def _bring(store: _Store, folder: Path, file: str | None) -> None:
         (folder / _DONE).unlink(missing_ok=True)  # from here to the end it is a mixture of two versions
         _put_in_place(objects, parts, folder)
         for name in _left_over(objects, folder):  # which could be taken for weights of this version
-            for each in (folder / name, folder / f".{name}.sha256", _mark(name, folder)):
+            for each in (folder / name, _beside(name, folder, ".sha256"), _mark(name, folder)):
                 each.unlink(missing_ok=True)
         (folder / _DONE).touch()
 
@@ -169,9 +170,15 @@ def _version(found: dict[str, Any]) -> str:
     return found.get("e_tag") or f"{found['size']} bytes of {found.get('last_modified')}"
 
 
+def _beside(name: str, folder: Path, ending: str) -> Path:
+    """Return the hidden file beside a file that has its name and this ending."""
+    path = folder / name
+    return path.with_name(f".{path.name}{ending}")
+
+
 def _mark(name: str, folder: Path) -> Path:
     """Return the file that says which version of a file is here."""
-    return folder / f".{name}.etag"
+    return _beside(name, folder, ".etag")
 
 
 def _is_here(found: _Object, folder: Path) -> bool:
@@ -182,9 +189,9 @@ def _is_here(found: _Object, folder: Path) -> bool:
 def _fetch(store: _Store, found: _Object, folder: Path) -> Path:
     """Bring one file beside its place, from where an earlier try has stopped, and return it. Raises StartError."""
     name, size = found.name, found.size
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{name}.{hashlib.sha256(found.version.encode()).hexdigest()[:8]}.part"
-    for each in folder.glob(f".{glob.escape(name)}.????????.part"):
+    part = _beside(name, folder, f".{hashlib.sha256(found.version.encode()).hexdigest()[:8]}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    for each in part.parent.glob(f".{glob.escape(PurePosixPath(name).name)}.????????.part"):
         if each != part:  # of a version that the store has no more
             each.unlink()
     with part.open("ab") as file:
@@ -209,7 +216,8 @@ def _put_in_place(objects: Sequence[_Object], parts: Mapping[str, Path], folder:
 
 def _left_over(objects: Sequence[_Object], folder: Path) -> list[str]:
     """Return the files of a model that were brought here and that the store has no more."""
-    brought = {path.name.removeprefix(".").removesuffix(".etag") for path in folder.glob(".*.etag")}
+    marks = (path.relative_to(folder) for path in folder.rglob(".*.etag"))
+    brought = {str(mark.with_name(mark.name[1:].removesuffix(".etag"))) for mark in marks}
     return [name for name in brought - {each.name for each in objects} if _WANTED.fullmatch(name)]
 
 
@@ -236,10 +244,11 @@ def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, P
     except FileNotFoundError:
         return
     versions = {each.name: each.version for each in objects}
-    for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]([^/\n]+)$", sums, re.MULTILINE):
+    for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", sums, re.MULTILINE):
         if name not in versions:
             continue
-        path, mark, told = parts.get(name, folder / name), folder / f".{name}.sha256", f"{digest} {versions[name]}"
+        path, mark = parts.get(name, folder / name), _beside(name, folder, ".sha256")
+        told = f"{digest} {versions[name]}"
         if name not in parts and mark.is_file() and mark.read_text() == told:
             continue
         print(f"starting: verifying {name}", file=sys.stderr, flush=True)

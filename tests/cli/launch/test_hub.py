@@ -79,6 +79,19 @@ def test_the_second_time_nothing_is_fetched_or_verified(hub, tmp_path):
     assert not any("/resolve/" in path for path in hub.asked[num_asked:])
 
 
+def test_of_folders_below_chat_templates_are_fetched(hub, tmp_path):
+    """The gateway reads conversations with tools by `additional_chat_templates/tool_use.jinja`."""
+    for name in ("additional_chat_templates/tool_use.jinja", "onnx/config.json", "fp32/model.safetensors"):
+        (hub.folder / name).parent.mkdir()
+        (hub.folder / name).write_text(name)
+    done = find(hub, tmp_path, "acme/tiny")
+    folder = Path(done.stdout.strip())
+    below = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*/*") if path.is_file()}
+    assert below == {"additional_chat_templates/tool_use.jinja": "additional_chat_templates/tool_use.jinja"}, (
+        done.stderr
+    )
+
+
 def test_what_is_not_what_the_hub_names_is_removed(hub, tmp_path):
     hub.spoiled.add("model.safetensors")
     assert "what was downloaded is not what the hub names" in refused(find(hub, tmp_path, "acme/tiny"))

@@ -21,6 +21,7 @@ from baton.engine.weights.tensors import weight_files
 from tests.support.process import ROOT
 
 DEMO = ROOT / "demo" / "target"
+TOOLS = "additional_chat_templates/tool_use.jinja"
 FILES = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".safetensors")}
 
 
@@ -74,7 +75,7 @@ class Web:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler, has_body: bool) -> None:
-        name, ranged = request.path.rpartition("/")[2], request.headers.get("Range")
+        name, ranged = request.path.removeprefix("/tiny/"), request.headers.get("Range")
         self.asked.append((request.command, name, ranged))
         if has_body and name.endswith(".safetensors"):
             self.limit -= 1
@@ -154,6 +155,12 @@ def test_an_altered_object_is_removed_where_nobody_says_how_it_is_tagged(s3, mon
     assert "it is removed, try again" in refused("s3://acme/models/tiny")
     stored._etag = None
     assert (find_model(Path("s3://acme/models/tiny")) / "model.safetensors").exists()
+
+
+def test_a_template_for_tools_in_s3(s3):
+    s3.put_object(Bucket="acme", Key=f"models/tiny/{TOOLS}", Body=b"tools")
+    folder = find_model(Path("s3://acme/models/tiny"))
+    assert (folder / TOOLS).read_bytes() == b"tools" and not (folder / "original").exists()
 
 
 def test_what_is_not_in_s3(s3):
@@ -286,6 +293,25 @@ def test_files_that_the_store_has_no_more_are_removed(web):
     find_model(Path(web.url))
     assert weight_files(folder) == [folder / "b.safetensors", folder / "c.safetensors"]
     assert files_in(folder) == {**new, "q.gguf": gguf, "notes.json": b"of somebody else"}
+
+
+def test_a_template_for_tools_on_a_web_server(web):
+    """Verified, replaced and removed as the files beside it are, though it is in a folder below."""
+    web.files |= {TOOLS: b"old", "SHA256SUMS": f"{hashlib.sha256(b'old').hexdigest()}  {TOOLS}\n".encode()}
+    web.tags |= {TOOLS: '"v1"', "SHA256SUMS": '"s1"'}
+    folder = find_model(Path(web.url))
+    assert (folder / TOOLS).read_bytes() == b"old"
+    web.asked = []
+    find_model(Path(web.url))
+    assert ("GET", TOOLS) not in {(method, name) for method, name, _ in web.asked}, "nothing is fetched again"
+    web.files[TOOLS], web.tags[TOOLS] = b"new", '"v2"'
+    assert f"{TOOLS}: is not what SHA256SUMS names" in refused(web.url)
+    del web.files["SHA256SUMS"]
+    find_model(Path(web.url))
+    assert (folder / TOOLS).read_bytes() == b"new"
+    del web.files[TOOLS]
+    find_model(Path(web.url))
+    assert not list((folder / TOOLS).parent.iterdir()), "its marks are removed too"
 
 
 @pytest.mark.parametrize("tag", ["strong", "weak"])
