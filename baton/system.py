@@ -23,6 +23,7 @@ from pathlib import Path
 LINUX = sys.platform == "linux"
 PAGE = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2 and 1
 
 # Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere nobody
 # is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between fork
@@ -192,6 +193,17 @@ def memory_bytes() -> int:
     if LINUX:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory_limit() -> int:
+    """Return the bytes that this process may have: the machine's memory, or its container's limit where that is less."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        try:
+            sizes.append(int(path.read_text()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(sizes)
 
 
 def name_thread(name: str) -> None:

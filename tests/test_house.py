@@ -82,6 +82,7 @@ ROOMS = {
         "baton.sampling_params",
         "baton.protocol",
         "baton.constraints",
+        "baton.system",
         "kvtransfer",
         "baton.service",
         "baton.v1",

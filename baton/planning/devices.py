@@ -1,6 +1,5 @@
 """Devices that a plan knows: the makers' figures of GPUs, and this machine's CPU as it is measured."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,12 +81,11 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
         rates = Rates(known.bytes_per_s, known.cache_bytes_per_s, known.flops_per_s * threads / known.threads)
     else:
         rates = measure_rates(threads)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     forms: dict[str, float] = dict.fromkeys(("fp32", "bf16", "int8"), rates.flops_per_s)
     if product_dtype() == torch.bfloat16:  # which the rate is of
         forms["fp32"] /= 2  # half as many fit in a vector
     return Device(
-        name, "cpu", memory, rates.bytes_per_s, forms, 2.0 * GB, len(system.cores()), threads,
+        name, "cpu", system.memory_limit(), rates.bytes_per_s, forms, 2.0 * GB, len(system.cores()), threads,
         cpu.last_cache_bytes(), rates.cache_bytes_per_s,
     )  # fmt: skip
 

@@ -66,6 +66,17 @@ def test_cores_and_memory():
     assert system.memory_bytes() > 0
 
 
+@pytest.mark.parametrize(
+    "limit, wanted", [("max", 64 << 30), (str(2 << 30), 2 << 30), (str((1 << 63) - 4096), 64 << 30), (None, 64 << 30)]
+)
+def test_a_containers_limit_is_all_the_memory_that_there_is(tmp_path, monkeypatch, limit, wanted):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 << 20}.__getitem__)
+    if limit is not None:
+        (tmp_path / "limit").write_text(limit + "\n")
+    monkeypatch.setattr(system, "_LIMITS", (tmp_path / "limit", tmp_path / "none"))
+    assert system.memory_limit() == wanted
+
+
 def test_threads_by_name():
     """And those that they start, which are of the same name."""
     stop, names = threading.Event(), []

@@ -1,10 +1,10 @@
 """Options of the engine, and their values resolved for one model."""
 
-import os
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from baton import system
 from baton.engine.core.model_spec import ModelSpec
 from baton.protocol import MAX_DRAFT_TOKENS, check_model_name
 from kvtransfer.layout import KV_FORMS, KVLayout
@@ -19,7 +19,9 @@ SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mt
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")
 MAX_POOL_BYTES = 4 << 30
-POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
+POOL_SHARE = (
+    0.125  # of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it
+)
 
 
 def _knob(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -49,8 +51,8 @@ class EngineConfig:
     block_size: int = _knob("tokens per KV block; divides 64 or is a multiple of it", 32)
     # None: max_num_seqs whole contexts, within a share of the memory
     num_blocks: int | None = _knob(
-        "KV blocks in the pool (default: enough for the largest batch, within an eighth of the host's memory and 4 GiB; on "
-        "a GPU what is left of its share)",
+        "KV blocks in the pool (default: enough for the largest batch, within an eighth of the memory, of the host or the "
+        "container, and 4 GiB; on a GPU what is left of its share)",
         None,
     )
     # None: two for each sequence, within a share of the memory
@@ -282,5 +284,4 @@ def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) 
 
 
 def _pool_budget() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(int(physical * POOL_SHARE), MAX_POOL_BYTES)
+    return min(int(system.memory_limit() * POOL_SHARE), MAX_POOL_BYTES)

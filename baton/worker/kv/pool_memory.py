@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from baton import system
 from baton.engine.kv.pool import KVPool
 from baton.worker.kv.device_pool import device_pool
 from kvtransfer.errors import TransferFailed
@@ -15,7 +16,6 @@ from kvtransfer.memory.region import Region
 from kvtransfer.transfer.mirror_room import MirrorRoom
 
 GIB = 1 << 30
-LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2 and 1
 MEMINFO = Path("/proc/meminfo")
 
 log = logging.getLogger(__name__)
@@ -24,13 +24,7 @@ log = logging.getLogger(__name__)
 def available_bytes() -> int:
     """Return the host memory that this process could have: what is available, at most its container's limit."""
     line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-    sizes = [int(line.split()[1]) << 10]
-    for path in LIMITS:
-        try:
-            sizes.append(int(path.read_text()))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
-    return min(sizes)
+    return min(int(line.split()[1]) << 10, system.memory_limit())
 
 
 def mirror_bytes(pool_bytes: int, gib: float | None, available: int, num_gpus: int) -> int:

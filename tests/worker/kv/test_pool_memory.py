@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from baton import system
 from baton.worker.kv import pool_memory
 from baton.worker.kv.pool_memory import GIB, PoolMemory, available_bytes, mirror_bytes
 from kvtransfer.transfer.mirror_room import Side
 
 
-@pytest.mark.parametrize("limit, wanted", [("max", 8 * GIB), (str(2 * GIB), 2 * GIB), (None, 8 * GIB)])
+@pytest.mark.parametrize("limit, wanted", [(16 * GIB, 8 * GIB), (2 * GIB, 2 * GIB)])
 def test_what_is_available(tmp_path, monkeypatch, limit, wanted):
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n")
-    if limit is not None:
-        (tmp_path / "limit").write_text(limit + "\n")
     monkeypatch.setattr(pool_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(pool_memory, "LIMITS", (tmp_path / "limit", tmp_path / "none"))
+    monkeypatch.setattr(system, "memory_limit", lambda: limit)
     assert available_bytes() == wanted
 
 
