@@ -313,6 +313,8 @@ def _log_start(settings: WorkerSettings, engine: Engine) -> None:
         log.debug("%s", line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
+    elif engine.pool.device.type == "cpu" and engine.config.dtype == "fp16":
+        log.warning("the native kernels do not compute in fp16: torch does, several times slower; give --dtype bf16")
     if engine.pool.device.type == "cuda" and engine.config.batch_invariant:
         log.info(
             "no result depends on the batch it is computed in; --no-batch-invariant takes cuBLAS and flash-attn, too"
