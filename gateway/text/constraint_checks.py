@@ -90,7 +90,11 @@ class ConstraintChecks:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("constraints are checked no more", _RETRY_AFTER_S)
-            process = self._own.process = _Checker()
+            try:
+                process = self._own.process = _Checker()
+            except OSError as error:  # no memory, descriptors or processes are left
+                problem = f"the process that checks constraints cannot be started: {error.strerror}"
+                raise Unavailable(problem, _RETRY_AFTER_S) from None
             self._processes.add(process)
         if (problem := process.ask(self._first, _START_S)) is None:
             process.close()

@@ -4,14 +4,17 @@ and against its tag or SHA256SUMS where these are digests of it. A new version t
 from __future__ import annotations
 
 import datetime
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,6 +32,7 @@ _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", 
            "chat_template.jinja", _TOOL_TEMPLATE, "quantize_config.json", "vocab.json", "added_tokens.json")  # fmt: skip
 _PIECE_BYTES = 32 << 20
 _DONE = ".complete"
+_LOOK_S = 0.2  # between two looks whether another process has downloaded it
 
 
 def url_of(given: Path) -> str | None:
@@ -53,7 +57,8 @@ def download(url: str) -> Path:
     store = _Store(folder_url, file)
     print(f"starting: {url}: looking it up", file=sys.stderr, flush=True)
     try:
-        _bring(store, folder, file)
+        with _alone_in(folder, url):
+            _bring(store, folder, file)
     except FileNotFoundError:
         raise StartError(f"{url}: has no {file or 'model: config.json and safetensors are needed'}", 1) from None
     except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError):
@@ -63,6 +68,36 @@ def download(url: str) -> Path:
             raise StartError(f"{url}: cannot be downloaded, and is not whole in {folder}: {_line(error)}", 1) from None
         print(f"starting: {url}: cannot be downloaded; {folder} has it ({_line(error)})", file=sys.stderr, flush=True)
     return folder / file if file else folder
+
+
+@contextmanager
+def _alone_in(folder: Path, url: str) -> Iterator[None]:
+    """Wait until no other process downloads into the folder, where its file system can tell: both would add to the same files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError:  # nothing can be written there, by nobody
+        yield
+        return
+    with file:
+        is_told = False
+        while _is_locked_elsewhere(file.fileno()):
+            if not is_told:
+                print(f"starting: {url}: another process downloads it", file=sys.stderr, flush=True)
+            is_told = True
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _is_locked_elsewhere(fd: int) -> bool:
+    """Lock a file until it is closed; return whether that is to be tried again."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system has no locks
+        return False
+    return False
 
 
 def _bring(store: _Store, folder: Path, file: str | None) -> None:

@@ -41,9 +41,10 @@ class FleetPerformer:
         if launcher is None or (next_role and not launcher.keeps_roles):
             await self._drain(address, next_role)
             return
-        await launcher.drain(await _name_of(address, launcher))
-        if next_role:
+        name = await _name_of(address, launcher)
+        if next_role:  # first, so that the worker stays where nothing can take its place
             await launcher.start(next_role, 1)
+        await launcher.drain(name)
 
     async def _drain(self, address: str, next_role: str) -> None:
         async with open_channel(address, self._access, WORKER_NAME) as channel:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import math
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable
@@ -218,7 +219,9 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     from baton.planning.scaling.live import FleetWatch, dtypes_of
     from baton.planning.scaling.loop import ScalerLoop
 
-    owner = f"{socket.gethostname()}:{os.getpid()}"
+    owner = (
+        f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # two containers may be alike in the first two
+    )
     try:
         lease = None if args.redis is None else LeaderLease(args.redis, owner)
     except ValueError as error:
@@ -226,13 +229,12 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     launcher = None if args.launcher is None else make_launcher(args, access)
     performer = FleetPerformer(access, launcher) if args.apply else None
 
-    async def look() -> dict[str, GatewayLook]:
+    async def look() -> dict[str, GatewayLook | None]:
         targets = sorted({address for target in args.target for address in await _addresses(target)})
         found = await asyncio.gather(*(_look(target, access) for target in targets))
-        looks = {target: each for target, each in zip(targets, found, strict=True) if each is not None}
-        if (dtypes := dtypes_of(looks.values())) is not None:
+        if (dtypes := dtypes_of(filter(None, found))) is not None:
             model.times = await _times(times_in, dtypes) or model.times
-        return looks
+        return dict(zip(targets, found, strict=True))
 
     print("deciding once a minute; the first look is to compare with", flush=True)
     await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()

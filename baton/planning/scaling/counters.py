@@ -24,6 +24,7 @@ class FleetCounters(NamedTuple):
     write_ratio: float = NAN
     serving: Mapping[str, int] = dict.fromkeys(ROLES, 0)
     starting: Mapping[str, int] = dict.fromkeys(ROLES, 0)
+    num_silent: int = 0  # gateways whose part of the load is not in it, as they did not answer
 
 
 class Placed(NamedTuple):

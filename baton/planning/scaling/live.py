@@ -37,22 +37,29 @@ class FleetWatch:
 
     def __init__(self, model: LoadModel):
         self._model = model
-        self._before: dict[str, pb.ListRequestsResponse] = {}
+        self._before: dict[str, tuple[float, pb.ListRequestsResponse]] = {}  # what each gateway said last, and when
         self._at_s = NAN
         self._since: dict[str, float] = {}  # when a worker was first seen to serve
         self._absent: dict[str, float] = {}  # since when an address of a worker has no session
         self._known: set[str] = set()  # addresses that gateways know of
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
-    def note(self, looks: Mapping[str, GatewayLook], at_s: float) -> FleetCounters | None:
-        """`looks`: by the address of each gateway that answered. Of none that did the load is unknown."""
+    def note(self, asked: Mapping[str, GatewayLook | None], at_s: float) -> FleetCounters | None:
+        """`asked`: gateways by address; None where one did not answer. Where none did the load is unknown."""
         before, seconds = self._before, at_s - self._at_s
-        self._before, self._at_s = {name: look.requests for name, look in looks.items()}, at_s
+        looks = {name: look for name, look in asked.items() if look is not None}
+        known = {name: before[name] for name in asked if name in before}  # not of those that are gone
+        self._before = known | {name: (at_s, look.requests) for name, look in looks.items()}
+        self._at_s = at_s
         serving, starting = self._count_workers(looks, at_s, is_first=not before)
         if not before:
             return None
-        sums = [_since(before[name], look.requests) for name, look in looks.items() if name in before]
-        num, prompt, output = (sum(column) for column in zip(*sums, strict=True)) if sums else (NAN, NAN, NAN)
+        spans = [
+            (at_s - before[name][0], *_since(before[name][1], look.requests))
+            for name, look in looks.items()
+            if name in before
+        ]
+        _, num, prompt, output = (sum(column) for column in zip(*spans, strict=True)) if spans else (NAN,) * 4
         recent = [
             view
             for look in looks.values()
@@ -62,7 +69,7 @@ class FleetWatch:
         streams = sum(load.num_running for load in self.workers["decode"]) / max(1, len(self.workers["decode"]))
         return FleetCounters(
             at_s,
-            num / seconds,
+            sum(came / span_s for span_s, came, _, _ in spans) if spans else NAN,
             prompt / num * (1 - _cached_share(recent)) if num else NAN,
             output / num if num else NAN,
             sum(look.requests.num_waiting for look in looks.values()) if looks else NAN,
@@ -72,6 +79,7 @@ class FleetWatch:
             self._write_ratio(recent, streams),
             serving,
             starting,
+            num_silent=len(asked) - len(looks),
         )
 
     def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:

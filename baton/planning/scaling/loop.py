@@ -17,7 +17,9 @@ _RENEW_S = 10.0  # a third of the lease
 
 log = logging.getLogger(__name__)
 
-Look = Callable[[], Awaitable[Mapping[str, GatewayLook]]]  # of the gateways that answer, within a bound of time
+Look = Callable[
+    [], Awaitable[Mapping[str, GatewayLook | None]]
+]  # None: a gateway did not answer within a bound of time
 
 
 class Performer(Protocol):
@@ -96,13 +98,15 @@ class ScalerLoop:
 
 async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad]) -> None:
     """`leaving`: the role's workers, the first to go first, without those that were asked for another change. What fails is told
-    and done without: one that cannot be reached holds up no other."""
+    and done without: a worker that cannot be reached holds up no other. One that should change its role may have gone when that
+    failed, so that no other is asked in its place."""
     if change.kind == "start":
         await _told_if_it_fails(performer.start(change.role, change.number), change.words)
         return
     num_left = change.number
     while num_left and (worker := next(leaving, None)):
-        num_left -= await _told_if_it_fails(performer.drain(worker.address, change.next_role), worker.address)
+        is_asked = await _told_if_it_fails(performer.drain(worker.address, change.next_role), worker.address)
+        num_left -= is_asked or change.kind == "change"
 
 
 def _load_of(worker: WorkerLoad) -> tuple[int, str]:

@@ -107,12 +107,14 @@ class _RoleHistory:
     """The work of a role, in workers that would do nothing else, minute by minute."""
 
     work: deque[tuple[float, float]] = field(default_factory=deque)
+    begun_at: float = math.inf
     ratio: float = 1.0
     added_at: float = -math.inf
     nudged_at: float = -math.inf
     extra: int = 0  # workers that a queue asked for, beyond the model
 
     def note(self, at_s: float, work: float) -> None:
+        self.begun_at = min(self.begun_at, at_s)
         self.work.append((at_s, work))
         while len(self.work) > _TREND_SAMPLES and self.work[0][0] < at_s - _PEAK_S:
             self.work.popleft()
@@ -186,6 +188,10 @@ class Scaler:
         if down < have:
             if seen.at_s - history.added_at < _STAY_S:
                 return have, "one was added less than 10 minutes ago"
+            if seen.at_s - history.begun_at < _PEAK_S:
+                return have, "the load is known for less than 15 minutes"
+            if seen.num_silent:
+                return have, "a gateway does not answer, and its part of the load is not known"
             those = "1 that stays holds" if down == 1 else f"{down} that stay hold"
             return down, f"{peak:.2f} workers' work at most, the {those} {down * MOST_BUSY * _DOWN:.2f}"
         return have, f"{expected:.2f} workers' work"

@@ -1,11 +1,15 @@
 """`baton up --model s3://...` and https://...: fetched once, in pieces that are not fetched twice, verified; S3 is moto's, on loopback.
 gs:// takes the same way and has no server here."""
 
+import errno
 import hashlib
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import obstore
@@ -18,6 +22,7 @@ from baton.cli.launch import object_store
 from baton.cli.launch.hub import find_model
 from baton.cli.launch.placing.keeper import StartError
 from baton.engine.weights.tensors import weight_files
+from tests.support.pace import patience
 from tests.support.process import ROOT
 
 DEMO = ROOT / "demo" / "target"
@@ -185,6 +190,35 @@ def test_a_web_server_and_pieces_that_are_not_fetched_twice(web):
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     ranges = [ranged for method, name, ranged in web.asked if (method, name) == ("GET", "model.safetensors")]
     assert ranges[0].startswith(f"bytes={1 << 20}-") and len(ranges) > 1 and len(set(ranges)) == len(ranges)
+
+
+def test_two_that_download_the_same_take_turns(web, monkeypatch):
+    """The one that has come first reads once the other waits, which then finds all of it."""
+    waits, read = threading.Event(), object_store._Store.read
+
+    def look_again(seconds):
+        waits.set()
+        time.sleep(seconds)
+
+    def read_late(*arguments):
+        assert waits.wait(patience(20)), "both read at once"
+        return read(*arguments)
+
+    monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=look_again))
+    monkeypatch.setattr(object_store._Store, "read", read_late)
+    with ThreadPoolExecutor(2) as pool:
+        folders = {*pool.map(find_model, [Path(web.url)] * 2)}
+    assert [(folder / "model.safetensors").read_bytes() for folder in folders] == [FILES["model.safetensors"]]
+    ranges = [ranged for method, name, ranged in web.asked if (method, name) == ("GET", "model.safetensors")]
+    assert len(set(ranges)) == len(ranges)
+
+
+def test_where_files_cannot_be_locked_it_is_downloaded_all_the_same(web, monkeypatch):
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(object_store.fcntl, "flock", refuse)
+    assert (find_model(Path(web.url)) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
 @pytest.mark.parametrize("where", ["the store's tag", "SHA256SUMS"])

@@ -1,5 +1,6 @@
 """Constraints that explode: one clear answer within bounds, and nobody else waits."""
 
+import errno
 import json
 import signal
 import threading
@@ -112,6 +113,17 @@ def test_a_process_that_does_not_start_says_nothing_of_a_constraint(checks, monk
         with pytest.raises(Unavailable) as raised:
             checks.check(GOOD)
     assert raised.value.retry_after_s
+    assert checks.check(GOOD) == ("", "")
+
+
+def test_a_process_that_cannot_be_started_says_nothing_of_a_constraint(checks, monkeypatch):
+    def no_process(*arguments, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(constraint_checks.subprocess, "Popen", no_process)
+        with pytest.raises(Unavailable, match="Cannot allocate memory"):
+            checks.check(GOOD)
     assert checks.check(GOOD) == ("", "")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from pathlib import Path
 
@@ -87,7 +88,23 @@ def test_a_gateway_that_began_again_counts_from_its_start():
 def test_a_fleet_that_does_not_answer_is_unknown_and_not_idle():
     watch, scaler = FleetWatch(FlatModel()), Scaler(FlatModel(), ScalerBounds(), Slo(), 60)
     watch.note({"a": look()}, 0)
-    assert scaler.decide(watch.note({}, 60)) is None
+    assert scaler.decide(watch.note({"a": None}, 60)) is None
+
+
+def test_a_gateway_that_misses_a_look_counts_from_the_one_before():
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look(), "b": look()}, 0)
+    seen = watch.note({"a": look(ended=60, uptime=160), "b": None}, 60)
+    assert seen.requests_per_s == 1.0 and seen.num_silent == 1
+    seen = watch.note({"a": look(ended=120, uptime=220), "b": look(ended=120, uptime=220)}, 120)
+    assert seen.requests_per_s == 2.0 and seen.num_silent == 0
+
+
+def test_an_only_gateway_that_misses_a_look_costs_one_decision():
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look()}, 0)
+    watch.note({"a": None}, 60)
+    assert watch.note({"a": look(ended=240, uptime=220)}, 120).requests_per_s == 2.0
 
 
 def test_new_workers_count_as_starting_until_they_are_warm():
@@ -173,8 +190,11 @@ class Gateway:
 
 
 def loop_of(gateway, **options):
+    """One that knows the load of the last minutes."""
     told = []
     scaler = Scaler(FlatModel(), ScalerBounds({"prefill": 1, "decode": 1}), Slo(), 60)
+    for history in scaler._roles.values():
+        history.begun_at = -math.inf
     return ScalerLoop(scaler, FleetWatch(FlatModel()), gateway.look, told.append, **options), told
 
 

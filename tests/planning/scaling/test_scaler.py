@@ -83,6 +83,20 @@ def test_down_only_where_survivors_hold_the_most_of_the_last_minutes():
     assert numbers == sorted(numbers, reverse=True)
 
 
+def test_none_goes_while_a_gateway_is_silent():
+    fleet = Fleet(decode=4)
+    fleet.follow(1, minutes=20, num_silent=1)
+    assert fleet.serving["decode"] == 4
+    assert fleet.follow(1)[-1]["decode"] == 1
+
+
+def test_none_goes_in_the_first_quarter_of_an_hour():
+    """A scaler that starts in a lull does not know what came before."""
+    fleet = Fleet(decode=4)
+    decodes = [each["decode"] for each in fleet.follow(1, minutes=17)]
+    assert decodes[:15] == [4] * 15 and decodes[16] == 1
+
+
 def test_none_goes_soon_after_one_was_added():
     fleet = Fleet()
     fleet.follow(5, minutes=30)
@@ -105,7 +119,9 @@ def test_to_the_minimum_without_load():
 
 
 def test_those_that_stay_are_those_that_the_bounds_keep():
-    decision = Fleet(decode=3).ask(0)
+    fleet = Fleet(decode=3)
+    fleet.follow(0, minutes=15)
+    decision = fleet.ask(0)
     assert decision is not None and decision.wanted == {"prefill": 1, "decode": 1}
     assert "the 1 that stays holds 0.70" in decision.reasons["decode"], decision.reasons
 

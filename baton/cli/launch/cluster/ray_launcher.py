@@ -211,17 +211,14 @@ class _Place:
         """Return a group of one bundle, which has all ranks of a worker: no bundle is ever divided among nodes. Nodes that were lost,
         and those that have a worker of this role, come last. Raises _Lost."""
         bundle: dict[str, float] = {"CPU": wanted.num_cpus, **({"GPU": wanted.num_gpus} if wanted.num_gpus else {})}
-        shunned = self._launcher.shunned()
         async with self._launcher.placing:  # the next sees where this one went
-            for avoided, most_s in (
-                (shunned | self._launcher.nodes_of(self.role), _TRY_S),
-                (shunned, _TELL_S),
-                (set(), _PLACE_S),
-            ):
+            shunned = self._launcher.shunned()
+            for avoided, most_s in ((shunned | self._launcher.nodes_of(self.role), _TRY_S), (shunned, _TELL_S)):
                 if not avoided or self._launcher.has_other_nodes(avoided):
                     if group := await self._reserve(bundle, avoided, most_s):
-                        (self.node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
                         return group
+        if group := await self._reserve(bundle, set(), _PLACE_S):  # for minutes, which keep no other waiting
+            return group
         raise _Lost(f"no node of the Ray cluster has room for {_words(bundle)}")
 
     async def _reserve(self, bundle: dict[str, float], avoided: set[str], most_s: float) -> PlacementGroup | None:
@@ -232,6 +229,7 @@ class _Place:
         try:
             while time.monotonic() < begun + most_s:
                 if await asyncio.to_thread(group.wait, 1):
+                    (self.node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
                     return group
                 if time.monotonic() > begun + _TELL_S:
                     self._change(reason=f"no node of the Ray cluster has room for {_words(bundle)}: it waits")

@@ -30,13 +30,14 @@ class WorkerActor:
         self._life, self._num_lives = Life("starting"), 0
         self._changed = asyncio.Event()
         self._keeper: Keeper | None = None
+        self._ports = HeldPorts()
 
     async def begin(
         self, name: str, role: str, program: WorkerProgram, gateways: Sequence[str], env: Mapping[str, str]
     ) -> Where:
         """Start the worker at a port of this node that stays its own. `env`: variables beside those of Ray's."""
         host = ray.util.get_node_ip_address()
-        address = HeldPorts().hold(f"[{host}]:0" if ":" in host else f"{host}:0")  # until this process ends
+        address = self._ports.hold(f"[{host}]:0" if ":" in host else f"{host}:0")  # until this process ends
         argv = [sys.executable, *program.argv(role, address, gateways)]
         self._keeper = Keeper(name, argv, env, self._note)
         return Where(ray.get_runtime_context().get_node_id(), host, address)

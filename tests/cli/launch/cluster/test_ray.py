@@ -1,7 +1,10 @@
 """Workers on a real Ray cluster of three raylets. A node that dies is in tests/faults."""
 
+import asyncio
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +48,19 @@ async def test_places_workers_on_nodes(cluster, tmp_path, monkeypatch):
         await check_launcher(launcher)
     finally:
         assert await launcher.close()
+
+
+async def test_a_port_stays_its_workers_between_two_lives(monkeypatch, tmp_path):
+    from baton.cli.launch.cluster import worker_actor
+
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: node)
+    monkeypatch.setattr(worker_actor, "Keeper", lambda *arguments: None)  # nothing is started
+    actor = worker_actor.WorkerActor()
+    where = await actor.begin("decode0", "decode", WorkerProgram(tmp_path, {}), ["127.0.0.1:9"], {})
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(where.address.rpartition(":")[2])))
 
 
 def test_a_stack_serves_scales_and_drains(cluster, model, tmp_path):
@@ -99,6 +115,23 @@ async def test_whatever_ray_says_a_place_is_kept(cluster, tmp_path, monkeypatch)
         await until(launcher, all_serve(1))
     finally:
         assert await launcher.close()
+
+
+async def test_a_place_that_waits_for_room_keeps_no_other_waiting(monkeypatch):
+    from baton.cli.launch.cluster import ray_launcher
+
+    launcher = SimpleNamespace(placing=asyncio.Lock(), shunned=set, nodes_of=lambda role: set())
+    is_alone = []
+
+    async def reserve(place, bundle, avoided, most_s):
+        is_alone.append(launcher.placing.locked())
+
+    monkeypatch.setattr(ray_launcher._Place, "_reserve", reserve)
+    place = object.__new__(ray_launcher._Place)
+    place._launcher, place.role = launcher, "decode"
+    with pytest.raises(ray_launcher._Lost, match="has room"):
+        await place._find_room(Resources(num_gpus=1))
+    assert is_alone == [True, True, False], "the last one waits for minutes"
 
 
 def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch):
