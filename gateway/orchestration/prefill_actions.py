@@ -9,7 +9,7 @@ from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestState
 from gateway.queue.admission import WaitingQueue
-from gateway.routing.routing import NEVER_HERE, SHORT_TOKENS, needs
+from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, SHORT_TOKENS, needs
 
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
@@ -47,7 +47,9 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
         request.call_room()
         return
     router.forget_refusals()
-    if router.has_any("decode"):
+    if occurred.message.reason in AWAITS_ADAPTER:
+        request.place.join_for_worker(request.queues.worker)
+    elif router.has_any("decode"):
         request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
@@ -111,7 +113,10 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
         request.call_room()  # where no prefill worker can read it, the decode worker can
         return None
     router.forget_refusals()
-    request.place.join(request.queues.prefill)
+    if refused.reason in AWAITS_ADAPTER:
+        request.place.join_for_worker(request.queues.reader)
+    else:
+        request.place.join(request.queues.prefill)
     return None
 
 

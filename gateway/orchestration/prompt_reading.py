@@ -22,7 +22,7 @@ from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import ReadingStamps
-from gateway.routing.routing import NEVER_HERE, RoutingRequest
+from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
 _DOUBT_POLL_S = 0.02  # while workers that are gone may be back
@@ -61,6 +61,7 @@ class PromptReading:
         self._refused: set[bytes] = set()
         self._failed: set[bytes] = set()
         self._too_short: set[bytes] = set()
+        self._awaits_adapter = False  # as its last refusal says
         self._num_failures, self._deaths = 0, Deaths()
         self.num_read_tokens = 0  # those of the prompt, once it is read
         parts.budget.begin(digest)
@@ -156,6 +157,7 @@ class PromptReading:
         self._refused.add(leg.worker_id)
         if refused.reason in NEVER_HERE:
             self._too_short.add(leg.worker_id)
+        self._awaits_adapter = refused.reason in AWAITS_ADAPTER
         self._place.note_refusal(refused)
         self._parts.queues.prefill.refused_for = refused.reason
         self._parts.record.phase = "awaiting prefill"
@@ -202,7 +204,10 @@ class PromptReading:
 
     async def _wait_for_room(self) -> None:
         """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
-        self._place.join(self._parts.queues.prefill)
+        if self._awaits_adapter:
+            self._place.join_for_worker(self._parts.queues.reader)
+        else:
+            self._place.join(self._parts.queues.prefill)
         if not await self._wait() and self._parts.router.has_any("prefill", self._routing):
             self._place.time_out()
 

@@ -18,6 +18,8 @@ from gateway.routing.latency_model import LinearCost
 SHORT_TOKENS = 64
 # Refusals of a worker that can never take the request, however long it waits there.
 NEVER_HERE = frozenset(("too_long", "no_adapter"))
+# Refusals for want of the request's adapter alone: others may find room all the while.
+AWAITS_ADAPTER = frozenset(("adapter_loading", "adapter_slots"))
 # Workers of a role that a request looks at: those that hold the longest prefixes, and some drawn by chance. Drawn ones
 # keep gateways that know nothing of each other from all choosing the same (Mitzenmacher, The Power of Two Choices).
 NUM_HOLDERS, NUM_DRAWN = 6, 10

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import grpc
 import pytest
 
+from baton.v1 import worker_pb2 as pb
 from gateway.routing.latency_model import Recent
 from tests.gateway.discovery.test_registration import register
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
@@ -309,6 +310,24 @@ async def test_an_adapter_is_not_unknown_before_all_workers_have_said_theirs(clu
         await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
         assert ids_of(await start(c, model="tabs")) == tokens_of(PROMPT, 6, 400)
         assert (await refused(start(c, model="spaces"))).reason == "MODEL_NOT_FOUND"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("reason", ["adapter_slots", "adapter_loading"])
+async def test_a_request_whose_adapter_has_no_slot_holds_up_no_other(cluster, monkeypatch, role, reason):
+    named, make = [pb.Adapter(name="tabs", identity=b"a" * 32)], FakeWorker.__init__
+    monkeypatch.setattr(FakeWorker, "__init__", lambda self, *args, **hello: make(self, *args, adapters=named, **hello))
+    async with cluster(max_queue_wait_s=patience(20)) as c:
+        (worker,) = getattr(c, role)
+        worker.refused_adapters[b"a" * 32] = reason
+        waiting = start(c, model="tabs")
+        await c.until(lambda: len(c.pipeline.queues) == 1)
+        answers = await asyncio.gather(*(start(c) for _ in range(4)))
+        assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 6, 400)] * 4
+        assert not waiting.done()
+        worker.refused_adapters.clear()
+        assert len(ids_of(await waiting)) == 6
+        await c.idle()
 
 
 async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluster):

@@ -101,6 +101,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.hello.model.hidden_size = 4
         self.hello.MergeFrom(pb.Hello(**hello))
         self.refusals: list[str] = []  # reasons for the next Admits or Prefills
+        self.refused_adapters: dict[bytes, str] = {}  # a reason for all that need an adapter, by its identity
         self.failures: dict[str, list[tuple[int, str]]] = {}  # step -> (code, reason) of the next keys that end there
         self.held: set[tuple] = set()
         self.parked: dict[str, pb.RequestSpec] = {}  # by request id: sequences whose session was lost
@@ -289,6 +290,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Refuse by its script, or because the tokens are more than it holds."""
         if self.refusals:
             reason = self.refusals.pop(0)
+        elif message.spec.adapter in self.refused_adapters:
+            reason = self.refused_adapters[message.spec.adapter]
         elif num_tokens > self.hello.limits.max_model_len:
             reason = "too_long"
         else:
