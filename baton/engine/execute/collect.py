@@ -55,7 +55,7 @@ class Results:
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
-                if group.is_held:
+                if group.is_for_taker:
                     outputs.append(Progress(group.key, end, self.num_layers))
         stepped: dict[Group, None] = {}  # in order
         landed: dict[Group, None] = {}
@@ -146,7 +146,7 @@ class Results:
             )
         )
         group.started()
-        if group.is_held:
+        if group.is_for_taker:
             self.lifecycle.happen(group, GroupEvent.HOLD)
         elif going_on := [first for first in firsts if first.finish_reason is None]:
             self.scheduler.fork(trunk, going_on)

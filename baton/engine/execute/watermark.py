@@ -21,7 +21,7 @@ def layer_watermark(
     slices: list[Slice], layout: KVLayout, emit: Callable[[list[Output]], None]
 ) -> "LayerWatermark | None":
     """None where no held prompt that is worth a report ends in the step: all its layers may then be computed in one call."""
-    ending = [piece for piece in slices if piece.seq.group.is_held and piece.end == piece.seq.num_tokens]
+    ending = [piece for piece in slices if piece.seq.group.is_for_taker and piece.end == piece.seq.num_tokens]
     num_tokens = max((end - begin for _, begin, end in ending), default=0)
     layer_bytes = num_tokens * layout.block_bytes // (layout.block_size * layout.num_layers)
     if not ending or layer_bytes * layout.num_layers < MIN_BYTES:

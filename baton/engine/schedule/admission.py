@@ -189,7 +189,7 @@ class Admission:
         """End a held prefill or an offer: its taker has all it wanted, or never will. One that is still computed is
         cancelled. Idempotent."""
         with self.ledger.lock:
-            if (group := self.groups.get(key)) is not None and group.is_held:
+            if (group := self.groups.get(key)) is not None and group.is_for_taker:
                 self._give_out(group, GroupEvent.RELEASE_LEASE, Ending())
 
     # ---- parking: without a reader nothing is computed ----
@@ -266,14 +266,14 @@ class Admission:
         """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later from
         where on."""
         group = trunk.group
-        return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_held) if group.reads_cache else []
+        return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_for_taker) if group.reads_cache else []
 
     def _pin(self, trunk: Sequence) -> Amounts:
         """Take the cached prefix; return how many blocks less there are for others. Refusal where they are promised."""
         before = self.shares.available
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
-        num_outside = 0 if trunk.group.is_held else self.ledger.window.num_outside(num_tokens)
+        num_outside = 0 if trunk.group.is_for_taker else self.ledger.window.num_outside(num_tokens)
         held, num_passed = self.ledger.window.split(block_ids, num_outside)
         if not self.ledger.share(held, trunk.group.holder, num_passed):
             raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))
@@ -287,7 +287,7 @@ class Admission:
 
     def _all_of(self, trunk: Sequence, has_checkpoint: bool) -> Amounts:
         """Return what a prompt takes that could not pin its prefix."""
-        num_choices = 1 if trunk.group.is_held else trunk.group.request.sampling.n
+        num_choices = 1 if trunk.group.is_for_taker else trunk.group.request.sampling.n
         num_states = trunk.recurrent.num_to_have(self.ledger.states, num_choices + has_checkpoint)
         return Amounts(self.layout.num_blocks(trunk.num_tokens), num_states)
 

@@ -141,7 +141,7 @@ class GroupLifecycle:
         taker will read, or of whose tokens something is asked, or whose blocks stay, is fetched whole."""
         trunk, unit = group.trunk, self.ledger.cache.blocks_per_unit
         num_outside = self.ledger.window.num_outside(min(num_tokens, trunk.num_tokens - 1)) // unit * unit
-        if group.is_held or not group.reads_cache or len(trunk.block_ids) > group.num_owned:
+        if group.is_for_taker or not group.reads_cache or len(trunk.block_ids) > group.num_owned:
             return
         if not self.ledger.window.is_part and num_outside * self.layout.block_size > trunk.num_computed:
             trunk.skip(num_outside, self.ledger)
@@ -198,7 +198,7 @@ class GroupLifecycle:
             raise ValueError(
                 f"{group.key}: prompt_logprobs and pooling are of tokens that are read here, and some were fetched"
             )
-        if group.is_held:
+        if group.is_for_taker:
             block_ids = group.trunk.block_ids
             self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
             group.num_owned = len(block_ids)
@@ -279,7 +279,7 @@ class GroupLifecycle:
         self.inbox.post(Enter(group.key, group.arrival))
 
     def _drop_choices(self, group: Group) -> None:
-        if not group.is_held:
+        if not group.is_for_taker:
             self.num_choices -= group.request.sampling.n
 
     def _drop_unverified(self, group: Group) -> None:

@@ -278,7 +278,7 @@ class Scheduler:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
         missing, place = self._missing(seq), self._place(seq)
-        others = (o for o in self.waiting if self._place(o) > place and not o.group.is_held)
+        others = (o for o in self.waiting if self._place(o) > place and not o.group.is_for_taker)
         behind = num_blocks(others, self.ledger.window)
         if not self._fits(seq, missing, behind):
             return False
@@ -310,13 +310,13 @@ class Scheduler:
         for other in reversed(self._in_place(queue)):
             if self._place(other) <= place:
                 return None
-            if (other.block_ids or other.reserve) and not other.group.is_held:
+            if (other.block_ids or other.reserve) and not other.group.is_for_taker:
                 return other
         return None
 
     def _extend_prefix(self, seq: Sequence) -> None:
         """Units that came into the cache since the sequence was admitted, or that are left of it since it parked."""
-        if seq.group.is_held or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
+        if seq.group.is_for_taker or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
             return
         if not seq.group.reads_cache or seq.recurrent.is_ready:
             return

@@ -172,7 +172,7 @@ class Sequence:
     def leave_window(self, ledger: Ledger) -> None:
         """Give back what left its table with its last step, and take out of it what no token to come sees and is named: a
         step that was launched since may have that in its own. What is leased stays whole."""
-        if ledger.window.num_positions is None or self.group.is_held:
+        if ledger.window.num_positions is None or self.group.is_for_taker:
             return
         if self.leaving:
             ledger.leave(self.leaving, self.group.holder)
@@ -272,8 +272,7 @@ class Sequence:
         request = self.group.request
         if request.constraint is not None:
             num_until_stop = request.min_tokens - self.num_output
-            vocabulary = self.group.compiled().vocabulary
-            stops = request.stop_token_ids
+            vocabulary, stops = self.group.compiled().vocabulary, request.stop_token_ids
             self.masks = step_masks(vocabulary, self.cursor, self.draft_ids, stops, num_until_stop)
 
     def take_masks(self) -> StepMasks | None:
@@ -352,7 +351,8 @@ class Group:
         return self.prefilled or self.request.reads_cache
 
     @property
-    def is_held(self) -> bool:
+    def is_for_taker(self) -> bool:
+        """Return whether its blocks are leased to a taker, from its first state on: a held prefill, or an offer."""
         return self.holder is Holder.LEASED
 
     def preempted(self) -> None:

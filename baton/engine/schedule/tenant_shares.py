@@ -58,7 +58,7 @@ def last_above(part: int, seqs: Collection[Sequence], num_of: Callable[[Sequence
     """Return the last in rank of those with anything of the tenant with most, if that is more than its part. A held prefill
     never parks."""
     tenant, amount = max(by_tenant(seqs, num_of).items(), key=lambda entry: entry[1], default=(b"", 0))
-    theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_held]
+    theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_for_taker]
     return max(theirs, key=lambda seq: seq.rank) if amount > part and theirs else None
 
 
@@ -88,7 +88,7 @@ class Shares:
         own = Counter[bytes]()
         if num_taken + request.sampling.n > most:
             for group in self._groups.values():
-                if not group.is_held and group.state is not GroupState.PARKED:
+                if not group.is_for_taker and group.state is not GroupState.PARKED:
                     own[group.tenant] += group.request.sampling.n
         return self._has_room(request, most, num_taken, own, request.sampling.n)
 

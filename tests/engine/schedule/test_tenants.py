@@ -208,9 +208,9 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num
     check(records, [*flood, quiet])
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_for_taker", [False, True])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, is_held):
+def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, is_for_taker):
     """There are blocks enough. One that goes on from a checkpoint needs two at first."""
     engine, records = toy_engine(num_states=4 + is_cached, max_num_seqs=8), Collector()
     quiet = of(QUIET, "q", 100)
@@ -221,7 +221,7 @@ def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, 
         engine.submit(request)
     steps(engine, records, 4)
     assert running(engine) == {FLOOD: 4} and bool(engine.ledger.find(quiet.span_hashes, 100)) == is_cached
-    take = engine.admission.accept if is_held else engine.submit
+    take = engine.admission.accept if is_for_taker else engine.submit
     assert refusal(lambda: take(quiet)).retry_after_s < 0.1
     steps(engine, records, 1)
     assert refusal(lambda: engine.submit(of(FLOOD, "f9"))).reason == "kv_full", "it is owed to another"
@@ -230,7 +230,7 @@ def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, 
     assert records[quiet.key].first is not None
     engine.admission.release_lease(quiet.key)
     run(engine, collector=records)
-    check(records, flood if is_held else [*flood, quiet])
+    check(records, flood if is_for_taker else [*flood, quiet])
 
 
 def test_who_comes_back_gets_a_state_where_another_has_taken_all():
