@@ -212,7 +212,7 @@ class Bench:
             while waiting and waiting[0].at_s <= time.perf_counter() - begun:
                 num_open += self._submit_next(iter([waiting.popleft()]))
             num_open -= sum(isinstance(output, RequestEnded) for output in self.engine.step())
-            if self.engine.launched:
+            if self.engine.has_computed:
                 samples.append(self._live_and_held())
             else:
                 time.sleep(0.001)

@@ -93,7 +93,7 @@ class Engine:
         )
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
-        self.launched = False  # the last step computed something
+        self.has_computed = False  # the last step computed or launched something
         self.last_batch_size = 0  # sequences of the last step
         self._outputs: list[Output] = []  # of the call of `step` that runs
         self._computing: list[Slice] = []  # by it, and not collected yet
@@ -239,7 +239,7 @@ class Engine:
                 self._obey_behind()
                 with self.ledger.lock:
                     is_due = self.lifecycle.groups.is_due(now)
-                self._land(goes_on=not (self._deferred or is_due))
+                self._collect_step(goes_on=not (self._deferred or is_due))
                 if self._flights or not launcher.draws:
                     return self._outputs
             while self._deferred:
@@ -248,16 +248,16 @@ class Engine:
                 self._obey(command)
             self._end_expired(now)
             slices = self.scheduler.schedule(launcher.num_stages if self._overlaps else 1)
-            self.launched, self.last_batch_size = bool(slices), len(slices)
+            self.has_computed, self.last_batch_size = bool(slices), len(slices)
             if not slices:
                 self.speculator.close_all()
                 return self._outputs
             if not (self._overlaps and self.runner.can_launch(slices)):
-                self._launch(slices)
+                self._run_step(slices)
                 return self._outputs
-            self._fly(slices)
+            self._launch_step(slices)
             if not launcher.draws:
-                self._land(goes_on=True)
+                self._collect_step(goes_on=True)
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
@@ -282,53 +282,53 @@ class Engine:
         """Proposals need the tokens before them."""
         return self.runner.launcher.overlaps and not self.speculator.proposers
 
-    def _land(self, goes_on: bool) -> None:
-        """Reads the first flight, behind the launch of others where it `goes_on` and there are any."""
+    def _collect_step(self, goes_on: bool) -> None:
+        """Read the first flight, behind the launch of others where it `goes_on` and there are any."""
         launcher = self.runner.launcher
         while goes_on and len(self._flights) < launcher.depth:
             following = self.scheduler.follow([flight.slices for flight in self._flights], launcher.num_stages)
             if not following or not self.runner.can_launch(following):
                 break
             self.results.keep_states(self._flights[-1].slices, {piece.seq for piece in following})
-            self._fly(following)
+            self._launch_step(following)
             self.last_batch_size = len(following)
         flight = self._flights.popleft()
-        self._computing, aloft = flight.slices, {piece.seq for other in self._flights for piece in other.slices}
+        self._computing, in_flight = flight.slices, {piece.seq for other in self._flights for piece in other.slices}
         drawn = flight.read()
         self.step_number += 1
         self.work.add(flight.slices)
-        self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, aloft)
+        self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, in_flight)
         self._rate.add(sum(len(samples) for _, samples in drawn))
         self._computing = []
 
     def _obey_behind(self) -> None:
         """Obey what concerns none of the keys in flight, while their steps are computed; the rest waits until all have
         passed."""
-        aloft = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
-        aloft |= {command.key for command in self._deferred}
+        in_flight = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
+        in_flight |= {command.key for command in self._deferred}
         for command in chain(self.inbox.drain(), self._pending.take_ready()):
-            if command.key in aloft:
+            if command.key in in_flight:
                 self._deferred.append(command)
             else:
                 self._obey(command)
 
-    def _fly(self, slices: list[Slice]) -> None:
+    def _launch_step(self, slices: list[Slice]) -> None:
         before = self._flights[-1] if self._flights else None
         self._computing = slices
-        self._goes_out(slices, time.monotonic())
+        self._note_launch(slices, time.monotonic())
         on_layer = layer_watermark(slices, self.layout, self.on_progress)
         self._flights.append(self.runner.launch(slices, before, on_layer))
         self._computing = []
 
-    def _goes_out(self, slices: list[Slice], launched_at: float) -> None:
+    def _note_launch(self, slices: list[Slice], launched_at: float) -> None:
         for seq, _, _ in slices:
             if seq.group.launched_at is None and not seq.group.prefilled:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
 
-    def _launch(self, slices: list[Slice]) -> None:
+    def _run_step(self, slices: list[Slice]) -> None:
         self._computing = slices
         launched_at = time.monotonic()
-        self._goes_out(slices, launched_at)
+        self._note_launch(slices, launched_at)
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden

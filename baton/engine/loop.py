@@ -67,7 +67,7 @@ class EngineLoop:
             outputs = self._step()
             if outputs:
                 self._on_outputs(outputs)
-            elif not self.engine.launched:
+            elif not self.engine.has_computed:
                 # Nothing to compute, or all that waits lacks blocks: giving some back rings the bell.
                 self.engine.runner.threads.rest()
                 self.engine.inbox.wait(IDLE_BEAT_S)

@@ -283,7 +283,7 @@ class VirtualStack:
         if worker.is_busy or not worker.engine.has_work():
             return
         outputs = worker.engine.step()
-        if not worker.engine.launched:
+        if not worker.engine.has_computed:
             self._deliver(worker, outputs, 0.0)
             return
         launcher = worker.engine.runner.launcher

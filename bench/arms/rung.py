@@ -92,7 +92,7 @@ class Rung:
                 batch = max(batch, len(running))
             outputs = self.engine.step()
             now = time.perf_counter() - begun
-            if self.engine.launched:
+            if self.engine.has_computed:
                 samples.append(self._kv(len(running) if self.rules.continuous else batch))
             else:
                 time.sleep(IDLE_S)

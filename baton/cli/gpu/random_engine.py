@@ -166,7 +166,7 @@ class RandomEngine:
         for key in list(self.engine.admission.groups):
             self.engine.cancel(key)
         while self.engine.has_work():
-            if not any(isinstance(each, RequestEnded) for each in self.engine.step()) and not self.engine.launched:
+            if not any(isinstance(each, RequestEnded) for each in self.engine.step()) and not self.engine.has_computed:
                 break
 
     def close(self) -> None:

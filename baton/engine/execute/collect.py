@@ -25,33 +25,33 @@ class Results:
         self.ledger = lifecycle.ledger
         self.runner = runner
         self.num_layers = runner.pool.num_layers
-        self._aloft: Set[Sequence] = frozenset()
+        self._in_flight: Set[Sequence] = frozenset()
         self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 
-    def keep_states(self, slices: list[Slice], aloft: Set[Sequence]) -> None:
-        """Copy the states that are kept behind `slices`, which are being computed, of sequences `aloft`: a step that folds more
-        into those is about to be launched."""
+    def keep_states(self, slices: list[Slice], in_flight: Set[Sequence]) -> None:
+        """Copy the states that are kept behind `slices`, which are being computed, of sequences `in_flight`: a step that
+        folds more into those is about to be launched."""
         states, step = self.ledger.states, self.scheduler.config.checkpoint_step
         if states is None:
             return
         with self.ledger.lock:
             for seq, begin, end in slices:
-                if seq in aloft and seq.keeps_state(begin, end, self.ledger, step):
+                if seq in in_flight and seq.keeps_state(begin, end, self.ledger, step):
                     seq.recurrent.copy_ahead(states, self.scheduler.copies.state)
 
     def collect(
         self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
-        aloft: Set[Sequence] = frozenset(), num_steps: int = 1,
+        in_flight: Set[Sequence] = frozenset(), num_steps: int = 1,
     ) -> None:  # fmt: skip
-        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `aloft`:
-        sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
-        collected, whose token for it is dropped. `num_steps`: one behind the other, each with the token of the one before."""
-        self._aloft = aloft
+        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `in_flight`: sequences
+        of a step that was launched since; one of them that ends here keeps its blocks until that one is collected, whose
+        token for it is dropped. `num_steps`: one behind the other, each with the token of the one before."""
+        self._in_flight = in_flight
         step, copies = self.scheduler.config.checkpoint_step, self.scheduler.copies
         for seq, begin, end in slices:
             if seq in self._over:
                 continue
-            seq.passed(begin, end, self.ledger, step, copies, seq in aloft)
+            seq.passed(begin, end, self.ledger, step, copies, seq in in_flight)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
@@ -80,7 +80,7 @@ class Results:
         outputs += filter(None, [self._end(group) for group in landed if not group.live])
 
     def forget(self) -> None:
-        """After a step that failed: nothing is aloft."""
+        """After a step that failed: nothing is in flight."""
         self._over.clear()
 
     def _keeps(self, seq: Sequence, samples: list[Sampled], outputs: list[Output]) -> bool:
@@ -115,7 +115,7 @@ class Results:
         """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
         self.scheduler.remove(seq)
         self.scheduler.lengths.observe(seq.num_output)
-        if seq in self._aloft:
+        if seq in self._in_flight:
             self._over.add(seq)
         else:
             self._leave(seq)

@@ -41,7 +41,7 @@ class Flight:
     slices: list[Slice]
     launched_at: float  # time.monotonic()
     read: Callable[[], list[Drawn]]  # waits until it has passed
-    drawn: list[Sequence]  # of the slices behind which a token is drawn
+    sampled_seqs: list[Sequence]  # of the slices behind which a token is drawn
     tokens: LaunchedTokens | None = None  # one for each of these, where the launch draws them
 
 
@@ -99,7 +99,7 @@ class Runner:
             batch, seqs = self._batch(slices)
             finish = partial(self.launcher.finish, self.launcher.begin(batch), on_layer)
             return Flight(slices, launched_at, partial(self._computed, slices, batch, seqs, finish), seqs)
-        known = {} if before is None else {seq: row for row, seq in enumerate(before.drawn)}
+        known = {} if before is None else {seq: row for row, seq in enumerate(before.sampled_seqs)}
         batch, seqs = self._batch(slices, known)
         rows = [plain_row(piece.seq.group.request, piece.seq.choice, piece.end) for piece in slices if draws(piece)]
         continues = before is not None and any(begin >= seq.num_tokens for seq, begin, _ in slices)

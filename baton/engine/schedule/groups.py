@@ -58,17 +58,17 @@ class Groups(dict[Key, Group]):
 
 
 class Turn:
-    """What a step may compute behind those that are aloft: launched, and not read. With one stage a sequence goes on from the
+    """What a step may compute behind those in flight: launched, and not read. With one stage a sequence goes on from the
     token that is being drawn. Where several stages compute, each is to have a step of its own sequences: of those that decode
     about as many as the others have, who waited longest first. All choices of a group take one turn, as they may end
     together."""
 
     def __init__(
-        self, running: Iterable[Sequence] = (), aloft: Seq[Seq[tuple[Sequence, int, int]]] = (), num_stages: int = 1,
-        has_states: bool = False,
+        self, running: Iterable[Sequence] = (), in_flight: Seq[Seq[tuple[Sequence, int, int]]] = (),
+        num_stages: int = 1, has_states: bool = False,
     ):  # fmt: skip
-        """`aloft`: slices of each step, a sequence with where they begin and end."""
-        self._ends = {seq: end for slices in aloft for seq, _, end in slices}
+        """`in_flight`: slices of each step, a sequence with where they begin and end."""
+        self._ends = {seq: end for slices in in_flight for seq, _, end in slices}
         self._decoding: set[Group] | None = None  # None: all
         self._busy = set[Group]()
         if num_stages > 1:
@@ -76,7 +76,7 @@ class Turn:
             self._busy = {seq.group for seq in self._ends if seq.group.prefilled or has_states}
             counts = Counter(seq.group for seq in running if seq.group.prefilled and seq.remaining == 1)
             num_turns = max(1, min(num_stages, counts.total() // LEAST_SEQS))
-            num_taken = sum(any(seq.group.prefilled for seq, _, _ in slices) for slices in aloft)
+            num_taken = sum(any(seq.group.prefilled for seq, _, _ in slices) for slices in in_flight)
             self._decoding = set() if num_taken >= num_turns else self._choose(counts, num_turns)
         self.has_short_chunks = self._decoding is not None and any(seq.group.prefilled for seq in running)
 

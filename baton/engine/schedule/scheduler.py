@@ -101,14 +101,14 @@ class Scheduler:
             self._schedule_prefill(batch)
         return batch
 
-    def follow(self, aloft: list[list[Slice]], num_stages: int = 1) -> list[Slice]:
-        """The step behind those `aloft`, which are being computed; none where it would take blocks from a sequence, or where
-        tenants share and a prompt is to be read: both are decided with nothing in flight. With one stage a sequence goes on
-        from the token that is being drawn, with more of them others take their turn."""
+    def follow(self, in_flight: list[list[Slice]], num_stages: int = 1) -> list[Slice]:
+        """The step behind those `in_flight`, which are being computed; none where it would take blocks from a sequence, or
+        where tenants share and a prompt is to be read: both are decided with nothing in flight. With one stage a sequence
+        goes on from the token that is being drawn, with more of them others take their turn."""
         if not self._may_follow():
             return []
         batch: list[Slice] = []
-        with self._choosing(Turn(self.running, aloft, num_stages, self.ledger.states is not None)):
+        with self._choosing(Turn(self.running, in_flight, num_stages, self.ledger.states is not None)):
             if not self._follow_decode(batch):
                 return []
             self._schedule_prefill(batch)

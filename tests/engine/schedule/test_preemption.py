@@ -119,7 +119,7 @@ def test_credit_is_kept_for_those_who_were_admitted():
     for _ in range(250):
         records.take(engine.step())
         engine.check_integrity()
-    assert records[running.key].ended is None and not engine.launched
+    assert records[running.key].ended is None and not engine.has_computed
     assert len(engine.admission.set_aside(admitted.key, 70)) == 5
     engine.cancel(admitted.key)
     engine.admission.fetch_settled(admitted.key)
