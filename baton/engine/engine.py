@@ -33,11 +33,11 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec
 from baton.engine.ranks.spawn import Joining, Ranks
+from baton.engine.sampling.grammars import Grammars, read_grammars
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
-from baton.engine.schedule.grammars import Grammars, PendingCommands, read_grammars
 from baton.engine.schedule.groups import Groups
-from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, Resume, Start, Stop
+from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, PendingCommands, Resume, Start, Stop
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.scheduler import Scheduler, Slice
@@ -151,26 +151,6 @@ class Engine:
     def model_name(self) -> str:
         """Return the name that clients, metrics and traces know."""
         return self.config.served_model_name or self.spec.name
-
-    @property
-    def start_line(self) -> str:
-        """Return the choices made at start, in one line."""
-        backends = ", ".join(f"{kind} {name}" for kind, name in self.runner.model.backends.items())
-        mebibytes, states = self.num_blocks * self.layout.block_bytes / (1 << 20), self.ledger.window.words
-        if self.pool.states is not None:
-            each = self.layout.state_bytes / (1 << 20)
-            states += f", {len(self.pool.states)} states of {each:.1f} MiB"
-        ranks = "" if self.ranks is None else f" {self.ranks.words},"
-        return (
-            f"model {self.model_name} {self.spec.family} {self.runner.launcher.words},{ranks} weights {self.runner.model.weights}, "
-            f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
-            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB){states}; {backends}{self.speculator.start_words}{self.adapters.words}"
-        )
-
-    @property
-    def start_details(self) -> list[str]:
-        """Return what there is to say of it in more lines."""
-        return self.runner.model.details
 
     def add_adapter(self, name: str, folder: Path) -> bytes:
         """Read an adapter that requests may name from now on; returns its identity. Raises ModelError."""
@@ -313,6 +293,7 @@ class Engine:
                 self._obey(command)
 
     def _launch_step(self, slices: list[Slice]) -> None:
+        """Launch a step behind those in flight; `_collect_step` reads it."""
         before = self._flights[-1] if self._flights else None
         self._computing = slices
         self._note_launch(slices, time.monotonic())
@@ -326,6 +307,7 @@ class Engine:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
 
     def _run_step(self, slices: list[Slice]) -> None:
+        """Compute a step, or several in one call, from its proposals to its outputs; nothing is in flight."""
         self._computing = slices
         launched_at = time.monotonic()
         self._note_launch(slices, launched_at)

@@ -20,6 +20,7 @@ from baton.engine.core.device import find_device, unfit
 from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
 from baton.service.net import server as grpc_server
@@ -308,8 +309,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
 
 def _log_start(settings: WorkerSettings, engine: Engine) -> None:
     """Log what was loaded, and what of it is less than it might be."""
-    log.info("%s", engine.start_line)
-    for line in engine.start_details:
+    log.info("%s", start_line(engine))
+    for line in start_details(engine):
         log.debug("%s", line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))

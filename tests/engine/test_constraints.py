@@ -17,7 +17,7 @@ from baton.constraints.constraint import Constraint
 from baton.engine import native
 from baton.engine.core.request import FinishReason, FirstToken, Key, Refusal, Request
 from baton.engine.execute import multi_step
-from baton.engine.schedule import grammars
+from baton.engine.sampling import grammars
 from baton.engine.schedule.states import GroupState
 from baton.engine.speculation.control import controller
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve

@@ -14,6 +14,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import OwnMemory
+from baton.engine.start_line import start_details, start_line
 from kvtransfer.layout import NumericsClass
 from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
@@ -152,10 +153,10 @@ def test_load_says_what_it_chose(folder):
     engine = load(folder, dtype="auto", num_blocks=None, max_num_seqs=4)
     assert engine.config.dtype == engine.config.kv_dtype == "fp32"
     assert engine.config.max_model_len == 512 and engine.num_blocks == 4 * 32
-    assert re.search(r"; attention \w+, linear \w+, layers \w+$", engine.start_line) and len(engine.start_line) < 300
-    kinds = [re.match(r"(\w+) \w+: not \w+: .+", line)[1] for line in engine.start_details]
+    assert re.search(r"; attention \w+, linear \w+, layers \w+$", start_line(engine)) and len(start_line(engine)) < 300
+    kinds = [re.match(r"(\w+) \w+: not \w+: .+", line)[1] for line in start_details(engine)]
     assert kinds == ["attention", "linear", "layers"]
-    assert "128 blocks of 16 tokens" in engine.start_line and "\n" not in engine.start_line
+    assert "128 blocks of 16 tokens" in start_line(engine) and "\n" not in start_line(engine)
     assert NumericsClass.parse(str(engine.numerics_class)).compute == "fp32"
     assert str(load(folder).numerics_class) == str(engine.numerics_class)
     assert str(load(folder, dtype="bf16").numerics_class) != str(engine.numerics_class)

@@ -5,6 +5,7 @@ import torch
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.start_line import start_line
 from tests.support import bare
 from tests.support.engine.folders import make_folder, random_ids
 
@@ -71,7 +72,7 @@ def test_a_share_of_the_multiprocessors_changes_nothing(tmp_path):
         shared = load(tmp_path, "cuda", sm_share=0.5)
     except ValueError as error:
         pytest.skip(str(error))
-    assert "multiprocessors" in shared.start_line
+    assert "multiprocessors" in start_line(shared)
     assert answers(shared, prompts, True) == answers(load(tmp_path, "cuda"), prompts, True)
 
 

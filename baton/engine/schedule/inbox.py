@@ -6,9 +6,11 @@ A command names its group by key and arrival: when it is obeyed, the key may hav
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import NamedTuple
 
+from baton.constraints.grammar import Grammar
 from baton.engine.core.request import FirstToken, Key, RequestEnded
 
 
@@ -89,3 +91,27 @@ class Inbox:
         with self._bell:
             if not self._rung.value:
                 self._bell.wait(timeout_s)
+
+
+class PendingCommands:
+    """Commands that wait for the grammars of their groups, in order. The loop's; `ring` wakes it where one is there."""
+
+    def __init__(self, ring: Callable[[], None]):
+        self._ring = ring
+        self._commands: dict[Future[Grammar], list[GroupCommand]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._commands)
+
+    def keeps(self, grammar: Future[Grammar] | None, command: GroupCommand) -> bool:
+        """Return whether a command waits for its group's grammar, or behind one that did: then it is kept."""
+        if grammar is None or (grammar.done() and grammar not in self._commands):
+            return False
+        self._commands.setdefault(grammar, []).append(command)
+        grammar.add_done_callback(lambda _: self._ring())
+        return True
+
+    def take_ready(self) -> Iterator[GroupCommand]:
+        """Take the commands whose grammars are there now."""
+        for grammar in [grammar for grammar in self._commands if grammar.done()]:
+            yield from self._commands.pop(grammar)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from baton.engine.core.request import FirstToken, Key, Refusal, RequestEnded
 from baton.engine.kv.ledger import Holder, Ledger
-from baton.engine.schedule.grammars import Grammars
+from baton.engine.sampling.grammars import Grammars
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Enter, Inbox, Start, Stop
 from baton.engine.schedule.scheduler import Scheduler

@@ -22,11 +22,12 @@ from typing import NamedTuple
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
+from baton.engine.schedule.blocks import SequenceBlocks
 from baton.engine.schedule.counters import Lacks
 from baton.engine.schedule.groups import Turn, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
-from baton.engine.schedule.tenant_shares import Amounts, Shares, by_tenant, first_below, last_above, num_blocks
+from baton.engine.schedule.tenant_shares import Shares, by_tenant, first_below, last_above, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -59,6 +60,7 @@ class Scheduler:
         self.ledger = ledger
         self.shares, self.lengths = shares, lengths
         self.copies = copies
+        self._blocks = SequenceBlocks(layout, ledger)
         self.lacks = Lacks()
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
@@ -94,7 +96,7 @@ class Scheduler:
         """Return the next step's slices; none when nothing can run. Where `num_stages` compute at a time sequences take turns,
         and chunks beside those that decode are short: these wait for the chunks of all steps."""
         batch: list[Slice] = []
-        self._held = self._blocks() if len(self._tenants) > 1 else {}
+        self._held = by_tenant(self._all, self.shares.stocks[0].num_of) if len(self._tenants) > 1 else {}
         self._make_way()
         with self._choosing(Turn(self.running, (), num_stages if self._may_follow() else 1)):
             self._schedule_decode(batch)
@@ -136,7 +138,7 @@ class Scheduler:
                 continue
             if left == 0 and (seq.is_full or not seq.group.prefilled):
                 continue  # the token that is being drawn is its last; or it is the first, which the taker has to see
-            if begin >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
+            if begin >= len(seq.block_ids) * self.layout.block_size and not self._blocks.take(seq, 1):
                 return False
             batch.append(Slice(seq, begin, begin + 1))
         return True
@@ -204,7 +206,7 @@ class Scheduler:
         tenant = seq.group.tenant
         if len(self.running) >= self.config.max_num_seqs:
             return False
-        if tenant in blocked and self._lacks_any(seq):
+        if tenant in blocked and self._blocks.lacks_any(seq):
             return False
         if not self._leaves_owed(seq) or not self._enter(seq):
             blocked.add(tenant)
@@ -219,7 +221,8 @@ class Scheduler:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
         begin = self._turn.begin(seq)
         end = min(seq.num_tokens, begin + budget)
-        if (missing := self._lacking(seq, end)) > 0 and not self._take(seq, missing):  # of a window, as it goes
+        missing = self._blocks.num_lacking(seq, end)  # of a window, as it goes
+        if missing > 0 and not self._blocks.take(seq, missing):
             end = min(end, len(seq.block_ids) * self.layout.block_size)
         if self.ledger.states is not None:
             end = min(end, seq.next_checkpoint(begin, self.ledger.cache.unit_tokens, self.config.checkpoint_step))
@@ -229,34 +232,9 @@ class Scheduler:
 
     # ---- blocks ----
 
-    def _lacking(self, seq: Sequence, num_tokens: int) -> int:
-        return self.layout.num_blocks(num_tokens) - len(seq.block_ids)
-
-    def _missing(self, seq: Sequence) -> int:  # before it is read
-        return self.ledger.window.most_blocks(self._lacking(seq, seq.num_tokens))
-
-    def _lacked(self, seq: Sequence) -> Amounts:
-        """What a waiting sequence takes beyond its promise."""
-        has_state = self.ledger.states is None or seq.recurrent.num_own > 0
-        return Amounts(self._missing(seq) - seq.reserve, int(not has_state))
-
-    def _lacks_any(self, seq: Sequence) -> bool:
-        return any(num > 0 for num in self._lacked(seq))
-
-    def _take(self, seq: Sequence, num: int) -> bool:
-        """`num` more blocks for a sequence, from its promise first."""
-        reserved = min(num, seq.reserve)
-        block_ids = self.ledger.allocate(num, seq.group.holder, reserved)
-        if block_ids is None:
-            return False
-        seq.reserve -= reserved
-        seq.block_ids += block_ids
-        seq.block_table = None
-        return True
-
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """The blocks of `num_tokens`; parks the last behind it until there are as many. False: that was `seq`."""
-        while (missing := self._lacking(seq, num_tokens)) > 0 and not self._take(seq, missing):
+        while (missing := self._blocks.num_lacking(seq, num_tokens)) > 0 and not self._blocks.take(seq, missing):
             victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
             self.park(victim)
             if victim is seq:
@@ -266,18 +244,18 @@ class Scheduler:
     def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` proposals after its last token a sequence has blocks for. It takes more from
         its promise, or if every other that runs could still grow: no sequence parks for a guess."""
-        missing = self._lacking(seq, seq.num_tokens + num_tokens)
+        missing = self._blocks.num_lacking(seq, seq.num_tokens + num_tokens)
         if missing > 0:
             unpromised = missing - seq.reserve
             spare = self.ledger.num_available - len(self.running)
-            if (unpromised > 0 and unpromised > spare) or not self._take(seq, missing):
+            if (unpromised > 0 and unpromised > spare) or not self._blocks.take(seq, missing):
                 return min(num_tokens, len(seq.block_ids) * self.layout.block_size - seq.num_tokens)
         return num_tokens
 
     def _enter(self, seq: Sequence) -> bool:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
-        missing, place = self._missing(seq), self._place(seq)
+        missing, place = self._blocks.num_to_enter(seq), self._place(seq)
         others = (o for o in self.waiting if self._place(o) > place and not o.group.is_for_taker)
         behind = num_blocks(others, self.ledger.window)
         if not self._fits(seq, missing, behind):
@@ -287,7 +265,7 @@ class Scheduler:
             if victim is None:
                 return False
             self.park(victim)
-        return self._take(seq, missing) and self._enter_state(seq)
+        return self._blocks.take(seq, missing) and self._enter_state(seq)
 
     def _enter_state(self, seq: Sequence) -> bool:
         """A state block, where the model has such; what waits behind it gives way."""
@@ -345,9 +323,6 @@ class Scheduler:
     def _all(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
-    def _blocks(self) -> Counter[bytes]:
-        return by_tenant(self._all, self.shares.stocks[0].num_of)
-
     def _part(self, num_tenants: int) -> int:
         """Return a tenant's part of the sequences that run."""
         return max(1, self.config.max_num_seqs // num_tenants)
@@ -371,7 +346,7 @@ class Scheduler:
         most, part = self.config.max_num_seqs - len(starving), self._part(num_tenants)
         while len(self.running) > most and (seq := last_above(part, self.running, lambda seq: 1)):
             self.park(seq)
-        lacked = {tenant: self._lacked(seq) for tenant, seq in starving.items()}
+        lacked = {tenant: self._blocks.lacked(seq) for tenant, seq in starving.items()}
         for index, (ledger, num_of, margin) in enumerate(self.shares.stocks):
             part, held = max(1, ledger.num_blocks // num_tenants), by_tenant(self._all, num_of)
             num = sum(amounts[index] for amounts in owed.values())
@@ -385,9 +360,9 @@ class Scheduler:
         if not self.shares.is_short:
             return True
         with self.ledger.lock:
-            may_take = self.shares.may_take(seq.group.tenant, self._lacked(seq))
+            may_take = self.shares.may_take(seq.group.tenant, self._blocks.lacked(seq))
         for other in () if may_take else self.waiting:
-            if other.group.tenant == seq.group.tenant and self._lacks_any(other):
+            if other.group.tenant == seq.group.tenant and self._blocks.lacks_any(other):
                 self.park(other)
         return may_take
 

@@ -15,6 +15,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.kv.window import Window
 from baton.engine.kv.window_parts import WindowParts
 from baton.engine.models.registry import read_spec
+from baton.engine.start_line import start_line
 from baton.system import PAGE
 from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.memory.region import Region
@@ -222,7 +223,7 @@ def test_a_model_holds_no_more_memory_than_its_blocks(tmp_path, kv_dtype, num_bl
     if not small.runner.model.attention.skips_outside:
         pytest.skip("native attention is not built")
     assert small.pool.num_blocks == num_places(num_blocks, small.layout, spec.windows) > 40 and small.num_blocks < 32
-    assert f"{small.ledger.window.part_bytes * 100 // small.layout.block_bytes} % of each" in small.start_line
+    assert f"{small.ledger.window.part_bytes * 100 // small.layout.block_bytes} % of each" in start_line(small)
     records, most = run(small, requests), os.stat(regions[0].fd).st_blocks * 512
     whole = Engine.load(EngineConfig(num_blocks=64, max_num_batched_tokens=66, **options))
     expected = run(whole, requests)

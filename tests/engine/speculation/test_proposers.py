@@ -15,6 +15,7 @@ from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.speculator import Track
 from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
+from baton.engine.start_line import start_line
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.engine.forced import ForcedProposer, answers_of
 from tests.support.engine.toys import Collector, make_request, run
@@ -111,9 +112,9 @@ def test_a_request_may_name_a_proposer_or_none(folders):
 def test_the_start_line_says_what_speculates_and_what_it_takes(folders):
     target, draft = folders
     engine = load(target, speculator="auto", draft_model=draft)
-    assert "speculation by ngram, draft, as many tokens as pay (" in engine.start_line
+    assert "speculation by ngram, draft, as many tokens as pay (" in start_line(engine)
     assert engine.speculator.num_bytes > draft.joinpath("model.safetensors").stat().st_size
-    assert "speculation" not in load(target).start_line
+    assert "speculation" not in start_line(load(target))
 
 
 def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):

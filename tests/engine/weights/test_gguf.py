@@ -12,6 +12,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model, model_identity
 from baton.engine.models.registry import read_spec
+from baton.engine.start_line import start_line
 from baton.engine.weights.formats.gguf import READERS
 from tests.support.engine import published
 from tests.support.engine.folders import LLAMA3, THETA, YARN, Hand, random_ids
@@ -149,7 +150,7 @@ def test_a_mixture_as_q4_k_m(tmp_path):
     engine = Engine.load(EngineConfig(path, num_blocks=20))
     assert engine.numerics_class.weights == "int4-g32-asym+int8-g16+int8-g32"
     for part in ("weights int4-g32-asym+int8-g16", "MiB in files", "embedding Q6_K, rows expanded as"):
-        assert part in engine.start_line
+        assert part in start_line(engine)
     assert engine.model_identity == model_identity(path)
 
 

@@ -6,6 +6,7 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
+from baton.engine.start_line import start_line
 from baton.engine.weights.round import round_asymmetric, round_fp8, round_symmetric
 from tests.support.engine import published
 from tests.support.engine.folders import Hand, random_ids
@@ -85,4 +86,4 @@ def test_the_start_line_says_so(tmp_path):
     published.dense_folder(tmp_path)
     engine = Engine.load(EngineConfig(tmp_path, quantization="int8", num_blocks=20))
     assert engine.numerics_class.weights == engine.weight_form == "int8-dynamic"
-    assert "weights int8-dynamic (" in engine.start_line and "MiB in files" in engine.start_line
+    assert "weights int8-dynamic (" in start_line(engine) and "MiB in files" in start_line(engine)

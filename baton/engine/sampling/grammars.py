@@ -2,14 +2,12 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
 from baton.constraints.constraint import Constraint
 from baton.constraints.grammar import Grammar, Vocabulary
-from baton.engine.schedule.inbox import GroupCommand
 from baton.gguf import GGUFError
 from baton.tokenizer.tokenizer_file import read_tokenizer_json
 
@@ -47,30 +45,6 @@ class Grammars:
             if not self._num_users[grammar]:
                 del self._num_users[grammar]
                 grammar.cancel()
-
-
-class PendingCommands:
-    """Commands that wait for the grammars of their groups, in order. The loop's; `ring` wakes it where one is there."""
-
-    def __init__(self, ring: Callable[[], None]):
-        self._ring = ring
-        self._commands: dict[Future[Grammar], list[GroupCommand]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._commands)
-
-    def keeps(self, grammar: Future[Grammar] | None, command: GroupCommand) -> bool:
-        """Return whether a command waits for its group's grammar, or behind one that did: then it is kept."""
-        if grammar is None or (grammar.done() and grammar not in self._commands):
-            return False
-        self._commands.setdefault(grammar, []).append(command)
-        grammar.add_done_callback(lambda _: self._ring())
-        return True
-
-    def take_ready(self) -> Iterator[GroupCommand]:
-        """Take the commands whose grammars are there now."""
-        for grammar in [grammar for grammar in self._commands if grammar.done()]:
-            yield from self._commands.pop(grammar)
 
 
 def read_grammars(model: Path, vocab_size: int) -> Grammars | None:
