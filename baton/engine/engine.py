@@ -162,7 +162,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Take a request to prefill and decode here; its outputs come from `step`. Waits for its adapter to be ready.
-        Raises Refusal."""
+        Raises Refusal, and ValueError as Admission.admit does."""
         try:
             self.admission.submit(request)
         except Refusal as refusal:

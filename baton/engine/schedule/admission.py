@@ -47,7 +47,9 @@ class Admission:
 
     def admit(self, request: Request, fetches: bool = True) -> int:
         """Promise the blocks that are missing here and those for growth, and pin the cached prefix. Returns the number
-        of cached tokens. Raises Refusal: too_long, queue_full, kv_full."""
+        of cached tokens. Raises Refusal: too_long, queue_full, kv_full, or that of its adapter (no_adapter,
+        adapter_loading, adapter_slots); ValueError when the key is in use, or where there are no grammars for its
+        constraint."""
         with self.ledger.lock:
             self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
             # A few more than can run: their KV arrives while others still decode.
@@ -120,7 +122,7 @@ class Admission:
             self._tell(key, GroupEvent.START, first_tokens)
 
     def submit(self, request: Request) -> None:
-        """Prefill and decode here, from the first token. Raises Refusal as admit does."""
+        """Prefill and decode here, from the first token. Raises what admit does."""
         with self.ledger.lock:
             self.admit(request, fetches=False)
             self.compute_rest(request.key)
@@ -129,8 +131,8 @@ class Admission:
 
     def accept(self, request: Request, fetches: bool = False) -> Acceptance:
         """Return blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from
-        elsewhere waits for `compute_rest`, and what is missing is held `fetching`. Raises Refusal: too_long,
-        queue_full, kv_full."""
+        elsewhere waits for `compute_rest`, and what is missing is held `fetching`. Raises what admit
+        does."""
         with self.ledger.lock:
             self._check(request, len(request.token_ids) + 1, 1)
             group = self._group(request, Holder.LEASED)

@@ -29,8 +29,8 @@ class Groups(dict[Key, Group]):
         group = self.get(key)
         return group if group is not None and group.arrival == arrival else None
 
-    def expect(self, group: Group) -> None:
-        """Check its deadline again: it may have changed."""
+    def add_deadline(self, group: Group) -> None:
+        """File its deadline, beside one that it had before: `pop_expired` returns it once that has passed."""
         if group.deadline == float("inf"):
             return
         heapq.heappush(self._deadlines, (group.deadline, group.arrival, group.key))

@@ -116,7 +116,7 @@ class GroupLifecycle:
 
     def register(self, group: Group, subject: object) -> None:
         self.groups[group.key] = group
-        self.groups.expect(group)
+        self.groups.add_deadline(group)
         if self.grammars is not None and group.request.constraint is not None:
             group.grammar = self.grammars.compile(group.request.constraint)
 
@@ -165,8 +165,8 @@ class GroupLifecycle:
             group.fetch_settled = False
 
     def verify(self, group: Group, upto_token: int) -> None:
-        """Confirm tokens [0, upto_token): fetching -> running, whole units enter the prefix cache. Raises ValueError
-        beyond the blocks set aside."""
+        """Confirm tokens [0, upto_token): fetching -> the group's holder, whole units enter the prefix cache. Raises
+        ValueError beyond the blocks set aside."""
         trunk = group.trunk
         whole = upto_token >= trunk.num_tokens
         num_owned = self.layout.num_blocks(upto_token) if whole else upto_token // self.layout.block_size
@@ -234,14 +234,14 @@ class GroupLifecycle:
 
     def resume(self, group: Group, subject: object) -> None:
         """Into the queues again, whatever else is there: it waits for blocks like one that was preempted."""
-        self.expect_deadline(group, subject)
+        self.groups.add_deadline(group)
         self.num_choices += group.request.sampling.n
         for seq in group.live:
             self.scheduler.add(seq)
 
-    def expect_deadline(self, group: Group, subject: object) -> None:
-        """Its deadline is another one: it was to park, and has not."""
-        self.groups.expect(group)
+    def refile_deadline(self, group: Group, subject: object) -> None:
+        """File its deadline again, which a resume has changed: it was to park, and has not."""
+        self.groups.add_deadline(group)
 
     def post_stop(self, group: Group, subject: object) -> None:
         self.inbox.post(Stop(group.key, group.arrival))
@@ -342,7 +342,7 @@ def _table() -> dict[tuple[GroupState, GroupEvent], GroupTransition]:
         for event in (e.FETCH, e.SET_ASIDE, e.VERIFY, e.START, e.COMPUTE_REST):
             table[state, event] = to(act.refuse_late, state)
     for state in (s.FETCHING, s.WAITING, s.RUNNING, s.HELD):
-        table[state, e.RESUME] = to(act.expect_deadline, state)
+        table[state, e.RESUME] = to(act.refile_deadline, state)
     for event in (e.CANCEL, e.DEADLINE, e.END):
         table[s.FETCHING, event] = to(act.end_fetching, s.FINISHED)
     for state in (s.WAITING, s.RUNNING):

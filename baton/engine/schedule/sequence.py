@@ -312,7 +312,7 @@ class Group:
         hashes = list(request.span_hashes) if self.is_named else []
         self.live: list[Sequence] = [Sequence(self, 0, list(request.token_ids), hashes)]
         self.prefilled = False  # the first tokens are drawn, here or on another worker
-        # a fetch: blocks [0, num_owned) of the trunk are held RUNNING, those behind it FETCHING
+        # a fetch: blocks [0, num_owned) of the trunk are held by `holder`, those behind it FETCHING
         self.num_owned = 0
         self.fetch_settled = True
         # stamps, time.monotonic()

@@ -188,7 +188,7 @@ def test_a_deadline_ends_what_is_in_flight():
         records.take(engine.step())
     group = engine.admission.groups[request.key]
     group.deadline = 0.0
-    engine.admission.groups.expect(group)
+    engine.admission.groups.add_deadline(group)
     run(engine, collector=records)
     assert records[request.key].ended.error == "deadline" and engine.ledger.num_available == engine.num_blocks
 

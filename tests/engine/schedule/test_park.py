@@ -162,7 +162,7 @@ def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
     groups, group = engine.lifecycle.groups, engine.lifecycle.groups[request.key]
     for number in range(2000):
         group.deadline = 1000.0 + number // 1000
-        groups.expect(group)
+        groups.add_deadline(group)
         assert len(groups._deadlines) < 200
     assert groups.pop_expired(1000.5) is None and groups.pop_expired(1001.0) is group
 
