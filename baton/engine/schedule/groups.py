@@ -12,7 +12,7 @@ from baton.engine.schedule.sequence import Copies, Group, Sequence
 from kvtransfer.naming import SPAN_TOKENS
 
 LEAST_SEQS = 8  # of a turn: a step of 4 takes about as long as one of 8, which for the most part reads weights
-_turns = count(1)
+_rounds = count(1)
 _NUM_SPARE = 64  # deadlines kept that are past or of keys that have ended, and as many again as there are live ones
 
 
@@ -57,7 +57,7 @@ class Groups(dict[Key, Group]):
         return None
 
 
-class Turn:
+class StepEligibility:
     """What a step may compute behind those in flight: launched, and not read. With one stage a sequence goes on from the
     token that is being drawn. Where several stages compute, each is to have a step of its own sequences: of those that decode
     about as many as the others have, who waited longest first. All choices of a group take one turn, as they may end
@@ -80,17 +80,17 @@ class Turn:
             self._decoding = set() if num_taken >= num_turns else self._choose(counts, num_turns)
         self.has_short_chunks = self._decoding is not None and any(seq.group.prefilled for seq in running)
 
-    def begin(self, seq: Sequence) -> int:
+    def first_uncomputed(self, seq: Sequence) -> int:
         """Return the first token of a sequence that no step computes yet."""
         return self._ends.get(seq, seq.num_computed)
 
-    def has(self, seq: Sequence) -> bool:
+    def may_run(self, seq: Sequence) -> bool:
         """Return whether the step may compute something of a sequence that runs."""
         if self._decoding is None or seq.group in self._decoding:
             return True
         return seq.group not in self._busy and (seq.remaining > 1 or not seq.group.prefilled)
 
-    def lets_enter(self, seq: Sequence) -> bool:
+    def may_enter(self, seq: Sequence) -> bool:
         """Return whether a sequence that waits may enter. What it computes first may be being computed for another: it will
         be in the cache."""
         place = seq.num_computed // SPAN_TOKENS
@@ -102,12 +102,12 @@ class Turn:
         return not is_coming and seq.group not in self._busy
 
     def _choose(self, counts: Counter[Group], num_turns: int) -> set[Group]:
-        chosen, num_seqs, turn = set[Group](), 0, next(_turns)
-        for group in sorted(counts, key=lambda group: group.last_turn):
+        chosen, num_seqs, this_round = set[Group](), 0, next(_rounds)
+        for group in sorted(counts, key=lambda group: group.last_chosen):
             if num_seqs * num_turns < counts.total() and group not in self._busy:
                 chosen.add(group)
                 num_seqs += counts[group]
-                group.last_turn = turn
+                group.last_chosen = this_round
         return chosen
 
 

@@ -24,7 +24,7 @@ from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.blocks import SequenceBlocks
 from baton.engine.schedule.counters import Lacks
-from baton.engine.schedule.groups import Turn, fork
+from baton.engine.schedule.groups import StepEligibility, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
 from baton.engine.schedule.tenant_shares import Shares, by_tenant, first_below, last_above, num_blocks
@@ -66,7 +66,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
         self._tenants = Counter[bytes]()  # of both, by sequences
-        self._turn = Turn()  # of the step that is chosen
+        self._eligible = StepEligibility()  # of the step that is chosen
         self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
         self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
         self._seen: dict[bytes, float] = {}  # tenants of late, and when one of theirs came: time.monotonic()
@@ -98,7 +98,7 @@ class Scheduler:
         batch: list[Slice] = []
         self._held = by_tenant(self._all, self.shares.stocks[0].num_of) if len(self._tenants) > 1 else {}
         self._make_way()
-        with self._choosing(Turn(self.running, (), num_stages if self._may_follow() else 1)):
+        with self._choosing(StepEligibility(self.running, (), num_stages if self._may_follow() else 1)):
             self._schedule_decode(batch)
             self._schedule_prefill(batch)
         return batch
@@ -110,19 +110,19 @@ class Scheduler:
         if not self._may_follow():
             return []
         batch: list[Slice] = []
-        with self._choosing(Turn(self.running, in_flight, num_stages, self.ledger.states is not None)):
+        with self._choosing(StepEligibility(self.running, in_flight, num_stages, self.ledger.states is not None)):
             if not self._follow_decode(batch):
                 return []
             self._schedule_prefill(batch)
         return batch
 
     @contextmanager
-    def _choosing(self, turn: Turn) -> Generator[None]:
-        self._turn = turn
+    def _choosing(self, eligible: StepEligibility) -> Generator[None]:
+        self._eligible = eligible
         try:
             yield
         finally:
-            self._turn = Turn()
+            self._eligible = StepEligibility()
 
     def _may_follow(self) -> bool:
         if self.shares.is_short:
@@ -131,8 +131,8 @@ class Scheduler:
 
     def _follow_decode(self, batch: list[Slice]) -> bool:
         """Return whether there were blocks for all."""
-        for seq in filter(self._turn.has, self._in_place(self.running)):
-            begin = self._turn.begin(seq)
+        for seq in filter(self._eligible.may_run, self._in_place(self.running)):
+            begin = self._eligible.first_uncomputed(seq)
             left = seq.num_tokens - begin
             if left > 1 or not seq.block_ids:
                 continue
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _schedule_decode(self, batch: list[Slice]) -> None:
         block_size = self.layout.block_size
-        for seq in filter(self._turn.has, self._in_place(self.running)):
+        for seq in filter(self._eligible.may_run, self._in_place(self.running)):
             if not seq.block_ids:  # parked for one before it
                 continue
             begin, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + SPAN_TOKENS)  # the least chunk
@@ -158,16 +158,16 @@ class Scheduler:
         Where tenants share, those who have saved turns have the step to themselves, if any of them can run, and all
         others take short ones, for a request may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
-        if self._turn.has_short_chunks:
+        if self._eligible.has_short_chunks:
             budget = min(budget, self._short_step)
         self.lacks.look()
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
-        for seq in filter(self._turn.has, self.running):
-            if seq.num_tokens - self._turn.begin(seq) > 1:
+        for seq in filter(self._eligible.may_run, self.running):
+            if seq.num_tokens - self._eligible.first_uncomputed(seq) > 1:
                 lines.setdefault(seq.group.tenant, []).append((seq, False))
         if not (has_place := len(self.running) < self.config.max_num_seqs):
             self.lacks.note(Lacks.PLACE)
-        for seq in filter(self._turn.lets_enter, self.waiting if has_place else ()):
+        for seq in filter(self._eligible.may_enter, self.waiting if has_place else ()):
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
         if len(self._seen) > 1:
@@ -219,7 +219,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
-        begin = self._turn.begin(seq)
+        begin = self._eligible.first_uncomputed(seq)
         end = min(seq.num_tokens, begin + budget)
         missing = self._blocks.num_lacking(seq, end)  # of a window, as it goes
         if missing > 0 and not self._blocks.take(seq, missing):

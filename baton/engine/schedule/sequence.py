@@ -308,7 +308,7 @@ class Group:
         num_spans = len(request.token_ids) // SPAN_TOKENS
         self.is_named = len(request.span_hashes) == num_spans and request.chain_parent != NO_PARENT
         self.arrival = next(_arrivals)
-        self.last_turn = 0  # the last step in which its tokens were computed, where groups take turns
+        self.last_chosen = 0  # the last round in which it was chosen, where groups take turns
         hashes = list(request.span_hashes) if self.is_named else []
         self.live: list[Sequence] = [Sequence(self, 0, list(request.token_ids), hashes)]
         self.prefilled = False  # the first tokens are drawn, here or on another worker
