@@ -13,7 +13,7 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.pooling import Pool
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs, Waits
 from baton.engine.kv.ledger import Holder, Ledger
-from baton.engine.kv.sequence_state import CopyState, SequenceState
+from baton.engine.kv.recurrent_state import CopyState, RecurrentState
 from baton.engine.kv.window import Window
 from baton.engine.sampling.step_masks import StepMasks, step_masks
 from baton.engine.schedule.counters import DraftCounts
@@ -61,7 +61,7 @@ class Sequence:
         self.num_sealed = 0  # units
         self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
         self.block_table = None  # block_ids as a tensor; the runner's
-        self.recurrent = SequenceState()
+        self.recurrent = RecurrentState()
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
         self.lacked = Waits()  # by all that waited, when it began to wait
         self.masks: StepMasks | None = None  # of a constraint, for the step in flight

@@ -1,7 +1,7 @@
 """A cached prefix of a model whose layers keep a state ends where a checkpoint of the state stands."""
 
 from baton.engine.kv.ledger import Holder, Ledger
-from baton.engine.kv.sequence_state import SequenceState
+from baton.engine.kv.recurrent_state import RecurrentState
 
 NAMES = [bytes([index]) * 32 for index in range(1, 6)]
 
@@ -19,7 +19,7 @@ def no_copy(source: int, target: int) -> None:
 
 
 def test_a_hit_is_the_longest_prefix_with_a_checkpoint():
-    ledger, seq = Ledger(8, 64, num_states=4), SequenceState()
+    ledger, seq = Ledger(8, 64, num_states=4), RecurrentState()
     cached_spans(ledger, 5)
     assert ledger.find(NAMES, 400) == []
     assert seq.take(ledger.states, Holder.RUNNING)
@@ -33,17 +33,17 @@ def test_a_hit_is_the_longest_prefix_with_a_checkpoint():
 
 
 def test_checkpoints_give_way_to_sequences_but_not_those_that_are_pinned():
-    ledger, seq = Ledger(8, 64, num_states=3), SequenceState()
+    ledger, seq = Ledger(8, 64, num_states=3), RecurrentState()
     cached_spans(ledger, 5)
     assert seq.take(ledger.states, Holder.RUNNING)
     seq.keep(ledger.states, NAMES[0], no_copy)
     seq.keep(ledger.states, NAMES[1], no_copy)
     seq.keep(ledger.states, NAMES[2], no_copy)  # the oldest one goes
     assert ledger.checkpoint(NAMES, 64) is None and len(ledger.find(NAMES, 400)) == 3
-    other = SequenceState()
+    other = RecurrentState()
     assert other.pin(ledger, NAMES, 192, Holder.RUNNING)
     assert other.promise(ledger.states, 1) and not other.promise(ledger.states, 1)
-    assert not SequenceState().take(ledger.states, Holder.RUNNING), "what is left is promised"
+    assert not RecurrentState().take(ledger.states, Holder.RUNNING), "what is left is promised"
     copied: list[tuple[int, int]] = []
     pinned = other.checkpoint_id
     assert other.enter(ledger.states, Holder.RUNNING, lambda *blocks: copied.append(blocks)) and other.is_ready

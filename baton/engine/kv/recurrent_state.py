@@ -14,7 +14,7 @@ from baton.engine.kv.ledger import Holder, Ledger
 CopyState = Callable[[int, int], None]  # from one block to another, between steps
 
 
-class SequenceState:
+class RecurrentState:
     """Of a model whose layers keep none it stays empty. Guarded as the blocks of its sequence are."""
 
     __slots__ = ("block_id", "holder", "checkpoint_id", "kept_id", "reserve", "is_ready", "num_pending")
@@ -113,7 +113,7 @@ class SequenceState:
         self.is_ready = True
         return True
 
-    def fork(self, other: "SequenceState", states: Ledger | None, copy: CopyState) -> bool:
+    def fork(self, other: "RecurrentState", states: Ledger | None, copy: CopyState) -> bool:
         """Give another choice a block with the same state, from its own promise. False where there is none."""
         if states is None:
             return True
