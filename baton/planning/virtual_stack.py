@@ -353,7 +353,7 @@ class VirtualStack:
         admission = taker.engine.admission
         admission.skip(key, num_prompt)
         admission.set_aside(key, num_prompt)
-        admission.verified(key, num_prompt)
+        admission.verify(key, num_prompt)
         admission.fetch_settled(key)
         admission.start(key, going_on)
         self._wake(source)

@@ -333,7 +333,7 @@ def test_parked_while_its_grammar_compiles(gated, is_read_again):
     admission, records = engine.admission, Collector(first_index=1)
     admission.admit(request)
     admission.set_aside(request.key, 3)
-    admission.verified(request.key, 3)
+    admission.verify(request.key, 3)
     admission.fetch_settled(request.key)
     admission.start(request.key, (FirstToken(0, TOKENIZER.token_to_id("a")),))
     for post in [admission.park, admission.resume, admission.park][: 2 if is_read_again else 3]:

@@ -39,7 +39,7 @@ class Pair:
         first, last = self.fetched // block_size, -(-upto_token // block_size)
         self.check_integrity()
         copy_kv(self.prefill, self.acceptance.blocks[first:last], self.decode, refs[first:last])
-        self.decode.admission.verified(request.key, upto_token)
+        self.decode.admission.verify(request.key, upto_token)
         self.check_integrity()
         self.fetched = upto_token
 
@@ -182,7 +182,7 @@ def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
     request = make_request("a", prompt(120))
     engine.admission.admit(request)
     engine.admission.set_aside(request.key, 64)
-    engine.admission.verified(request.key, 32)
+    engine.admission.verify(request.key, 32)
     engine.admission.set_aside(request.key, 120)
     if settled_first:
         engine.admission.fetch_settled(request.key)
@@ -193,7 +193,7 @@ def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
     assert engine.ledger.num_available == (16 if settled_first else 10)
     for late in (
         lambda: engine.admission.set_aside(request.key, 120),
-        lambda: engine.admission.verified(request.key, 64),
+        lambda: engine.admission.verify(request.key, 64),
     ):
         with pytest.raises(LookupError, match="not admitted here"):
             late()
@@ -223,7 +223,7 @@ def test_start_before_the_last_block_is_an_error():
     request = make_request("a", prompt(70))
     engine.admission.admit(request)
     engine.admission.set_aside(request.key, 70)
-    engine.admission.verified(request.key, 64)
+    engine.admission.verify(request.key, 64)
     with pytest.raises(ValueError, match="before the last block"):
         engine.admission.start(request.key, ())
     with pytest.raises(ValueError, match="set_aside"):

@@ -135,7 +135,7 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
     assert set(engine.admission.groups) == {held.key, admitted.key}
     assert engine.load_report().blocks_by_holder["leased"] == 6
     engine.admission.release_lease(held.key)
-    engine.admission.verified(admitted.key, 90)
+    engine.admission.verify(admitted.key, 90)
     engine.admission.fetch_settled(admitted.key)
     engine.cancel(admitted.key)
     gathered.wait(lambda records: records[held.key].ended and records[admitted.key].ended)
@@ -194,7 +194,7 @@ def test_a_command_that_fails_ends_its_key_alone():
     firsts = [output for output in source.step() if isinstance(output, PrefillDone)]
     engine.admission.admit(bad)
     copy_kv(source, acceptance.blocks, engine, engine.admission.set_aside(bad.key, 40))
-    engine.admission.verified(bad.key, 40)
+    engine.admission.verify(bad.key, 40)
     engine.admission.fetch_settled(bad.key)
     engine.admission.start(bad.key, going_on(firsts[0]) * 3)
     # Crashes where a second choice gets its tail.
@@ -258,7 +258,7 @@ def test_two_loops_hand_over(loop_of):
         firsts.wait(lambda records, key=request.key: records[key].first is not None)
         refs = decode.admission.set_aside(request.key, 150)
         copy_kv(prefill, acceptance.blocks, decode, refs)
-        decode.admission.verified(request.key, 150)
+        decode.admission.verify(request.key, 150)
         decode.admission.fetch_settled(request.key)
         decode.admission.start(request.key, going_on(firsts.records[request.key].first))
         prefill.admission.release_lease(request.key)

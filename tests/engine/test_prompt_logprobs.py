@@ -106,6 +106,6 @@ def test_no_part_of_it_may_have_been_fetched(folder):
     engine, request = load(folder), asked("fetched")
     engine.admission.admit(request)
     engine.admission.set_aside(request.key, 64)
-    engine.admission.verified(request.key, 64)
+    engine.admission.verify(request.key, 64)
     with pytest.raises(ValueError, match="prompt_logprobs"):
         engine.admission.compute_rest(request.key)

@@ -51,7 +51,7 @@ def _fetched(engine, deadline):
     source.step()
     engine.admission.admit(request)
     copy_kv(source, acceptance.blocks, engine, engine.admission.set_aside(request.key, 100))
-    engine.admission.verified(request.key, 100)
+    engine.admission.verify(request.key, 100)
     engine.admission.fetch_settled(request.key)
     return request
 
@@ -63,7 +63,7 @@ def _held(engine, deadline):
 
 def _held_and_fetching(engine, deadline):
     engine.admission.accept(request := make_request("a", prompt(100), 6, deadline=deadline), fetches=True)
-    engine.admission.fetching(request.key)
+    engine.admission.begin_fetch(request.key)
     return request
 
 

@@ -51,7 +51,7 @@ class Results:
         for seq, begin, end in slices:
             if seq in self._over:
                 continue
-            seq.passed(begin, end, self.ledger, step, copies, seq in in_flight)
+            seq.note_computed(begin, end, self.ledger, step, copies, seq in in_flight)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
@@ -76,7 +76,7 @@ class Results:
             if seq.group.pool is not None and end == seq.num_tokens:
                 self._first_tokens(seq, [], outputs)  # there are none: its end
         for group in stepped:
-            group.stepped(launched_at, num_steps)
+            group.note_steps(launched_at, num_steps)
         outputs += filter(None, [self._end(group) for group in landed if not group.live])
 
     def forget(self) -> None:
@@ -145,7 +145,7 @@ class Results:
                 group.waits,
             )
         )
-        group.started()
+        group.note_first_tokens()
         if group.is_for_taker:
             self.lifecycle.happen(group, GroupEvent.HOLD)
         elif going_on := [first for first in firsts if first.finish_reason is None]:

@@ -187,7 +187,7 @@ def compute(
     many steps. Sets `runner.hidden` as Runner.run does."""
     runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
     drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
-    runner.threads.passed(num_steps)
+    runner.threads.end(num_steps)
     return drawn, num_steps
 
 

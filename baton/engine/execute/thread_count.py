@@ -97,7 +97,7 @@ class ThreadCount:
         _set(self._num_threads - (self._choice is not None and self._choice.next()))
         self._num_rows, self._begun = num_rows, time.perf_counter()
 
-    def passed(self, num_steps: int) -> None:
+    def end(self, num_steps: int) -> None:
         """Measure the call, of as many steps; what comes behind it is computed by all again."""
         if self._choice is not None:
             _set(self._num_threads)

@@ -83,7 +83,7 @@ class RecurrentState:
         self.reserve -= reserved
         return True
 
-    def verified(self, states: Ledger | None, holder: Holder) -> None:
+    def note_verified(self, states: Ledger | None, holder: Holder) -> None:
         """What was fetched into its own block is verified: the state stands behind it."""
         if states is not None:
             self.settle(states, holder)

@@ -1,8 +1,8 @@
 """The door of the engine: which requests may come in, with which promise of blocks, and what other threads may say of them.
 
-    admit            a decode worker's credit: its KV comes by set_aside and verified, then start or compute_rest
+    admit            a decode worker's credit: its KV comes by set_aside and verify, then start or compute_rest
     submit           prefill and decode here
-    accept           a prefill held for a taker; one that fetches a prefix continues by verified and compute_rest
+    accept           a prefill held for a taker; one that fetches a prefix continues by verify and compute_rest
     offer            a lease on what is cached
 
 Everything here is answered at once, on any thread, under the ledger's lock. What follows is in lifecycle.py.
@@ -73,7 +73,7 @@ class Admission:
             if not (may_take and self.ledger.reserve(credit)):
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
-            self.shares.taken(request)
+            self.shares.clear_shortage(request)
             trunk.reserve = credit
             group.num_owned = len(trunk.block_ids)
             self.lifecycle.happen(group, GroupEvent.ADMIT)
@@ -103,7 +103,7 @@ class Admission:
                 raise LookupError(f"{key} is not admitted here, or ended")
             return self._state_refs(group.trunk)
 
-    def verified(self, key: Key, upto_token: int) -> int:
+    def verify(self, key: Key, upto_token: int) -> int:
         """Confirm tokens [0, upto_token): whole units enter the prefix cache. Return the first token that is to be computed
         here still, which may be one before: a part of a block is, and all where a state stands inside of one. LookupError
         when the key has ended."""
@@ -151,13 +151,13 @@ class Admission:
             if block_ids is None:
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
-            self.shares.taken(request)
+            self.shares.clear_shortage(request)
             group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
             self.lifecycle.happen(group, GroupEvent.ACCEPT_PREFIX if fetches else GroupEvent.ACCEPT)
             return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens, self._state_refs(trunk))
 
-    def fetching(self, key: Key) -> None:
+    def begin_fetch(self, key: Key) -> None:
         """Say that bytes may land in the blocks of a held prefill from here on, until `fetch_settled`. LookupError when
         the key has ended."""
         with self.ledger.lock:
@@ -259,7 +259,7 @@ class Admission:
 
     def _kv_full(self, request: Request, lacked: Amounts) -> Refusal:
         """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""
-        if not self.shares.refused(request, lacked):
+        if not self.shares.note_shortage(request, lacked):
             return Refusal(KV_FULL)
         self.lifecycle.inbox.ring()
         return Refusal(KV_FULL, retry_after_s=0.02)

@@ -175,7 +175,7 @@ class GroupLifecycle:
         if self.ledger.states is not None:
             if not whole and upto_token % self.layout.block_size:
                 return  # the state stands where no block ends: it goes on with nothing
-            trunk.recurrent.verified(self.ledger.states, group.holder)
+            trunk.recurrent.note_verified(self.ledger.states, group.holder)
         if num_owned > group.num_owned:
             self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, group.holder)
             group.num_owned = num_owned
@@ -188,7 +188,7 @@ class GroupLifecycle:
         """Let a fetched prompt decode from its first tokens. Raises ValueError before its last block is verified."""
         if group.trunk.num_computed < group.trunk.num_tokens:
             raise ValueError(f"{group.key}: start before the last block was verified")
-        group.started()
+        group.note_first_tokens()
         self.inbox.post(Start(group.key, group.arrival, tuple(first_tokens)))
 
     def compute_rest(self, group: Group, subject: object) -> None:

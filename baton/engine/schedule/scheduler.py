@@ -213,7 +213,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         insort(self.running, seq, key=by_rank)
-        seq.group.waited(seq, self.lacks.seconds)
+        seq.group.note_wait(seq, self.lacks.seconds)
         self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
         return True
 
@@ -306,7 +306,7 @@ class Scheduler:
             self.running.remove(seq)
             seq.lacked = self.lacks.seconds
             insort(self.waiting, seq, key=by_rank)
-            seq.group.preempted()
+            seq.group.note_preemption()
         seq.give_back(self.ledger)
 
     # ---- tenants ----

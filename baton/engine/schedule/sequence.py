@@ -220,7 +220,7 @@ class Sequence:
             return False
         return end == self.next_checkpoint(begin, ledger.cache.unit_tokens, step)
 
-    def passed(
+    def note_computed(
         self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies", goes_on: bool = False
     ) -> None:  # fmt: skip
         """Its tokens [begin, end) are computed: name what is whole, keep the state where one is kept, and let go of what is
@@ -355,12 +355,12 @@ class Group:
         """Return whether its blocks are leased to a taker, from its first state on: a held prefill, or an offer."""
         return self.holder is Holder.LEASED
 
-    def preempted(self) -> None:
+    def note_preemption(self) -> None:
         self.num_preemptions += 1
         if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
             self.preempted_at += (time.monotonic(),)
 
-    def waited(self, seq: Sequence, lacked: Waits) -> None:
+    def note_wait(self, seq: Sequence, lacked: Waits) -> None:
         """Add what a sequence has waited that runs now; of several choices, which wait side by side, the first counts.
         `lacked`: by all that waited, until now."""
         if seq is self.trunk:
@@ -368,12 +368,12 @@ class Group:
                 *(own + end - begin for own, begin, end in zip(self.waits, seq.lacked, lacked, strict=True))
             )
 
-    def started(self) -> None:
+    def note_first_tokens(self) -> None:
         """The first tokens are known: what comes now is decoding."""
         self.prefilled, self.waits = True, Waits()
         self.started_at = time.monotonic()
 
-    def stepped(self, launched_at: float, num_steps: int) -> None:
+    def note_steps(self, launched_at: float, num_steps: int) -> None:
         """Decode steps with this group in them have passed, computed in one call since `launched_at`."""
         if self.first_step_at is None:
             self.first_step_at = launched_at

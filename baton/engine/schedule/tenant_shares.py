@@ -115,15 +115,15 @@ class Shares:
         held = self._held()
         return self._is_within(held, tenant, more, len(held[0].keys() | self._owed))
 
-    def refused(self, request: Request, lacked: Amounts) -> bool:
+    def note_shortage(self, request: Request, lacked: Amounts) -> bool:
         """Note what it lacks, and return whether it is owed that."""
         if not self._is_part(request.tenant_mark, lacked):
             return False
         self._owed[request.tenant_mark] = lacked, time.monotonic() + _OWED_S
         return True
 
-    def taken(self, request: Request) -> None:
-        """It has what it lacked."""
+    def clear_shortage(self, request: Request) -> None:
+        """Owe it nothing more: it has what it lacked."""
         self._owed.pop(request.tenant_mark, None)
 
     @property

@@ -63,7 +63,7 @@ class EngineBlocks:
 
     def verified(self, upto_token: int) -> None:
         try:
-            num_computed = self._engine.admission.verified(self._key, upto_token)
+            num_computed = self._engine.admission.verify(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
         self._on_verified(num_computed)
@@ -126,7 +126,7 @@ class Intake:
             leg.num_cached_tokens = upto_token
             on_verified(upto_token)
 
-        self._engine.admission.fetching(leg.key)
+        self._engine.admission.begin_fetch(leg.key)
         self._fetch(leg, decoded, handle, ticket, on_end, arrived)
 
     def stop(self, leg: Leg) -> None:

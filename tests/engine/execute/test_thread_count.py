@@ -33,7 +33,7 @@ class Machine:
         self.count.begin(num_rows)
         used = torch.get_num_threads()
         self.now += num_steps * self.cost(used, num_rows)
-        self.count.passed(num_steps)
+        self.count.end(num_steps)
         return used
 
 

@@ -72,7 +72,7 @@ class Bench:
         request = make_request(OTHER.request_id, list(range(1, NUM_TOKENS + 1)), 20)
         self.admission.admit(request)
         self.admission.set_aside(OTHER, NUM_TOKENS)
-        self.admission.verified(OTHER, NUM_TOKENS)
+        self.admission.verify(OTHER, NUM_TOKENS)
         self.admission.fetch_settled(OTHER)
         self.admission.cancel(OTHER)
         assert [command.key for command in self.inbox.drain()] == [OTHER]

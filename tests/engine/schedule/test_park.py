@@ -124,7 +124,7 @@ def test_parked_before_it_starts():
     refs = engine.admission.set_aside(request.key, 30)
     for ours, theirs in zip(refs, reader.admission.groups[request.key].trunk.block_ids, strict=True):
         engine.pool.bytes[ours.block_id] = reader.pool.bytes[theirs]
-    engine.admission.verified(request.key, 30)
+    engine.admission.verify(request.key, 30)
     engine.admission.fetch_settled(request.key)
     engine.admission.park(request.key)
     engine.admission.start(request.key, done.first_tokens)

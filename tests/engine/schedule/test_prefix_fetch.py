@@ -25,11 +25,11 @@ def test_only_the_rest_is_computed():
     acceptance = engine.admission.accept(request, True)
     assert not engine.scheduler.has_work() and acceptance.num_cached_tokens == 0
     assert engine.ledger.counts()["fetching"] == len(acceptance.blocks)
-    engine.admission.fetching(request.key)
+    engine.admission.begin_fetch(request.key)
     refs = engine.admission.set_aside(request.key, 192)
     assert tuple(refs) == acceptance.blocks[: len(refs)], "the blocks that were leased are those that are filled"
     copy_kv(holder, offered.blocks, engine, refs)
-    engine.admission.verified(request.key, 192)
+    engine.admission.verify(request.key, 192)
     engine.check_integrity()
     engine.admission.fetch_settled(request.key)
     engine.admission.compute_rest(request.key)
@@ -51,7 +51,7 @@ def test_cancelled_while_bytes_may_land(settled_first):
     _, request = cached_elsewhere(128)
     engine = toy_engine()
     engine.admission.accept(request, True)
-    engine.admission.fetching(request.key)
+    engine.admission.begin_fetch(request.key)
     if settled_first:
         engine.admission.fetch_settled(request.key)
     engine.cancel(request.key)

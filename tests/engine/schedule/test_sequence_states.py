@@ -119,7 +119,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
     if brought == "all":
         copy_kv(prefill, acceptance.blocks, decode, refs)
         copy_states(prefill, acceptance.states, decode, request.key)
-        decode.admission.verified(request.key, 200)
+        decode.admission.verify(request.key, 200)
     if settled:
         decode.admission.fetch_settled(request.key)
     decode.admission.compute_rest(request.key)
@@ -144,10 +144,10 @@ def test_a_decode_worker_goes_on_behind_the_prefix_that_it_pulled(n):
     request, offer = make_request("a", [*SHARED, *range(10, 60)], 6, n=n), make_request("offer", SHARED)
     offered = holder.admission.offer(offer.key, request.span_hashes)
     reader.admission.admit(request)
-    reader.admission.fetching(request.key)
+    reader.admission.begin_fetch(request.key)
     copy_kv(holder, offered.blocks, reader, reader.admission.set_aside(request.key, 192))
     copy_states(holder, offered.states, reader, request.key)
-    reader.admission.verified(request.key, 192)
+    reader.admission.verify(request.key, 192)
     reader.admission.fetch_settled(request.key)
     reader.admission.compute_rest(request.key)
     reader.check_integrity()
@@ -167,16 +167,16 @@ def test_a_prefix_is_pulled_with_its_checkpoint(arrives):
     offered = holder.admission.offer(make_request("offer", SHARED).key, request.span_hashes)
     assert offered.num_cached_tokens == 192 and len(offered.states) == 1
     acceptance = reader.admission.accept(request, fetches=True)
-    reader.admission.fetching(request.key)
+    reader.admission.begin_fetch(request.key)
     refs = reader.admission.set_aside(request.key, 192)
     if arrives:
         copy_kv(holder, offered.blocks, reader, refs)
         copy_states(holder, offered.states, reader, request.key)
-        reader.admission.verified(request.key, 192)
+        reader.admission.verify(request.key, 192)
     reader.admission.fetch_settled(request.key)
     if arrives:  # a second source would go through the state that is here
         with pytest.raises(LookupError):
-            reader.admission.fetching(request.key)
+            reader.admission.begin_fetch(request.key)
     reader.admission.compute_rest(request.key)
     reader.check_integrity()
     firsts = Collector()

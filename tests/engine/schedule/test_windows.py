@@ -163,7 +163,7 @@ def test_what_was_fetched_leaves_its_window_as_it_comes():
     refs, held = decode.admission.set_aside(request.key, 600), []
     copy_kv(prefill, acceptance.blocks, decode, refs)
     for upto in (*range(64, 600, 64), 600, 600):
-        decode.admission.verified(request.key, upto)
+        decode.admission.verify(request.key, upto)
         decode.check_integrity()
         held.append(decode.ledger.parts.num_seen)
     assert held == [38, 38, 34, 30, 26, 22, 18, 14, 10, 6, 6]
@@ -205,7 +205,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(kind, brought, settled):
     assert decode.ledger.counts()["fetching"] == 38 - skipped // 16
     if brought:
         copy_kv(prefill, acceptance.blocks[skipped // 16 :], decode, refs[skipped // 16 :])
-        decode.admission.verified(request.key, brought)
+        decode.admission.verify(request.key, brought)
         decode.check_integrity()
     if settled:
         decode.admission.fetch_settled(request.key)

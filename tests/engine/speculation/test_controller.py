@@ -51,8 +51,8 @@ class World:
             made += 1 + accepted
             self.made[index] += 1 + accepted
             if width:
-                controller.judged("draft", own, width, accepted)
-        controller.passed(made, proposed, step_s, draft_s, asked, last="draft")
+                controller.note_accepted("draft", own, width, accepted)
+        controller.note_step(made, proposed, step_s, draft_s, asked, last="draft")
         self.tokens += made
 
     @property
@@ -179,21 +179,23 @@ def test_widths_grow_step_by_step():
             assert widths[0] <= max(4, 2 * widest)
             widest = max(widest, widths[0])
             controller.costs.add_draft("draft", 1, widths[0], 0.01)
-            controller.judged("draft", own, widths[0], widths[0])
-        controller.passed(1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths), last="draft")
+            controller.note_accepted("draft", own, widths[0], widths[0])
+        controller.note_step(
+            1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths), last="draft"
+        )
     assert widest == 16
 
 
 def test_places_are_filled_again_or_not():
     refill = Refill()
-    refill.changed(8, 0, 8)
+    refill.note_change(8, 0, 8)
     for _ in range(40):
-        refill.changed(1, 1, 8)
+        refill.note_change(1, 1, 8)
     assert refill.rate > 0.9
     for _ in range(10):
         for num_seqs in (3, 2, 1, 0):
-            refill.changed(0, 1, num_seqs)
-        refill.changed(4, 0, 4)
+            refill.note_change(0, 1, num_seqs)
+        refill.note_change(4, 0, 4)
     assert refill.rate < 0.1
 
 
@@ -204,8 +206,8 @@ def test_looking_in_vain_is_rare():
         controller.begin(1)
         if not controller.wants_plain(1) and not controller.is_resting("ngram", 1):
             looks += 1
-            controller.found_nothing("ngram")
-        controller.passed(1, 0, 1.0, 0.05, [])
+            controller.note_nothing_proposed("ngram")
+        controller.note_step(1, 0, 1.0, 0.05, [])
     assert 4000 / VAIN_INTERVAL - 2 < looks < 4000 / VAIN_INTERVAL + 16
 
 
@@ -220,8 +222,8 @@ def test_what_no_try_can_be_paid_for_is_seldom_looked_at():
             looks += not any(widths)
         if any(widths):
             controller.costs.add_draft("heads", 1, widths[0], 1.0)
-            controller.judged("heads", own, widths[0], 0)
-        controller.passed(1, widths[0], 1.0 + 0.5 * any(widths), 1.0 * any(widths), ["heads"], last="heads")
+            controller.note_accepted("heads", own, widths[0], 0)
+        controller.note_step(1, widths[0], 1.0 + 0.5 * any(widths), 1.0 * any(widths), ["heads"], last="heads")
     assert 6000 / 128 / 2 < looks < 6000 / 64
 
 
@@ -260,14 +262,16 @@ def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
         widths = [0]
         if not controller.wants_plain(1) and not controller.is_resting("ngram", 1):
             if step < 2000:
-                controller.found_nothing("ngram")
+                controller.note_nothing_proposed("ngram")
             else:
                 controller.costs.add_draft("ngram", 1, 8, 0.01)
                 widths = controller.widths("ngram", 1, [own], [8], True)
         if widths[0]:
-            controller.judged("ngram", own, widths[0], widths[0])
+            controller.note_accepted("ngram", own, widths[0], widths[0])
             on += step >= 2200
-        controller.passed(1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths), last="ngram")
+        controller.note_step(
+            1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths), last="ngram"
+        )
     assert on > 700
 
 
@@ -286,10 +290,10 @@ def test_steps_of_a_dear_proposer_make_no_other_dear():
                     draft_s = 0.5
                     controller.costs.add_draft("heads", 1, widths[0], draft_s)
         if widths[0]:
-            controller.judged(last, guesses if last == "ngram" else heads, widths[0], widths[0])
+            controller.note_accepted(last, guesses if last == "ngram" else heads, widths[0], widths[0])
             on += step >= 700 and last == "ngram"
         step_s = 1.0 + (3.0 if last == "heads" else 0.1) * any(widths)
-        controller.passed(1 + widths[0], widths[0], step_s, draft_s, [last] if any(widths) else [], last=last)
+        controller.note_step(1 + widths[0], widths[0], step_s, draft_s, [last] if any(widths) else [], last=last)
     assert on > 450
 
 
@@ -342,7 +346,7 @@ def test_calls_of_a_cold_engine_do_not_say_what_plain_steps_take():
     controller, known = Controller(), []
     for step_s in (2.0, 2.0, 1.0, 1.0, 1.0):
         controller.begin(1)
-        controller.passed(1, 0, step_s, 0.0, (), num_steps=8)
+        controller.note_step(1, 0, step_s, 0.0, (), num_steps=8)
         known.append(controller.costs.plain_s(1))
     assert known == [None, None, None, None, 1.0]
 
@@ -353,11 +357,11 @@ def test_plain_steps_that_were_slow_at_first_are_measured_again():
     for step in range(400):
         controller.begin(1)
         if controller.wants_plain(1):
-            controller.passed(1, 0, 3.0 if step < 20 else 1.0, 0.0, ())
+            controller.note_step(1, 0, 3.0 if step < 20 else 1.0, 0.0, ())
         elif step % 10 == 0:
-            controller.passed(1, 0, 9.0, 0.0, (), is_plain=False)
+            controller.note_step(1, 0, 9.0, 0.0, (), is_plain=False)
         else:
-            controller.passed(3, 2, 1.5, 0.0, ["ngram"], last="ngram")
+            controller.note_step(3, 2, 1.5, 0.0, ["ngram"], last="ngram")
     assert controller.costs.plain_s(1) == 1.0
     assert controller.costs.extra_s("ngram", 1, 2) == pytest.approx(0.5), "nor is it told from the slow ones"
 
@@ -373,10 +377,10 @@ def test_a_run_of_plain_steps_is_one_measurement(steps_a_call):
             runs += [num_verifying] if num_verifying else []
             num_verifying = 0
             num_steps = min(steps_a_call, controller.num_plain_steps(["draft"], 1, has_fixed=True))
-            controller.passed(1, 0, 1.0, 0.0, [], num_steps)
+            controller.note_step(1, 0, 1.0, 0.0, [], num_steps)
         else:
             num_verifying += 1
-            controller.passed(5, 4, 1.2, 0.0, [], last="draft")
+            controller.note_step(5, 4, 1.2, 0.0, [], last="draft")
     assert runs == [16, 32, 64, 128, 256]
 
 

@@ -307,7 +307,7 @@ def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> t
         copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
         for mine, theirs in zip(decode.admission.state_blocks(request.key), acceptance.states, strict=True):
             decode.pool.states.of(mine.block_id).copy_(prefill.pool.states.of(theirs.block_id))
-        decode.admission.verified(request.key, num_tokens)
+        decode.admission.verify(request.key, num_tokens)
         decode.admission.fetch_settled(request.key)
         decode.admission.start(request.key, going_on(firsts[request.key].first))
         prefill.admission.release_lease(request.key)

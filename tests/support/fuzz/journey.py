@@ -217,7 +217,7 @@ class Attempt:
         try:
             yield
             if pulls_prefix:
-                self.there.admission.fetching(self.key)
+                self.there.admission.begin_fetch(self.key)
                 yield from self._pull_cached(self.there, self.here, accepted.num_cached_tokens)
                 self.there.admission.compute_rest(self.key)
                 yield
@@ -288,7 +288,7 @@ class Attempt:
                     yield
                     if not is_right:
                         return False
-                    taker.admission.verified(self.key, aim)
+                    taker.admission.verify(self.key, aim)
                     fetched = aim
                 if upto == total or only is not None:
                     return True

@@ -186,7 +186,7 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
         acceptance = source.admission.accept(request_of(key, good_spec(), VOCAB))
         source.step()
         copy_kv(source, acceptance.blocks, bench.engine, bench.engine.admission.set_aside(key, NUM_TOKENS))
-        bench.engine.admission.verified(key, NUM_TOKENS)
+        bench.engine.admission.verify(key, NUM_TOKENS)
         bench.engine.admission.fetch_settled(key)
         bench.obey(fetch=pb.Fetch(key=ONE))
         bench.intake.end(key, FETCHED)

@@ -73,7 +73,7 @@ class Refill:
         self.rate = 0.0
         self.vacant = 0
 
-    def changed(self, num_joined: int, num_left: int, num_seqs: int) -> None:
+    def note_change(self, num_joined: int, num_left: int, num_seqs: int) -> None:
         """Since the step before; `num_seqs` decode now."""
         self.vacant += num_left
         filled = min(num_joined, self.vacant)
@@ -157,15 +157,15 @@ class Controller:
         resting = (1 if has_fixed else self._standings[name].num_resting(self.step, num_seqs) for name in names)
         return min(resting, default=MANY)
 
-    def passed_plainly(self, num_steps: int = 1) -> None:
+    def note_plain_steps(self, num_steps: int = 1) -> None:
         """The planned step has passed without proposals, or as many steps in its place."""
         self.step += num_steps - 1
         self._num_plain += num_steps
         self._plain_left = max(0, self._plain_left - num_steps)
 
-    def found_nothing(self, name: str) -> None:
+    def note_nothing_proposed(self, name: str) -> None:
         """Record that a proposer which runs before it is decided about proposed nothing."""
-        self._standings[name].off(self.step, self.plan.num_seqs, True)
+        self._standings[name].rest(self.step, self.plan.num_seqs, True)
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
@@ -184,7 +184,7 @@ class Controller:
             standing.best = self._best_width(name, rates, limits, plain_s, is_drafted, num_reads)
             standing.decided_at = self.step
         if standing.best:
-            best = standing.on()
+            best = standing.choose_width()
             floor = self._floor(name, plain_s)
             widths = [_deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, limits, strict=True)]
             for acceptance, width in zip(own, widths, strict=True):
@@ -194,11 +194,11 @@ class Controller:
             read = self.costs.read_s(name) / plain_s
             reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
             widths = self._try(name, standing, own, limits, plain_s, is_drafted, reads)
-            standing.off(self.step, num_seqs, is_drafted)
+            standing.rest(self.step, num_seqs, is_drafted)
         self._foresee(name, rates, widths, is_drafted)
         return widths
 
-    def passed(
+    def note_step(
         self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str], num_steps: int = 1,
         is_plain: bool = True, last: str = "",
     ) -> None:  # fmt: skip
@@ -212,13 +212,13 @@ class Controller:
             self._since_plain[num_seqs.bit_length()] += 1
             self._num_plain = 0
         else:
-            self.passed_plainly(num_steps)
+            self.note_plain_steps(num_steps)
         if num_proposed:
             self.costs.add_verified(last, num_seqs, num_proposed, step_s)
         elif is_plain and self._num_plain - num_steps >= COLD:
             # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
             self.costs.add_plain(num_seqs, step_s, 1 if plain_s is None else num_steps)
-            self._measured_plain(num_seqs.bit_length())
+            self._note_plain_measured(num_seqs.bit_length())
         if plain_s is None:
             return
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
@@ -230,20 +230,20 @@ class Controller:
                 spent = min(spent, foreseen_spent / account.trust)  # it may have been disturbed
             if standing.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
-                standing.passed(spent - 1 - gained, num_proposed > 0)
+                standing.note_try(spent - 1 - gained, num_proposed > 0)
 
-    def _measured_plain(self, bucket: int) -> None:
+    def _note_plain_measured(self, bucket: int) -> None:
         if self._since_plain[bucket]:  # the first of a run
             self._since_plain[bucket] = 0
             self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
 
-    def looked(self, names: Sequence[str], draft_s: float) -> None:
+    def note_look(self, names: Sequence[str], draft_s: float) -> None:
         """Note what it took to ask proposers, of which nothing came in the planned step."""
         if (plain_s := self.costs.plain_s(self.plan.num_seqs)) is not None:
             for name in names:
-                self._standings[name].looked(draft_s / plain_s / len(names))
+                self._standings[name].note_look(draft_s / plain_s / len(names))
 
-    def judged(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
+    def note_accepted(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
         """Note how many of a sequence's proposals were accepted; `acceptance` is its own."""
         acceptance.add(num_proposed, num_accepted)
         self.lately.setdefault(name, AcceptanceRate()).add(num_proposed, num_accepted, LATELY_FORGET)

@@ -49,7 +49,7 @@ class ProposerState:
         """Return how many steps from this one on it is not asked; at least 1."""
         return self.rests_until - step if self.is_resting(step, num_seqs) else 1
 
-    def off(self, step: int, num_seqs: int, is_quick: bool) -> None:
+    def rest(self, step: int, num_seqs: int, is_quick: bool) -> None:
         """Note that it brings nothing in this step: it rests, what is quick ever longer."""
         self.num_vain += 1
         interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
@@ -60,12 +60,12 @@ class ProposerState:
             interval = min(interval, 1 << min(self.num_vain // 2, 10))
         self.rests_until, self.bucket = step + interval, num_seqs.bit_length()
 
-    def looked(self, num_plain_steps: float) -> None:
+    def note_look(self, num_plain_steps: float) -> None:
         """Note what a look took."""
         self.look_steps += 0.2 * (num_plain_steps - self.look_steps)
 
-    def on(self) -> int:
-        """The width: the best one, or now and then twice or half of it, since no other would be measured any more."""
+    def choose_width(self) -> int:
+        """Return the best width, or now and then twice or half of it, since no other would be measured any more."""
         self.num_vain = self.rests_until = 0
         self.stop()
         self.num_on += 1
@@ -88,7 +88,7 @@ class ProposerState:
         self.earned_at = step
         return self.allowance > max(0.0, num_plain_steps)
 
-    def passed(self, lost: float, has_proposed: bool) -> None:
+    def note_try(self, lost: float, has_proposed: bool) -> None:
         """Note that a step of the try lost `lost` plain steps, or gained them (negative)."""
         self.allowance = min(self.allowance - min(lost, DISTURBED), FIRST_ALLOWANCE)
         self.num_tried += has_proposed

@@ -146,7 +146,7 @@ class Speculator:
     def _change(self, decoding: list[Sequence]) -> None:
         """Note that others decode than in the step before, and close those that do not."""
         before, now = set(self._decoding), set(decoding)
-        self.controller.refill.changed(len(now - before), len(before - now), len(now))
+        self.controller.refill.note_change(len(now - before), len(before - now), len(now))
         for name, tracks in self._tracks.items():
             for seq in [seq for seq in tracks if seq not in now]:
                 self._close(self.proposers[name], tracks.pop(seq))
@@ -181,14 +181,14 @@ class Speculator:
             seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
         if not seqs:
             if not self._proposers_of:  # others are to guess for all of them
-                self.controller.found_nothing(name)
+                self.controller.note_nothing_proposed(name)
             return 0
         self._looked.append(name)
         limits = [self._limit(seq, budget) for seq in seqs]
         if proposer.is_quick:
             drafts = _cut(seqs, self._looked_up(proposer, seqs, limits))
             if not any(drafts):
-                self.controller.found_nothing(name)
+                self.controller.note_nothing_proposed(name)
                 return 0
             widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
         else:
@@ -217,7 +217,7 @@ class Speculator:
                 wanted.append(index)
                 track = self._tracks[name][seq]
                 if track.unverified:
-                    self.controller.judged(name, track.acceptance, *track.judge())
+                    self.controller.note_accepted(name, track.acceptance, *track.judge())
         for index, draft in zip(wanted, proposer.propose(asks), strict=True):
             drafts[index] = draft
         return drafts
@@ -322,7 +322,7 @@ class Speculator:
         if not self._decoding or self._has_chunks:
             return
         if not self._is_timed:
-            self.controller.passed_plainly(num_steps)
+            self.controller.note_plain_steps(num_steps)
             return
         step_s = (self._clock() - self._begun_at - self._draft_s) / num_steps
         draft_s = self._draft_s + self._advance_s
@@ -331,13 +331,13 @@ class Speculator:
         if self._proposers_of:
             num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
             num_made = sum(len(samples) for _, samples in drawn)
-            controller.passed(num_made, num_proposed, step_s, draft_s, asked, last=self._last_of_step())
+            controller.note_step(num_made, num_proposed, step_s, draft_s, asked, last=self._last_of_step())
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
-            controller.looked(self._looked, self._draft_s)
+            controller.note_look(self._looked, self._draft_s)
             # One that was done alone to ask again says nothing of those that are done in one call.
             is_plain = not (self._steps_several and self.num_plain_steps == 1)
-            controller.passed(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
+            controller.note_step(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s
@@ -372,7 +372,7 @@ class Speculator:
             num_accepted = num_right(samples, draft_ids)
             if name is not None:
                 self.counts[name].add(len(draft_ids), num_accepted)
-                self.controller.judged(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
+                self.controller.note_accepted(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
                 seq.draft_ids = []
             if seq.block_ids:  # it continues
                 for other, steps in advances.items():
