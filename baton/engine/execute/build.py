@@ -65,7 +65,7 @@ class EngineParts(NamedTuple):
 
 def load_parts(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
-    make: MakeProposers | None = None, joining: Joining | None = None,
+    make: MakeProposers | None, joining: Joining | None,
 ) -> EngineParts:  # fmt: skip
     """Load the parts of Engine.load. `make`: in place of the proposers that the config names; `joining`: where ranks of other
     hosts join, whose model must have this `identity`. Raises ValueError for

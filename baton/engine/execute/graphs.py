@@ -98,7 +98,7 @@ class StepGraphs:
         return run
 
 
-def first_step(width: int, num_rows: int, has_states: bool = False) -> ForwardBatch:
+def first_step(width: int, num_rows: int, has_states: bool) -> ForwardBatch:
     """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host. It is in the pool's
     first blocks, that no request has before serving."""
     block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")

@@ -64,7 +64,7 @@ class GpuRank(RankProcess):
 
 def load(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
-    make: MakeProposers | None = None, joining: Joining | None = None, rank_program: str | None = None,
+    make: MakeProposers | None, joining: Joining | None, rank_program: str | None,
 ) -> EngineParts:  # fmt: skip
     """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts. `rank_program`: in place of PROGRAM."""
     if config.num_ranks > 1 and find_device(config.device).type == "cuda":

@@ -157,7 +157,7 @@ class Controller:
         resting = (1 if has_fixed else self._standings[name].num_resting(self.step, num_seqs) for name in names)
         return min(resting, default=MANY)
 
-    def note_plain_steps(self, num_steps: int = 1) -> None:
+    def note_plain_steps(self, num_steps: int) -> None:
         """The planned step has passed without proposals, or as many steps in its place."""
         self.step += num_steps - 1
         self._num_plain += num_steps

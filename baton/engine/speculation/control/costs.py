@@ -135,7 +135,7 @@ class Costs:
         self.drafts: dict[str, dict[int, Curve]] = {}  # of each proposer, by width
         self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
 
-    def add_plain(self, num_seqs: int, seconds: float, times: int = 1) -> None:
+    def add_plain(self, num_seqs: int, seconds: float, times: int) -> None:
         plain = self.plain.setdefault(bucket := num_seqs.bit_length(), Typical())
         before = plain.value
         plain.add(seconds, times)

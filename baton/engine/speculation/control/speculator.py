@@ -62,9 +62,9 @@ class Speculator:
         self,
         proposers: Iterable[Proposer],
         scheduler: Scheduler,
-        num_draft_tokens: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        steps_several: bool = False,
+        num_draft_tokens: int | None,
+        clock: Callable[[], float],
+        steps_several: bool,
     ):
         """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_several`: the engine
         does several steps in one call, where nothing is proposed."""
@@ -317,7 +317,7 @@ class Speculator:
 
     # ---- after it ----
 
-    def measure(self, drawn: list[Drawn], num_steps: int = 1) -> None:
+    def measure(self, drawn: list[Drawn], num_steps: int) -> None:
         """The step has been computed, or several without proposals in one call; `drawn` is what came of it."""
         if not self._decoding or self._has_chunks:
             return
