@@ -76,7 +76,7 @@ class Shares:
     """Guarded by the ledger's lock."""
 
     def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
-        self._ledger, self._groups = ledger, groups
+        self._groups = groups
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
         self._owed: dict[bytes, tuple[Amounts, float]] = {}  # by tenant, until when
         self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
