@@ -231,14 +231,14 @@ def test_a_try_begins_once_what_is_to_be_read_first_is_paid_too():
     """Else the reading takes all of the allowance, and nothing is ever proposed."""
     world = World(0.0)
     world.run(600)
-    controller, standing = world.controller, world.controller._standings["draft"]
+    controller, state = world.controller, world.controller._states["draft"]
     controller.costs.add_read("draft", 100, 5.0)  # five plain steps
-    standing.stop()
+    state.stop()
     for allowance, num_unread, width in ((3.0, 0, True), (3.0, 100, False), (9.0, 100, True)):
         controller.begin(1)
-        standing.allowance, standing.earned_at = allowance, controller.step
+        state.allowance, state.earned_at = allowance, controller.step
         assert any(controller.widths("draft", 1, world.own, [16], num_unread=[num_unread])) is width
-        standing.stop()
+        state.stop()
 
 
 @pytest.mark.parametrize(("num_unread", "allowance"), [([900, 0], 3.0), ([900, 900], FIRST_ALLOWANCE)])
@@ -246,11 +246,11 @@ def test_a_long_prompt_keeps_no_other_from_a_try_and_is_tried_itself(num_unread,
     """The dearest one had to be paid, whoever was tried; more than the allowance never was."""
     world = World(0.0)
     world.run(600)
-    controller, standing = world.controller, world.controller._standings["draft"]
+    controller, state = world.controller, world.controller._states["draft"]
     controller.costs.add_read("draft", 100, 5.0)  # 900 tokens take 45 plain steps
-    standing.stop()
+    state.stop()
     controller.begin(1)
-    standing.allowance, standing.earned_at = allowance, controller.step
+    state.allowance, state.earned_at = allowance, controller.step
     asked = controller.widths("draft", 1, [*world.own, AcceptanceRate()], [16, 16], num_unread=num_unread)
     assert [width > 0 for width in asked] == [False, True]
 

@@ -115,7 +115,7 @@ class Controller:
         self.plan = DraftPlan(0)
         self.step = 0
         self._accounts: dict[tuple[str, int], Account] = {}
-        self._standings: defaultdict[str, ProposerState] = defaultdict(ProposerState)
+        self._states: defaultdict[str, ProposerState] = defaultdict(ProposerState)
         self._timed_at = 0  # step
         # Verifying steps since plain ones were measured, by the batch in powers of two.
         self._since_plain = Counter[int]()
@@ -142,7 +142,7 @@ class Controller:
 
     def is_resting(self, name: str, num_seqs: int) -> bool:
         """Return, for every step, whether a proposer is off, and not to be asked now."""
-        return self._standings[name].is_resting(self.step, num_seqs)
+        return self._states[name].is_resting(self.step, num_seqs)
 
     def wants_time(self, num_seqs: int) -> bool:
         """Return whether to measure a plain step in which no proposer is asked. The clock takes as long as the rest."""
@@ -154,7 +154,7 @@ class Controller:
         asked in every step that is not measured as a plain one."""
         if self._plain_left > 0:
             return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
-        resting = (1 if has_fixed else self._standings[name].num_resting(self.step, num_seqs) for name in names)
+        resting = (1 if has_fixed else self._states[name].num_resting(self.step, num_seqs) for name in names)
         return min(resting, default=MANY)
 
     def note_plain_steps(self, num_steps: int) -> None:
@@ -165,7 +165,7 @@ class Controller:
 
     def note_nothing_proposed(self, name: str) -> None:
         """Record that a proposer which runs before it is decided about proposed nothing."""
-        self._standings[name].rest(self.step, self.plan.num_seqs, True)
+        self._states[name].rest(self.step, self.plan.num_seqs, True)
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
@@ -178,13 +178,13 @@ class Controller:
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
-        standing, prior = self._standings[name], self.prior(name)
+        state, prior = self._states[name], self.prior(name)
         rates = [acceptance.rate(prior) for acceptance in own]
-        if num_seqs <= SMALL_BATCH or not 0 <= self.step - standing.decided_at < DECIDED_FOR:
-            standing.best = self._best_width(name, rates, limits, plain_s, is_drafted, num_reads)
-            standing.decided_at = self.step
-        if standing.best:
-            best = standing.choose_width()
+        if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECIDED_FOR:
+            state.best = self._best_width(name, rates, limits, plain_s, is_drafted, num_reads)
+            state.decided_at = self.step
+        if state.best:
+            best = state.choose_width()
             floor = self._floor(name, plain_s)
             widths = [_deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, limits, strict=True)]
             for acceptance, width in zip(own, widths, strict=True):
@@ -193,8 +193,8 @@ class Controller:
         else:
             read = self.costs.read_s(name) / plain_s
             reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
-            widths = self._try(name, standing, own, limits, plain_s, is_drafted, reads)
-            standing.rest(self.step, num_seqs, is_drafted)
+            widths = self._try(name, state, own, limits, plain_s, is_drafted, reads)
+            state.rest(self.step, num_seqs, is_drafted)
         self._foresee(name, rates, widths, is_drafted)
         return widths
 
@@ -224,13 +224,13 @@ class Controller:
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
         foreseen_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
         for name in asked:
-            standing, account = self._standings[name], self._account(name, num_seqs)
+            state, account = self._states[name], self._account(name, num_seqs)
             if num_proposed and plan.is_known:
                 account.add(spent, foreseen_spent)
                 spent = min(spent, foreseen_spent / account.trust)  # it may have been disturbed
-            if standing.is_trying:
+            if state.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
-                standing.note_try(spent - 1 - gained, num_proposed > 0)
+                state.note_try(spent - 1 - gained, num_proposed > 0)
 
     def _note_plain_measured(self, bucket: int) -> None:
         if self._since_plain[bucket]:  # the first of a run
@@ -241,7 +241,7 @@ class Controller:
         """Note what it took to ask proposers, of which nothing came in the planned step."""
         if (plain_s := self.costs.plain_s(self.plan.num_seqs)) is not None:
             for name in names:
-                self._standings[name].note_look(draft_s / plain_s / len(names))
+                self._states[name].note_look(draft_s / plain_s / len(names))
 
     def note_accepted(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
         """Note how many of a sequence's proposals were accepted; `acceptance` is its own."""
@@ -305,26 +305,26 @@ class Controller:
         elif asked and not is_drafted:
             plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
 
-    def _try(self, name, standing, own, limits, plain_s, is_drafted, reads) -> list[int]:
+    def _try(self, name, state, own, limits, plain_s, is_drafted, reads) -> list[int]:
         """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same until
         the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
-        widths, width = [0] * len(own), standing.width * (DRAFTED if is_drafted else 1)
-        if not standing.is_trying:
-            if not standing.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, is_drafted)):
+        widths, width = [0] * len(own), state.width * (DRAFTED if is_drafted else 1)
+        if not state.is_trying:
+            if not state.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, is_drafted)):
                 return widths
-            standing.num_to_try = 1 if is_drafted else TRY_STEPS
-        chosen = [index for index, acceptance in enumerate(own) if acceptance in standing.tried]
+            state.num_to_try = 1 if is_drafted else TRY_STEPS
+        chosen = [index for index, acceptance in enumerate(own) if acceptance in state.tried]
         if not chosen:
             num = 1
-            while num < len(own) and standing.can_pay(
+            while num < len(own) and state.can_pay(
                 self.step,
                 sum(reads[index] for index in order[: 2 * num])
                 + self._price(name, 2 * num, width, plain_s, is_drafted),
             ):
                 num *= 2
             chosen = order[:num]
-            standing.tried = [own[index] for index in chosen]
+            state.tried = [own[index] for index in chosen]
         for index in chosen:
             widths[index] = min(width, limits[index])
         return widths
