@@ -2,7 +2,7 @@
 
 any thread   submit, cancel; engine.admission: credit, fetches, leases, parking     at once    (admission.py)
 any thread   engine.ledger: counts and names of blocks                              at once    (kv/ledger.py)
-the loop     step: commands, schedule (scheduler.py), run (runner.py), results (collect.py)    (loop.py)
+the loop     step: commands, schedule (scheduler.py), run (runner.py), outputs (output_processor.py)    (loop.py)
 """
 
 import logging
@@ -22,9 +22,9 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
 from baton.engine.execute.build import make_ledger
-from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MultiStep, compute
+from baton.engine.execute.output_processor import OutputProcessor
 from baton.engine.execute.runner import Flight, Runner
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
@@ -87,7 +87,7 @@ class Engine:
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters)
         self.ranks = ranks  # that share the model with this process
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
-        self.results = Results(self.scheduler, self.lifecycle, self.runner)
+        self.output_processor = OutputProcessor(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(
             proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device), self._multi_step is not None
         )
@@ -211,7 +211,7 @@ class Engine:
         successors: by the next call, or by the same one where launching takes this thread's time. Commands are obeyed
         meanwhile, but for those that concern keys in flight: for these, for deadlines, and for steps that cannot be
         launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
-        with self._stepping, self.runner.launcher.place():
+        with self._stepping, self.runner.launcher.stream_context():
             self._outputs, self._computing = [], []
             failpoints.hit("engine.step")
             now, launcher = time.monotonic(), self.runner.launcher
@@ -249,7 +249,7 @@ class Engine:
                 self.runner.launcher.wait()
             computing = [*self._computing, *(piece for flight in self._flights for piece in flight.slices)]
             self._flights.clear()
-            self.results.forget()
+            self.output_processor.forget()
             groups = list(dict.fromkeys(piece.seq.group for piece in computing))
             with self.ledger.lock:
                 groups = groups or list(self.lifecycle.groups.values())
@@ -269,7 +269,7 @@ class Engine:
             following = self.scheduler.follow([flight.slices for flight in self._flights], launcher.num_stages)
             if not following or not self.runner.can_launch(following):
                 break
-            self.results.keep_states(self._flights[-1].slices, {piece.seq for piece in following})
+            self.output_processor.keep_states(self._flights[-1].slices, {piece.seq for piece in following})
             self._launch_step(following)
             self.last_batch_size = len(following)
         flight = self._flights.popleft()
@@ -277,7 +277,7 @@ class Engine:
         drawn = flight.read()
         self.step_number += 1
         self.work.add(flight.slices)
-        self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, in_flight)
+        self.output_processor.collect(flight.slices, drawn, flight.launched_at, self._outputs, in_flight)
         self._rate.add(sum(len(samples) for _, samples in drawn))
         self._computing = []
 
@@ -322,7 +322,7 @@ class Engine:
         self.step_number += num_steps
         self.work.add(slices, num_steps)
         self.speculator.measure(drawn, num_steps)
-        self.results.collect(slices, drawn, launched_at, self._outputs, num_steps=num_steps)
+        self.output_processor.collect(slices, drawn, launched_at, self._outputs, num_steps=num_steps)
         self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
 

@@ -159,10 +159,11 @@ def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
     records.take(engine.step())
     engine.admission.admit(gone)
     engine.cancel(gone.key)
-    take, engine.results._finish = engine.results._finish, None  # crashes behind the last token of `done`
+    processor = engine.output_processor
+    take, processor._finish = processor._finish, None  # crashes behind the last token of `done`
     with pytest.raises(TypeError):
         engine.step()
-    engine.results._finish = take
+    processor._finish = take
     records.take(engine.fail("crashed"))
     errors = {key.request_id: record.ended.error for key, record in records.items()}
     assert errors == {"g": "cancelled", "d": "failed_together", "r": "failed_together"}

@@ -97,7 +97,7 @@ class Launcher:
             batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
         return LaunchedTokens(draw(self.run(batch, False, on_layer)[1]))
 
-    def place(self) -> AbstractContextManager:
+    def stream_context(self) -> AbstractContextManager:
         """Enter the stream in which all of a step runs, its sampling and copies too."""
         return nullcontext()
 
@@ -183,7 +183,7 @@ class GpuLauncher(Launcher):
             fitting = fitting_widths(config, speculates)
             capture = CudaCapture(self._stream)
             sizes = ladder(num_seqs)
-            with self.place():
+            with self.stream_context():
                 try:
                     self._graphs = StepGraphs(
                         model, pool, self._inputs, sizes, fitting, fitting_chunks(model, config), config.max_model_len,
@@ -210,7 +210,7 @@ class GpuLauncher(Launcher):
         tokens, has_states = config.max_num_batched_tokens, self.pool.states is not None
         sizes = tokens, config.max_num_seqs, num_blocks, self.pool.block_size, has_states
         sampler, row = sampler_on(self.pool.device), SampleRow(SamplingParams(), 0, 0)
-        with self.place():
+        with self.stream_context():
             for batch in warm_steps(*sizes):  # logits of a step that are kept until the next one has run count twice
                 sampler.draw(super().run(self._inputs.send(batch), False, None)[1][:1], [row])
                 self.wait()  # the copy of its inputs too, whose buffer the step after the next writes
@@ -249,7 +249,7 @@ class GpuLauncher(Launcher):
 
     def replay(self, num_seqs: int) -> None:
         """Replay the bare graph of a decode step of `num_seqs` sequences, on the inputs it read last; for measuring."""
-        with self.place():
+        with self.stream_context():
             self._graphs.replay(num_seqs)
         self.wait()
 
@@ -265,7 +265,7 @@ class GpuLauncher(Launcher):
         finally:
             self._graphs = graphs
 
-    def place(self) -> AbstractContextManager:
+    def stream_context(self) -> AbstractContextManager:
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:

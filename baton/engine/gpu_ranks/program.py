@@ -44,5 +44,5 @@ def _serve(given: Assignment, memory_for: Callable[[int, torch.device], Any] | N
     collectives.join()
     own = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
     _, pool, launcher = device_parts(config, model, collectives, False, memory_for=own)
-    with beside(given, model, pool), torch.inference_mode(), launcher.place():
+    with beside(given, model, pool), torch.inference_mode(), launcher.stream_context():
         follow_launches(launcher, collectives)

@@ -365,11 +365,11 @@ def test_options(options, words):
         EngineConfig("m", **options)
 
 
-def test_all_of_a_step_runs_in_its_place():
+def test_all_of_a_step_runs_in_its_stream():
     engine = toy_engine()
     inside: list[bool] = []
 
-    class Place:
+    class Stream:
         entered = False
 
         def __enter__(self):
@@ -378,8 +378,8 @@ def test_all_of_a_step_runs_in_its_place():
         def __exit__(self, *_):
             self.entered = False
 
-    place = Place()
-    engine.runner.launcher.place = lambda: place
-    engine.runner.model.before_forward = lambda batch: inside.append(place.entered)
+    stream = Stream()
+    engine.runner.launcher.stream_context = lambda: stream
+    engine.runner.model.before_forward = lambda batch: inside.append(stream.entered)
     run(engine, [make_request("a", range(40), 5)])
-    assert len(inside) == 5 and all(inside) and not place.entered
+    assert len(inside) == 5 and all(inside) and not stream.entered

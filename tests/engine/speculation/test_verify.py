@@ -168,7 +168,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     of 1.75 s. From the first step on, also of those before a plain step was measured."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    for module in ("engine", "execute.collect", "schedule.sequence"):
+    for module in ("engine", "execute.output_processor", "schedule.sequence"):
         monkeypatch.setattr(f"baton.engine.{module}.time", clock)
     request = make_request("a", prompt(40), 400)
     proposer = forced([request], 1.0)

@@ -17,13 +17,13 @@ from unittest import mock
 from baton.engine import engine
 from baton.engine.core.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.execute import collect
+from baton.engine.execute import output_processor
 from baton.engine.schedule import lifecycle, scheduler, sequence, tenant_shares
 from tests.support.fuzz.journey import Journey
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.wires import Wires
 
-CLOCKED = (engine, collect, lifecycle, scheduler, sequence, tenant_shares)  # modules that read the time
+CLOCKED = (engine, lifecycle, output_processor, scheduler, sequence, tenant_shares)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
 BEGAN_S, AGES_S = 1000.0, 1e6
 ROUND_S = 0.002

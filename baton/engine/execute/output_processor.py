@@ -16,7 +16,7 @@ from baton.engine.speculation.control.verify import num_right
 BY_ITSELF = Ending()
 
 
-class Results:
+class OutputProcessor:
     """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
 
     def __init__(self, scheduler: Scheduler, lifecycle: GroupLifecycle, runner: Runner):
