@@ -283,58 +283,74 @@ def fitting_chunks(model: Model, config: EngineConfig) -> list[int]:
     KV."""
     if model.layers_name != "triton":
         return []
-    return chunk_sizes(min(config.max_num_batched_tokens, config.max_model_len))
+    return chunk_sizes(_largest_chunk(config))
+
+
+def _largest_chunk(config: EngineConfig) -> int:
+    """Return the most tokens of one sequence in a step."""
+    return min(config.max_num_batched_tokens, config.max_model_len)
 
 
 def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
-    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, a chunk beside all
-    sequences but one, with the draw of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
-    device, block_size = model.device, config.block_size
-    num_tokens, num_seqs = min(config.max_num_batched_tokens, config.max_model_len), config.max_num_seqs
-    layout = model.kv_layout(config.kv_dtype, block_size)
-    pool = KVPool(layout, layout.num_blocks(num_tokens), device=device, num_states=int(layout.state is not None))
-    state = None
-    if pool.states is not None:
-        state = FIRST_STATE
-        if speculates:
-            pool.states.hold_drafts(model.num_draft_elements)
+    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, and what graphs hold
+    on to behind the pool, whose memory no other step may use."""
+    num_tokens, layout = _largest_chunk(config), model.kv_layout(config.kv_dtype, config.block_size)
+    has_states = layout.state is not None
+    pool = KVPool(layout, layout.num_blocks(num_tokens), device=model.device, num_states=int(has_states))
+    if pool.states is not None and speculates:
+        pool.states.hold_drafts(model.num_draft_elements)
+    most, table = config.max_num_batched_tokens, layout.num_blocks(config.max_model_len) + 1
+    inputs = StepInputs(model.device, StepShape(most, most, config.max_num_seqs, table, has_states))
+    taken = inputs.num_bytes + _largest_step_bytes(model, config, pool, inputs)
+    if not config.cuda_graphs or not model.capturable:
+        return taken
+    return taken + _graph_bytes(model, config, pool, inputs, speculates)
+
+
+def _largest_batch(config: EngineConfig, pool: KVPool) -> ForwardBatch:
+    """Return a step of a chunk beside all sequences but one, as long as the pool is."""
+    num_tokens = _largest_chunk(config)
+    state = None if pool.states is None else FIRST_STATE
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
-    num_others = min(num_seqs, num_tokens) - 1
-    chunk = num_tokens - num_others
+    chunk = num_tokens - (min(config.max_num_seqs, num_tokens) - 1)
     others = [SeqSlice(row, 1, num_tokens, block_ids, state) for row in range(chunk, num_tokens)]
     seqs = [SeqSlice(0, chunk, chunk, block_ids, state), *others]
-    batch = ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[chunk - 1 :])
-    most = config.max_num_batched_tokens
-    table = layout.num_blocks(config.max_model_len) + 1
-    inputs = StepInputs(device, StepShape(most, most, num_seqs, table, state is not None))
-    sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
+    return ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[chunk - 1 :])
 
-    def largest_step() -> None:
-        logits = Launcher(model, pool).run(inputs.send(batch), False, None, read_prompt)[1]
-        sampler_on(device).draw(logits, sampled[: len(logits)])
+
+def _largest_step_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs) -> int:
+    """Measure the largest step, with the draw of all its rows and the log-probabilities of a prompt."""
+    batch, params = _largest_batch(config, pool), SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+    sampled = [SampleRow(params, 0, row) for row in range(config.max_num_seqs)]
 
     def read_prompt(hidden: Tensor) -> None:
         rows = hidden[:PROMPT_ROWS]
         prompt_logprobs(rows, [0] * len(rows), 1, model.logits)
 
-    taken = inputs.num_bytes + _peak_bytes(device, largest_step)
-    if not config.cuda_graphs or not model.capturable:
-        return taken
-    fitting = fitting_widths(config, speculates)
+    def largest_step() -> None:
+        logits = Launcher(model, pool).run(inputs.send(batch), False, None, read_prompt)[1]
+        sampler_on(model.device).draw(logits, sampled[: len(logits)])
+
+    return _peak_bytes(model.device, largest_step)
+
+
+def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs, speculates: bool) -> int:
+    """Measure what all graphs hold on to. Those of few sequences may take more than the largest: they split KV, and leave
+    partial results."""
 
     def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Compute and wait, as a capture does: the buffer of these inputs is that of the graph after the next, too."""
         outputs = run()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(model.device)
         return torch.cuda.synchronize, outputs
 
     def every_graph() -> None:
-        """Those of few sequences may take more than the largest: they split KV, and leave partial results."""
         StepGraphs(
-            model, pool, inputs, ladder(num_seqs), fitting, fitting_chunks(model, config), config.max_model_len, computed,
+            model, pool, inputs, ladder(config.max_num_seqs), fitting_widths(config, speculates),
+            fitting_chunks(model, config), config.max_model_len, computed,
         )  # fmt: skip
 
-    return taken + _peak_bytes(device, every_graph)
+    return _peak_bytes(model.device, every_graph)
 
 
 def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
