@@ -1,4 +1,5 @@
-"""Names of KV spans: a chain of SHA-256 over 64-token spans, whatever a worker's block size.
+"""Names of KV spans: a chain of SHA-256 over 64-token spans, whatever a worker's block size. And of the transports that
+stay on one host.
 
 Two prompts share a span hash exactly when they share the model, the adapter, the tenant's salt and every token up to
 the end of the span. Plain Python: the gateway imports this without torch.
@@ -16,6 +17,7 @@ ModelIdentity = NewType("ModelIdentity", bytes)
 SPAN_TOKENS = 64
 HASH_BYTES = 32
 FORMAT_VERSION = b"baton-span-1"
+SAME_HOST_TRANSPORTS = frozenset(("inproc", "cuda_ipc", "shm"))  # that do not reach another host
 
 
 def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> ModelIdentity:

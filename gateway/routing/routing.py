@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.service.slo import Slo
 from gateway.routing.latency_model import LinearCost
+from kvtransfer.naming import SAME_HOST_TRANSPORTS
 
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64
@@ -237,10 +238,7 @@ def compatible(source: Candidate, taker: Candidate) -> bool:
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
         return False
     shared = source.transports & taker.transports
-    return bool(shared) and (source.host_id == taker.host_id or shared != _SAME_HOST_ONLY)
-
-
-_SAME_HOST_ONLY = frozenset(["shm"])
+    return bool(shared) and (source.host_id == taker.host_id or not shared <= SAME_HOST_TRANSPORTS)
 
 
 # ---- prices, in seconds ----

@@ -177,10 +177,15 @@ def test_pairs_that_do_not_fit_are_never_routed_together(fields):
     assert choose_source(RoutingRequest(1000, 1001), [odd, worker("p", waiting=9000)], worker("d")).name == "p"
 
 
-def test_shared_memory_needs_one_host():
-    shm = frozenset(["shm"])
-    assert compatible(worker("p", transports=shm), worker("d", transports=shm))
-    assert not compatible(worker("p", transports=shm), worker("d", transports=shm, host_id="there"))
+@pytest.mark.parametrize("names", [["shm"], ["cuda_ipc"], ["cuda_ipc", "shm"], ["inproc", "shm"]])
+def test_memory_that_is_shared_needs_one_host(names):
+    shared = frozenset(names)
+    assert compatible(worker("p", transports=shared), worker("d", transports=shared))
+    there = worker("d", transports=shared, host_id="there")
+    assert not compatible(worker("p", transports=shared), there)
+    both = shared | {"tcp"}
+    assert not compatible(worker("p", transports=both), there)
+    assert compatible(worker("p", transports=both), there._replace(transports=both))
 
 
 def test_too_long_for_a_worker():

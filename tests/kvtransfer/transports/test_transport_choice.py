@@ -3,6 +3,7 @@ import pytest
 from kvtransfer.capabilities import CAPABILITIES, DEVICE
 from kvtransfer.errors import TransferFailed
 from kvtransfer.layout import Endpoint
+from kvtransfer.naming import SAME_HOST_TRANSPORTS
 from kvtransfer.transports import transport
 from kvtransfer.transports.transport import Busy, TransferRates, allowed, choose
 
@@ -75,6 +76,8 @@ def test_capabilities():
         "tcp": (False, False, True, ("host",)), "grpc": (False, False, True, ("host",)),
     }  # fmt: skip
     assert [can.name for can in CAPABILITIES.values() if can.passes_proxies] == ["grpc"]
+    # Gateways pair workers by that set.
+    assert {can.name for can in CAPABILITIES.values() if can.same_host} == SAME_HOST_TRANSPORTS
 
 
 def test_busy_counts_the_wall_clock_once(monkeypatch):
