@@ -16,13 +16,13 @@ _NONE: frozenset[bytes] = frozenset()
 
 class RequestRouter:
     """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
-    only drain and may still give KV; those that have called it too long are never asked again."""
+    only drain and may still give KV; `unable` have said that they can never take it, and are not asked again."""
 
-    __slots__ = ("_router", "_matches", "_record", "_answer", "_refused", "_failed", "_leaving", "_too_short")
+    __slots__ = ("_router", "_matches", "_record", "_answer", "_refused", "_failed", "_leaving", "_unable")
 
     def __init__(self, router: Router, matches: Matches, record: RequestRecord, answer: Answer):
         self._router, self._matches, self._record, self._answer = router, matches, record, answer
-        self._refused = self._failed = self._leaving = self._too_short = _NONE
+        self._refused = self._failed = self._leaving = self._unable = _NONE
 
     @property
     def request(self) -> RoutingRequest:
@@ -48,12 +48,12 @@ class RequestRouter:
 
     def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
-        return self._router.route(self.request, self._matches, self._failed | self._refused, self._too_short)
+        return self._router.route(self.request, self._matches, self._failed | self._refused, self._unable)
 
     def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
         avoid = self._failed | self._refused
-        return self._router.prefill_for(taker, self.request, self._matches, avoid, self._too_short)
+        return self._router.prefill_for(taker, self.request, self._matches, avoid, self._unable)
 
     def prefix_holder_for(self, reader: WorkerLink) -> WorkerLink | None:
         """Return a worker from which `reader` should pull a prefix, or None."""
@@ -75,16 +75,16 @@ class RequestRouter:
 
     def has_any(self, role: str) -> bool:
         """Return whether a worker serves in this role that could hold the request, be it set aside."""
-        return self._router.has_any(role, self.request, self._too_short)
+        return self._router.has_any(role, self.request, self._unable)
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
-        return self._router.has_other(role, self.request, avoid | self._too_short)
+        return self._router.has_other(role, self.request, avoid | self._unable)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         """`link` has no room for the request, or says that it can never take it."""
         self._refused |= {link.worker_id}
         if refused.reason in NEVER_HERE:
-            self._too_short |= {link.worker_id}
+            self._unable |= {link.worker_id}
         self._record.note_retry(link.name, refused.reason)
 
     def forget_refusals(self) -> None:

@@ -1,5 +1,6 @@
 """Choose workers for requests, among those that serve now."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -44,18 +45,17 @@ class Router:
         request: RoutingRequest,
         matches: Matches,
         avoid: Collection[bytes],
-        too_short: Collection[bytes] = frozenset(),
+        unable: Collection[bytes] = frozenset(),
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
-        those in `too_short`, which have called the request too long, never. Raises Unavailable."""
-        split = "auto" if too_short else self._split  # the prompt may be too long for every prefill worker
+        those in `unable`, which have said that they can never take the request, never. Raises Unavailable."""
         reason = ""
-        for avoided in self._avoidances(avoid, too_short, True):
+        for split, avoided in itertools.product(self._splits(unable), self._avoidances(avoid, unable, True)):
             try:
                 return self._route(request, matches, avoided, split)
             except NoRoute as error:
                 reason = str(error)
-        for avoided in self._avoidances(avoid, too_short, True) if self._stand_in else ():
+        for avoided in self._avoidances(avoid, unable, True) if self._stand_in else ():
             if found := self._route_to_stand_in(request, matches, avoided):
                 return found
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
@@ -101,13 +101,18 @@ class Router:
         role = "prefill" if self.has_any("decode", request) else "decode"
         return self.may_come(role, request)
 
-    def _avoidances(
-        self, avoid: Collection[bytes], too_short: Collection[bytes], is_forced: bool
-    ) -> Sequence[Set[bytes]]:
+    def _splits(self, unable: Collection[bytes]) -> Sequence[str]:
+        """Return when to split: as the settings say, then, where a prefill worker can never read the prompt, not."""
+        if not unable or self._split != "always":
+            return (self._split,)
+        is_unable = any(link.worker_id in unable for link in self._candidates.serving("prefill"))
+        return ("always", "auto") if is_unable else ("always",)
+
+    def _avoidances(self, avoid: Collection[bytes], unable: Collection[bytes], is_forced: bool) -> Sequence[Set[bytes]]:
         """Return sets of workers not to ask, the largest first: the second admits those that this request avoids, and
         where one must be found, the last also those that are set aside."""
         aside = self._candidates.set_aside()
-        sets = [{*avoid, *aside, *too_short}, {*aside, *too_short}] + ([{*too_short}] if is_forced else [])
+        sets = [{*avoid, *aside, *unable}, {*aside, *unable}] + ([{*unable}] if is_forced else [])
         return [one for i, one in enumerate(sets) if one not in sets[:i]]
 
     def prefill_for(
@@ -116,28 +121,28 @@ class Router:
         request: RoutingRequest,
         matches: Matches,
         avoid: Collection[bytes],
-        too_short: Collection[bytes] = frozenset(),
+        unable: Collection[bytes] = frozenset(),
     ) -> WorkerLink | None:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
         itself. Raises Unavailable."""
         (candidate,) = self._candidates.seen([taker], matches, request)
         is_forced = not self.may_read_where_it_decodes
-        for avoided in self._avoidances(avoid, too_short, is_forced):
+        for avoided in self._avoidances(avoid, unable, is_forced):
             near = self._candidates.near("prefill", request, matches, avoided)
             if best := choose_source(request, self._candidates.seen(near.values(), matches, request), candidate):
                 return near[best.name]
         here = self._candidates.serving("prefill")
-        is_too_long = any(link.worker_id in too_short or not can_prefill(request, link.limits) for link in here)
-        if is_forced and not is_too_long and not self._stand_in:
+        can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
+        if is_forced and not can_never and not self._stand_in:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
     def reader_for(
-        self, request: RoutingRequest, avoid: Collection[bytes], too_short: Collection[bytes] = frozenset()
+        self, request: RoutingRequest, avoid: Collection[bytes], unable: Collection[bytes] = frozenset()
     ) -> WorkerLink:
         """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
         for role in ROLES if self._stand_in else ("prefill",):
-            for avoided in self._avoidances(avoid, too_short, True):
+            for avoided in self._avoidances(avoid, unable, True):
                 near = self._candidates.near(role, request, Matches(), avoided, task="prefill")
                 if best := choose_reader(request, self._candidates.seen(near.values(), Matches(), request)):
                     return near[best.name]

@@ -60,7 +60,7 @@ class PromptReading:
         self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
         self._refused: set[bytes] = set()
         self._failed: set[bytes] = set()
-        self._too_short: set[bytes] = set()
+        self._unable: set[bytes] = set()
         self._awaits_adapter = False  # as its last refusal says
         self._num_failures, self._deaths = 0, Deaths()
         self.num_read_tokens = 0  # those of the prompt, once it is read
@@ -75,7 +75,7 @@ class PromptReading:
                 await self._wait_for_room()
             while True:
                 try:
-                    link = self._parts.router.reader_for(self._routing, self._refused | self._failed, self._too_short)
+                    link = self._parts.router.reader_for(self._routing, self._refused | self._failed, self._unable)
                 except Unavailable as error:
                     await self._wait_for_worker(error)
                     continue
@@ -143,7 +143,7 @@ class PromptReading:
         is none it may still answer."""
         if late_s > LATE_S:
             return False
-        if self._parts.router.has_other("prefill", self._routing, self._too_short | {leg.worker_id}):
+        if self._parts.router.has_other("prefill", self._routing, self._unable | {leg.worker_id}):
             return True
         leg.link.note_failure("silence while prefilling")
         return False
@@ -156,7 +156,7 @@ class PromptReading:
     def _note_refusal(self, leg: WorkerLeg, refused: pb.Refused) -> None:
         self._refused.add(leg.worker_id)
         if refused.reason in NEVER_HERE:
-            self._too_short.add(leg.worker_id)
+            self._unable.add(leg.worker_id)
         self._awaits_adapter = refused.reason in AWAITS_ADAPTER
         self._place.note_refusal(refused)
         self._parts.queues.prefill.refused_for = refused.reason

@@ -36,8 +36,8 @@ class Fleet:
     def holder_for(self, reader, matches, avoid):
         self.avoided.append(frozenset(avoid))
 
-    def route(self, ask, matches, avoid, too_short):
-        self.avoided += [frozenset(avoid), frozenset(too_short)]
+    def route(self, ask, matches, avoid, unable):
+        self.avoided += [frozenset(avoid), frozenset(unable)]
         raise Unavailable("no decode worker serves", 1.0, reason="NO_WORKER")
 
 
@@ -77,7 +77,7 @@ def test_workers_that_refused_or_failed_are_not_untried(router, fleet):
     assert not router.is_usable(link(FULL)) and router.is_usable(link(GOOD))
 
 
-def test_only_what_is_too_long_is_never_forgotten(router, fleet):
+def test_only_what_a_worker_can_never_take_is_not_forgotten(router, fleet):
     router.forget_refusals()
     assert router.is_usable(link(FULL)) and router.is_usable(link(SHORT))
     with pytest.raises(Unavailable):

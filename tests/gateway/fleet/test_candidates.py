@@ -162,6 +162,27 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
     assert not registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long})
 
 
+def test_what_a_worker_can_never_take_is_split_as_the_settings_say_elsewhere():
+    registry, short = fleet(2), RoutingRequest(40, 60)  # which `auto` reads where it decodes
+    router = registry.fleets[0].router
+    for link in (registry.decode[0], registry.prefill[0]):
+        _, source, taker = router.route(short, Matches(), (), {link.worker_id})
+        assert source is not None and link not in (source, taker)
+    assert router.route(short, Matches(), (), {link.worker_id for link in registry.prefill})[1] is None
+    for link in registry.prefill:
+        link._become(LinkState.CONNECTING, "gone")
+    with pytest.raises(Unavailable, match="no prefill worker"):
+        router.route(short, Matches(), (), {registry.decode[0].worker_id})
+
+
+def test_what_a_worker_can_never_take_is_not_split_elsewhere_where_nothing_is():
+    registry = fleet(2, split="never")
+    for link in registry.decode:
+        link.load = pb.Load(num_running=50)  # so that `auto` would
+    _, source, taker = registry.fleets[0].router.route(ASK, Matches(), (), {registry.decode[0].worker_id})
+    assert source is None and taker is registry.decode[1]
+
+
 def test_adapters_that_are_ready():
     """A worker that names none has each ready that it holds."""
     a, b = bytes(32), bytes([1]) * 32
