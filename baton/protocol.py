@@ -15,10 +15,19 @@ MAX_PROMPT_LOGPROBS = 131_072  # of one prompt, each token's own and the best: 1
 MAX_INPUTS = 128  # texts of one Embed, at 4,096 numbers each 2 MiB; documents of one Score
 # Features of a worker, without which some requests are not sent to it.
 CONSTRAINTS, POOLING, PROMPT_LOGPROBS, ADAPTERS = "constraints", "pooling", "prompt_logprobs", "adapters"
-KV_FULL = "kv_full"  # why a worker refuses a request that would fit once KV blocks are free
 GRANTS_POOLING = "grants_pooling"  # a feature: of a prompt that is not answered Granted comes at once
 PREFILL_ON_ADMIT = "prefill_on_admit"  # a feature that saves a way there and back; no request lacks it
 ADAPTER_BYTES = 32  # of the identity of an adapter
+# Reasons of a worker, by which gateways decide how a request goes on. Why it refuses one:
+KV_FULL = "kv_full"  # it would fit once KV blocks are free
+TOO_LONG, NO_ADAPTER = "too_long", "no_adapter"  # it can never be taken there
+ADAPTER_LOADING, ADAPTER_SLOTS = "adapter_loading", "adapter_slots"  # its adapter is not ready; others use all slots
+# Why one ended there:
+DRAINING, ATTACHED = "DRAINING", "ATTACHED"  # the worker goes; another gateway has taken it over
+ENGINE_FAILED, STEP_FAILED = "ENGINE_FAILED", "STEP_FAILED"  # alone in a step; beside others, who may be to blame
+KV_TRANSFER_FAILED, LEASE_EXPIRED, TICKET_REFUSED = "KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED"
+LAYOUT_MISMATCH, DIGEST_MISMATCH = "LAYOUT_MISMATCH", "DIGEST_MISMATCH"
+KV_REASONS = frozenset((KV_TRANSFER_FAILED, LEASE_EXPIRED, TICKET_REFUSED, LAYOUT_MISMATCH, DIGEST_MISMATCH))
 
 MAX_MODEL_NAME = 128  # characters
 

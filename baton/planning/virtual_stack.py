@@ -14,6 +14,7 @@ from baton.loadgen.trace import TraceEntry
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_engine import VirtualLauncher, virtual_engine
 from baton.planning.workload import span_names
+from baton.protocol import TOO_LONG
 from baton.sampling_params import SamplingParams
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
@@ -175,7 +176,7 @@ class VirtualStack:
         try:
             request.num_cached = taker.engine.admission.admit(ask)
         except Refusal as refusal:
-            if refusal.reason == "too_long":
+            if refusal.reason == TOO_LONG:
                 self._refuse(request, refusal.reason)
                 return
             self._wait(self._queues.credit, request, lambda: self._admit(request))

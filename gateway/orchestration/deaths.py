@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+from baton.protocol import ENGINE_FAILED, STEP_FAILED
 from baton.service.clock import now
 from gateway.link.worker_link import WorkerLink
 
 MAX_DEATHS = 2  # of workers that completed no step of this request
 _RETURN_S = 1.0  # a session that broke is up again after 0.1 s, where its worker lives and the machine is idle
-_DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
+STALLED = "STALLED"  # this gateway's reason for the end of a request whose worker does not step
+_DEADLY = {ENGINE_FAILED: 1.0, STALLED: 1.0, STEP_FAILED: 0.5}  # a step may have failed for another request in it
 
 
 class _Suspect(NamedTuple):

@@ -2,6 +2,7 @@
 
 import grpc
 
+from baton.protocol import ATTACHED, DRAINING, ENGINE_FAILED, KV_REASONS, STEP_FAILED
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
@@ -10,7 +11,7 @@ from gateway.attempts.attempt import Attempt
 from gateway.attempts.request_router import RequestRouter
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
-from gateway.orchestration.deaths import Deaths
+from gateway.orchestration.deaths import STALLED, Deaths
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
 from gateway.request.request_record import Failure, RequestRecord
@@ -21,10 +22,9 @@ _ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
 LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
 _WORKER_WAIT_S = 2.5  # for another worker after a lost one; sessions are retried at least every 2 s
-_KV_REASONS = frozenset(("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH"))
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
-_FINAL_REASONS = ("ATTACHED",)  # the client continues elsewhere
+_FINAL_REASONS = (ATTACHED,)  # the client continues elsewhere
 _PREFILL_EVENTS = (RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_LOST)
 
 
@@ -124,7 +124,7 @@ class AttemptFailures:
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
             giver = attempt.prefill_link or attempt.prefix_holder
-            if not is_prefill and giver and message.reason in _KV_REASONS:
+            if not is_prefill and giver and message.reason in KV_REASONS:
                 blamed, worker_id = giver, giver.worker_id
                 if before is RequestState.FETCHING and attempt.prefill is not None:
                     self._deaths.suspect(blamed, attempt.prefill.worker_id)
@@ -155,20 +155,20 @@ class AttemptFailures:
 
 def is_draining(message: object) -> bool:
     """Return whether a worker has ended the request because it drains."""
-    return isinstance(message, pb.Ended) and message.reason == "DRAINING"
+    return isinstance(message, pb.Ended) and message.reason == DRAINING
 
 
 def _is_fault(occurred: Occurrence, error: BatonError) -> bool:
     """Return whether the worker is at fault whatever the request: no answer, or an end without a reason."""
     message = occurred.message
     if isinstance(message, pb.Ended):
-        is_own = error.code in _FAULTY_CODES and error.reason != "STEP_FAILED"  # that may be the request's
-        return not message.code or error.reason == "ENGINE_FAILED" or is_own
+        is_own = error.code in _FAULTY_CODES and error.reason != STEP_FAILED  # that may be the request's
+        return not message.code or error.reason == ENGINE_FAILED or is_own
     return occurred.before in (RequestState.ADMITTING, RequestState.PREFILLING)
 
 
 def _is_worker_gone(message: object) -> bool:
-    is_stalled = isinstance(message, pb.Ended) and message.reason == "STALLED"
+    is_stalled = isinstance(message, pb.Ended) and message.reason == STALLED
     return isinstance(message, Lost) or is_draining(message) or is_stalled
 
 

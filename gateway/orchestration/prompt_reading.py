@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.protocol import GRANTS_POOLING
+from baton.protocol import DRAINING, GRANTS_POOLING
 from baton.service.clock import now
 from baton.service.codec import budget_ms
 from baton.service.errors import DeadlineExceeded, Unavailable, from_code
@@ -176,7 +176,7 @@ class PromptReading:
                 self._deaths.suspect(leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error
-        if not isinstance(message, Lost) and error.reason != "DRAINING":
+        if not isinstance(message, Lost) and error.reason != DRAINING:
             leg.link.note_failure(f"{error.reason} while prefilling")
         self._failed.add(leg.worker_id)
         self._num_failures += 1

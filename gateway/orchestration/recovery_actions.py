@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from google.rpc import code_pb2
+
 from baton.service.clock import now
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.reattach import MAX_ASKED, Reattach
 from gateway.link.mailbox import Lost, Stalled
 from gateway.link.worker_leg import WorkerLeg
+from gateway.orchestration.deaths import STALLED
 from gateway.orchestration.failures import is_draining
 from gateway.orchestration.prefill_actions import ask_for_credit
 from gateway.orchestration.request_context import RequestContext
@@ -33,7 +36,7 @@ def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> Req
     if not may_read and not router.has_another("prefill" if is_prefill else "decode"):
         return None
     event = RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
-    ended = pb.Ended(code=14, reason="STALLED", message="its engine does not step")
+    ended = pb.Ended(code=code_pb2.UNAVAILABLE, reason=STALLED, message="its engine does not step")
     return try_again(request, occurred._replace(event=event, message=ended))
 
 

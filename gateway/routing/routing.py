@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER, TOO_LONG
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.service.slo import Slo
 from gateway.routing.latency_model import LinearCost
@@ -18,9 +19,9 @@ from kvtransfer.naming import SAME_HOST_TRANSPORTS
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64
 # Refusals of a worker that can never take the request, however long it waits there.
-NEVER_HERE = frozenset(("too_long", "no_adapter"))
+NEVER_HERE = frozenset((TOO_LONG, NO_ADAPTER))
 # Refusals for want of the request's adapter alone: others may find room all the while.
-AWAITS_ADAPTER = frozenset(("adapter_loading", "adapter_slots"))
+AWAITS_ADAPTER = frozenset((ADAPTER_LOADING, ADAPTER_SLOTS))
 # Workers of a role that a request looks at: those that hold the longest prefixes, and some drawn by chance. Drawn ones
 # keep gateways that know nothing of each other from all choosing the same (Mitzenmacher, The Power of Two Choices).
 NUM_HOLDERS, NUM_DRAWN = 6, 10

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.adapters.low_rank import LowRank
 from baton.engine.core.request import Refusal
+from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER
 
 _RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
 _PAUSE_S = 10.0  # after which one that could not be made ready is tried again
@@ -96,12 +97,12 @@ class Adapters:
                     self._ready[identity] = self._ready.pop(identity)
                 return ready
             if copy is None or time.monotonic() < self._retry_at.get(identity, 0.0):
-                raise Refusal("no_adapter", retry_after_s=0.0)
+                raise Refusal(NO_ADAPTER, retry_after_s=0.0)
             if identity not in self._making:
                 if not self._has_slot and not self._evict(in_use()):
-                    raise Refusal("adapter_slots", retry_after_s=_RETRY_S)
+                    raise Refusal(ADAPTER_SLOTS, retry_after_s=_RETRY_S)
                 self._making[identity] = self._thread.submit(self._make_ready, identity, *copy)
-            raise Refusal("adapter_loading", retry_after_s=_RETRY_S)
+            raise Refusal(ADAPTER_LOADING, retry_after_s=_RETRY_S)
 
     def wait(self, identity: bytes) -> None:
         """Wait until an adapter that is being made ready is. Raises what making it does."""

@@ -18,7 +18,7 @@ from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Amounts, Shares
-from baton.protocol import KV_FULL
+from baton.protocol import KV_FULL, NO_ADAPTER, TOO_LONG
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -237,7 +237,7 @@ class Admission:
         group = Group(request, holder)
         if request.adapter:
             if self.adapters is None:
-                raise Refusal("no_adapter", retry_after_s=0.0)
+                raise Refusal(NO_ADAPTER, retry_after_s=0.0)
             group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
         if request.constraint is not None and self.lifecycle.grammars is None:
             raise ValueError("constraint: there are no grammars over this model's tokenizer")
@@ -255,7 +255,7 @@ class Admission:
             raise ValueError(f"{request.key} is in use")
         num_blocks = self.layout.num_blocks(num_tokens) + (num_choices - 1) * bool(num_tokens % self.layout.block_size)
         if longest > self.config.max_model_len or num_blocks > self.ledger.num_blocks:
-            raise Refusal("too_long", retry_after_s=0.0)
+            raise Refusal(TOO_LONG, retry_after_s=0.0)
 
     def _kv_full(self, request: Request, lacked: Amounts) -> Refusal:
         """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""

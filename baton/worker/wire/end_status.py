@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from google.rpc import code_pb2
 
+from baton import protocol
 from baton.engine.core.request import Refusal, RequestEnded
 from kvtransfer import errors
 
@@ -22,9 +23,9 @@ CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
 DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
 STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session that it came through is lost")
 NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost and not resumed")
-ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway has taken this request over")
-LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "the KV of this prompt was not fetched in time")
-DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
+ATTACHED = Status(code_pb2.ABORTED, protocol.ATTACHED, "another gateway has taken this request over")
+LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, protocol.LEASE_EXPIRED, "the KV of this prompt was not fetched in time")
+DRAINING = Status(code_pb2.UNAVAILABLE, protocol.DRAINING, "this worker is shutting down")
 
 # By how a lease ends, in the source's words. One that was taken is no news: its taker's key has reported it.
 LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
@@ -37,12 +38,12 @@ def misplaced(command: str) -> Status:
 
 # The first class that matches counts, so subclasses come before their bases.
 _KV_ERRORS = (
-    (errors.DigestMismatch, code_pb2.DATA_LOSS, "DIGEST_MISMATCH"),
-    (errors.LayoutMismatch, code_pb2.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
-    (errors.TicketRefused, code_pb2.FAILED_PRECONDITION, "TICKET_REFUSED"),
-    (errors.LeaseExpired, code_pb2.UNAVAILABLE, "LEASE_EXPIRED"),
+    (errors.DigestMismatch, code_pb2.DATA_LOSS, protocol.DIGEST_MISMATCH),
+    (errors.LayoutMismatch, code_pb2.FAILED_PRECONDITION, protocol.LAYOUT_MISMATCH),
+    (errors.TicketRefused, code_pb2.FAILED_PRECONDITION, protocol.TICKET_REFUSED),
+    (errors.LeaseExpired, code_pb2.UNAVAILABLE, protocol.LEASE_EXPIRED),
     (errors.TransferTimedOut, code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    (errors.KVError, code_pb2.UNAVAILABLE, "KV_TRANSFER_FAILED"),
+    (errors.KVError, code_pb2.UNAVAILABLE, protocol.KV_TRANSFER_FAILED),
 )
 
 
@@ -71,5 +72,5 @@ def of_engine(ended: RequestEnded) -> Status:
         return DEADLINE
     if ended.error == "constraint":
         return Status(code_pb2.INVALID_ARGUMENT, "CONSTRAINT", ended.message)
-    reason = "STEP_FAILED" if ended.error == "failed_together" else "ENGINE_FAILED"
+    reason = protocol.STEP_FAILED if ended.error == "failed_together" else protocol.ENGINE_FAILED
     return Status(code_pb2.INTERNAL, reason, ended.message or ended.error)
