@@ -184,10 +184,10 @@ class VirtualStack:
         self._leave(self._queues.credit, request)
         request.decision = decision
         taker.num_legs += 1
-        taker.recent.add(decision.write_s, self.now)
+        taker.recent.add(decision.decode_s, self.now)
         if decision.prefill is None:
             taker.waiting_tokens += request.entry.num_prompt - request.num_cached
-            taker.recent.add(decision.read_s, self.now)
+            taker.recent.add(decision.prefill_s, self.now)
             taker.engine.admission.compute_rest(ask.key)
             self._wake(taker)
         else:
@@ -205,7 +205,7 @@ class VirtualStack:
         request.num_cached = accepted.num_cached_tokens
         source.num_legs += 1
         source.waiting_tokens += request.entry.num_prompt - request.num_cached
-        source.recent.add(request.decision.read_s, self.now)
+        source.recent.add(request.decision.prefill_s, self.now)
         self._wake(source)
 
     def _wait(self, queue: WaitingQueue, request: ServedRequest, again: Callable[[], None]) -> None:

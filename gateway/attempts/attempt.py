@@ -35,7 +35,7 @@ class Attempt:
         "decode",
         "prefill",
         "prefill_link",
-        "counted_reader",
+        "counted_prefill_link",
         "prefix_holder",
         "spec",
         "fingerprint",
@@ -59,7 +59,7 @@ class Attempt:
         self.decode: WorkerLeg | None = None
         self.prefill: WorkerLeg | None = None
         self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
-        self.counted_reader: WorkerLink | None = None  # of whose recent work reading the prompt is a part
+        self.counted_prefill_link: WorkerLink | None = None  # of whose recent work reading the prompt is a part
         self.prefix_holder: WorkerLink | None = None  # gives the decode worker a prefix
         self.spec: pb.RequestSpec | None = None  # until the answer begins
         self.fingerprint = b""  # of the spec
@@ -75,7 +75,7 @@ class Attempt:
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
 
     @property
-    def reader(self) -> WorkerLeg:
+    def prefilling_leg(self) -> WorkerLeg:
         """The leg whose worker reads the prompt."""
         return self.prefill or self.decode
 

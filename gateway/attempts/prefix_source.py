@@ -29,9 +29,9 @@ class PrefixSource:
         self._is_pending = True
 
     def ask(
-        self, holder: WorkerLink | None, reader: WorkerLink, hashes: Sequence[bytes], key: Key, deadline: float
+        self, holder: WorkerLink | None, taker: WorkerLink, hashes: Sequence[bytes], key: Key, deadline: float
     ) -> None:
-        """Ask `holder` to offer the prompt's leading spans `hashes` to `reader` until `deadline` (time.monotonic()).
+        """Ask `holder` to offer the prompt's leading spans `hashes` to `taker` until `deadline` (time.monotonic()).
 
         Without a holder it settles at once. `key` is of the Offer alone: the holder may know the request's own key."""
         if holder is None:
@@ -39,8 +39,8 @@ class PrefixSource:
             return
         self._leg = holder.open(key, self)
         self._timer = asyncio.get_running_loop().call_later(OFFER_WAIT_S, self._settle, [], None)
-        chain, taker = pb.SpanChain(hashes=hashes), make_taker(reader, 0)
-        self._leg.send(offer=pb.Offer(spans=chain, taker=taker, budget_ms=budget_ms(deadline)))
+        chain = pb.SpanChain(hashes=hashes)
+        self._leg.send(offer=pb.Offer(spans=chain, taker=make_taker(taker, 0), budget_ms=budget_ms(deadline)))
 
     def post(self, leg, event) -> None:
         """Take the holder's answer."""

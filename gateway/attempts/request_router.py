@@ -33,9 +33,9 @@ class RequestRouter:
         return request._replace(num_tokens=request.num_tokens + len(self._answer.choices[0].token_ids))
 
     @property
-    def may_read_where_it_decodes(self) -> bool:
+    def may_prefill_locally(self) -> bool:
         """Return whether the prompt needs no prefill worker."""
-        return self._router.may_read_where_it_decodes
+        return self._router.may_prefill_locally
 
     @property
     def max_start_wait_s(self) -> float:
@@ -55,9 +55,9 @@ class RequestRouter:
         avoid = self._failed | self._refused
         return self._router.prefill_for(taker, self.request, self._matches, avoid, self._unable)
 
-    def prefix_holder_for(self, reader: WorkerLink) -> WorkerLink | None:
-        """Return a worker from which `reader` should pull a prefix, or None."""
-        return self._router.holder_for(reader, self._matches, self._failed - self._leaving)
+    def prefix_holder_for(self, taker: WorkerLink) -> WorkerLink | None:
+        """Return a worker from which `taker` should pull a prefix, or None."""
+        return self._router.holder_for(taker, self._matches, self._failed - self._leaving)
 
     def is_usable(self, link: WorkerLink) -> bool:
         """Return whether this worker serves and has not refused."""
@@ -111,4 +111,4 @@ class RequestRouter:
 
     def decode_links(self, most: int) -> list[WorkerLink]:
         """Return at most `most` serving workers that may have the sequence, longest prefix first."""
-        return sorted(self._router.writers(), key=self.num_matched_spans, reverse=True)[:most]
+        return sorted(self._router.decode_workers(), key=self.num_matched_spans, reverse=True)[:most]

@@ -191,7 +191,7 @@ class ModelFleet:
         if decode := self.candidates.serving("decode"):
             self._adapters = _adapters_of(decode)
         else:
-            self._adapters = self._adapters | _adapters_of(self.router.writers())
+            self._adapters = self._adapters | _adapters_of(self.router.decode_workers())
 
     def _served_model(self, is_whole: bool) -> ServedModel:
         """`is_whole`: no decode worker may come that has never said what it holds."""

@@ -18,7 +18,7 @@ from gateway.routing.routing import (
     can_prefill,
     choose,
     choose_holder,
-    choose_reader,
+    choose_prefill_worker,
     choose_source,
     compatible,
     needs,
@@ -60,7 +60,7 @@ class Router:
                 return found
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
 
-    def writers(self) -> Sequence[WorkerLink]:
+    def decode_workers(self) -> Sequence[WorkerLink]:
         """Return the serving workers that may have sequences."""
         decode = self._candidates.serving("decode")
         return [*decode, *self._candidates.serving("prefill")] if self._stand_in else decode
@@ -69,10 +69,10 @@ class Router:
         """Return whether the roles that serve suffice for requests."""
         if self._stand_in:
             return any(self._candidates.serving(role) for role in ROLES)
-        return bool(self._candidates.serving("decode")) and (self.may_read_where_it_decodes or self.any_pair())
+        return bool(self._candidates.serving("decode")) and (self.may_prefill_locally or self.any_pair())
 
     @property
-    def may_read_where_it_decodes(self) -> bool:
+    def may_prefill_locally(self) -> bool:
         """Return whether a prompt needs no prefill worker."""
         return self._split != "always"
 
@@ -126,7 +126,7 @@ class Router:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
         itself. Raises Unavailable."""
         (candidate,) = self._candidates.seen([taker], matches, request)
-        is_forced = not self.may_read_where_it_decodes
+        is_forced = not self.may_prefill_locally
         for avoided in self._avoidances(avoid, unable, is_forced):
             near = self._candidates.near("prefill", request, matches, avoided)
             if best := choose_source(request, self._candidates.seen(near.values(), matches, request), candidate):
@@ -137,14 +137,14 @@ class Router:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
-    def reader_for(
+    def pooling_worker_for(
         self, request: RoutingRequest, avoid: Collection[bytes], unable: Collection[bytes] = frozenset()
     ) -> WorkerLink:
         """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
         for role in ROLES if self._stand_in else ("prefill",):
             for avoided in self._avoidances(avoid, unable, True):
                 near = self._candidates.near(role, request, Matches(), avoided, task="prefill")
-                if best := choose_reader(request, self._candidates.seen(near.values(), Matches(), request)):
+                if best := choose_prefill_worker(request, self._candidates.seen(near.values(), Matches(), request)):
                     return near[best.name]
         raise Unavailable(
             f"no prefill worker that serves can read {needs(request)}", _RETRY_AFTER_S, reason="NO_WORKER"
@@ -155,11 +155,11 @@ class Router:
         roles = (role, _STAND_IN[role]) if self._stand_in else (role,)
         return any(self._candidates.may_come(each, request, self.max_start_wait_s, task=role) for each in roles)
 
-    def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
-        """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth
+    def holder_for(self, taker: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
+        """Return the worker from which `taker` should pull a prefix before it prefills the rest; None: none is worth
         it."""
         holders = self._candidates.holders(matches, avoid)
-        (here,) = self._candidates.seen([reader], matches)
+        (here,) = self._candidates.seen([taker], matches)
         best = choose_holder(here, self._candidates.seen(holders.values(), matches))
         return best and holders[best.name]
 

@@ -83,7 +83,7 @@ class RequestMachine:
             state = self._fail(error)
         except Diverged as error:
             attempt = self.request.attempt
-            giver = attempt.reader if event is RequestEvent.DONE else attempt.decode
+            giver = attempt.prefilling_leg if event is RequestEvent.DONE else attempt.decode
             giver.link.note_failure(str(error))
             state = self._fail(Unavailable(str(error), reason="DIVERGED"))
         if state is not None:
@@ -145,7 +145,7 @@ class RequestMachine:
         elif leg is attempt.decode or leg is attempt.prefill:  # not of an earlier attempt
             if isinstance(message, Tokens):
                 leg.num_unread -= len(message.token_ids)
-            if isinstance(message, pb.Done) and leg is not attempt.reader:
+            if isinstance(message, pb.Done) and leg is not attempt.prefilling_leg:
                 message = pb.Ended(code=code_pb2.INTERNAL, reason="DIVERGED", message=_NOT_ITS_PROMPT)
             self.happen(event_of(message, is_prefill=leg is attempt.prefill), message)
 
@@ -174,7 +174,7 @@ class RequestMachine:
         if late_s > LATE_S and self.state in (*_ASKED, RequestState.ATTACHING):
             self._entered_at = now()
         elif self.state in _ASKED and not self._is_another_there():
-            attempt.reader.link.note_failure(f"silence while {self.state.value}")
+            attempt.prefilling_leg.link.note_failure(f"silence while {self.state.value}")
             self._entered_at = now()  # it may still answer
         elif self.state in _IN_LINE:
             self.happen(RequestEvent.SILENCE if request.place.is_over else RequestEvent.ROOM)
@@ -190,4 +190,4 @@ class RequestMachine:
         router, attempt = self.request.router, self.request.attempt
         if self.state is RequestState.ADMITTING:
             return router.has_another("decode", than=attempt.decode.worker_id)
-        return router.may_read_where_it_decodes or router.has_another("prefill", than=attempt.prefill.worker_id)
+        return router.may_prefill_locally or router.has_another("prefill", than=attempt.prefill.worker_id)

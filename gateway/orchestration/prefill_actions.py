@@ -33,8 +33,8 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     request.attempt.prefill_link = prefill_link
     # A later attempt may pull what others hold.
     request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
-    _count_reading(request, prefill_link or decode_link)
-    decode_link.recent.add(decision.write_s, now())
+    _count_prefill(request, prefill_link or decode_link)
+    decode_link.recent.add(decision.decode_s, now())
     return RequestState.ADMITTING
 
 
@@ -48,7 +48,7 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
         return
     router.forget_refusals()
     if occurred.message.reason in AWAITS_ADAPTER:
-        request.place.join_for_worker(request.queues.worker)
+        request.place.join_for_worker(request.queues.decode_start)
     elif router.has_any("decode"):
         request.place.join(request.queues.credit)
     else:
@@ -87,7 +87,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
             _drop_decode(request)
             request.place.leave(served=False)
             return _await_worker(request, error)
-    _count_reading(request, attempt.prefill_link or attempt.decode.link)
+    _count_prefill(request, attempt.prefill_link or attempt.decode.link)
     if attempt.prefill_link is None:
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
@@ -107,14 +107,14 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
         await_credit(request, occurred)
         return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
-    _count_reading(request, None)
+    _count_prefill(request, None)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.call_room()  # where no prefill worker can read it, the decode worker can
         return None
     router.forget_refusals()
     if refused.reason in AWAITS_ADAPTER:
-        request.place.join_for_worker(request.queues.reader)
+        request.place.join_for_worker(request.queues.prefill_start)
     else:
         request.place.join(request.queues.prefill)
     return None
@@ -166,7 +166,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
         if leg is not None:
             leg.num_prefill_tokens = 0
     _record_prefill(request, done)
-    request.router.note_holder(attempt.reader.worker_id)
+    request.router.note_holder(attempt.prefilling_leg.worker_id)
     answer.take_prompt(done.prompt_logprobs, request.record.num_prompt_tokens)
     for first in done.first_tokens:
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
@@ -185,9 +185,9 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
         record.measured.read_place_s, record.measured.read_block_s = done.waits.place_s, done.waits.block_s
         record.measured.is_read_apart = attempt.prefill is not None
-        record.measured.prefill_core_wait = attempt.reader.link.load.core_wait
+        record.measured.prefill_core_wait = attempt.prefilling_leg.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens
-        attempt.reader.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
+        attempt.prefilling_leg.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
         record.batch_size = attempt.decode.link.load.num_running + 1
     elif record.num_attempts > 1:
         record.num_reused_tokens += num_cached_tokens
@@ -200,26 +200,26 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     request.failures.check_wait(error)
     if request.router.expects_worker():  # what it takes to start is no time in which none had room
         request.place.wait_longer(request.router.max_start_wait_s)
-    request.place.join_for_worker(request.queues.worker)
+    request.place.join_for_worker(request.queues.decode_start)
     return RequestState.AWAITING_CREDIT
 
 
-def _count_reading(request: RequestContext, link: WorkerLink | None) -> None:
+def _count_prefill(request: RequestContext, link: WorkerLink | None) -> None:
     """Count reading the prompt as recent work of `link` alone, at once, since others choose meanwhile; None: all it was
     given to have refused it."""
-    attempt, read_s = request.attempt, request.record.decision.read_s
-    if attempt.counted_reader is not link:
-        for each, seconds in ((attempt.counted_reader, -read_s), (link, read_s)):
+    attempt, prefill_s = request.attempt, request.record.decision.prefill_s
+    if attempt.counted_prefill_link is not link:
+        for each, seconds in ((attempt.counted_prefill_link, -prefill_s), (link, prefill_s)):
             if each is not None:
                 each.recent.add(seconds, now())
-        attempt.counted_reader = link
+        attempt.counted_prefill_link = link
 
 
 def _drop_decode(request: RequestContext) -> None:
     """Close the decode leg, and count nothing as work of the chosen workers any more."""
     attempt = request.attempt
-    _count_reading(request, None)
-    attempt.decode.link.recent.add(-request.record.decision.write_s, now())
+    _count_prefill(request, None)
+    attempt.decode.link.recent.add(-request.record.decision.decode_s, now())
     attempt.drop_decode()
 
 

@@ -75,7 +75,9 @@ class PromptReading:
                 await self._wait_for_room()
             while True:
                 try:
-                    link = self._parts.router.reader_for(self._routing, self._refused | self._failed, self._unable)
+                    link = self._parts.router.pooling_worker_for(
+                        self._routing, self._refused | self._failed, self._unable
+                    )
                 except Unavailable as error:
                     await self._wait_for_worker(error)
                     continue
@@ -198,14 +200,14 @@ class PromptReading:
         if not router.may_come("prefill", self._routing):
             raise error
         self._place.wait_longer(router.max_start_wait_s)
-        self._place.join_for_worker(self._parts.queues.reader)
+        self._place.join_for_worker(self._parts.queues.prefill_start)
         if not await self._wait():
             raise error
 
     async def _wait_for_room(self) -> None:
         """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
         if self._awaits_adapter:
-            self._place.join_for_worker(self._parts.queues.reader)
+            self._place.join_for_worker(self._parts.queues.prefill_start)
         else:
             self._place.join(self._parts.queues.prefill)
         if not await self._wait() and self._parts.router.has_any("prefill", self._routing):

@@ -32,8 +32,8 @@ def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> Req
     """Try again if another worker could do the work; else wait, since the stalled one may still come back. Raises
     BatonError."""
     is_prefill, router = occurred.event is RequestEvent.PREFILL_STALLED, request.router
-    may_read = is_prefill and router.may_read_where_it_decodes and router.has_any("decode")
-    if not may_read and not router.has_another("prefill" if is_prefill else "decode"):
+    may_prefill = is_prefill and router.may_prefill_locally and router.has_any("decode")
+    if not may_prefill and not router.has_another("prefill" if is_prefill else "decode"):
         return None
     event = RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
     ended = pb.Ended(code=code_pb2.UNAVAILABLE, reason=STALLED, message="its engine does not step")

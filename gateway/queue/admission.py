@@ -276,14 +276,14 @@ class WaitingQueue:
 
 class WaitingQueues:
     """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker serves
-    that could hold a request it waits for one to come in `worker` and `reader`, in nobody's way who can be served. They share
-    one bound."""
+    that could hold a request it waits in `decode_start` or `prefill_start` for one to start, in nobody's way who can be
+    served. They share one bound."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
         names = ("decode queue", "prefill queue") * 2
         bounds = WaitingBounds(max_waiting, max_tokens)
         self._all = tuple(WaitingQueue(bounds, clock, name) for name in names)
-        self.credit, self.prefill, self.worker, self.reader = self._all
+        self.credit, self.prefill, self.decode_start, self.prefill_start = self._all
 
     def __len__(self) -> int:
         return sum(map(len, self._all))

@@ -102,8 +102,8 @@ class Decision:
     alone_ttft_s: float = field(default=0.0, compare=False)
     alone_tpot_s: float = field(default=0.0, compare=False)
     num_matched_tokens: int = field(default=0, compare=False)  # of the worker that reads the prompt, by the index
-    read_s: float = field(default=0.0, compare=False)  # of its worker's time, for the prompt
-    write_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
+    prefill_s: float = field(default=0.0, compare=False)  # of its worker's time, for the prompt
+    decode_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
 
     @property
     def local(self) -> bool:
@@ -114,27 +114,27 @@ class NoRoute(Exception):
     """No worker can serve this; the message is one line that says why."""
 
 
-class _Way(NamedTuple):
-    """One way to serve a request, priced."""
+class _Route(NamedTuple):
+    """The workers of a request, or one alone, priced."""
 
     cost_s: float
     prefill: Candidate | None
     decode: Candidate
     ttft_s: float
-    read_s: float
+    prefill_s: float
 
     @property
     def words(self) -> str:
         return f"{self.prefill.name} > {self.decode.name}" if self.prefill else f"{self.decode.name} alone"
 
 
-class _Reading(NamedTuple):
+class _PrefillCost(NamedTuple):
     """A prompt on one worker: `cost_s` until its first token and what others wait for it, `ttft_s` the first alone."""
 
     cost_s: float
     worker: Candidate
     ttft_s: float
-    read_s: float
+    prefill_s: float
 
 
 def shortlist(
@@ -189,15 +189,15 @@ def choose(
     if not decode:
         raise NoRoute(f"no decode worker that serves can hold {needs(request)}")
     prefill = [] if split == "never" else prefill
-    readers = [worker for worker in prefill if can_prefill(request, worker.limits)]
-    writing = {worker.name: _writing_s(request, worker) for worker in decode}
-    apart = _best_pair(request, readers, decode, writing)
+    able = [worker for worker in prefill if can_prefill(request, worker.limits)]
+    decode_costs = {worker.name: _decode_cost_s(request, worker) for worker in decode}
+    apart = _best_pair(request, able, decode, decode_costs)
     is_too_long = apart is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
     if apart is None and split == "always" and not is_too_long:
         raise NoRoute("no prefill worker serves that a decode worker can take KV from")
     here = min(
-        (_alone(request, worker, writing[worker.name]) for worker in decode),
-        key=lambda way: (way.cost_s, way.decode.name),
+        (_alone(request, worker, decode_costs[worker.name]) for worker in decode),
+        key=lambda route: (route.cost_s, route.decode.name),
     )
     if apart is None:
         reason = "forced" if split == "never" else "too_long_to_split" if is_too_long else "no_prefill_worker"
@@ -213,23 +213,23 @@ def choose(
 
 def choose_source(request: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
     """Return the best prefill worker that can read the prompt, for a decode worker that is chosen already, or None."""
-    way = _best_pair(
+    route = _best_pair(
         request, [worker for worker in prefill if can_prefill(request, worker.limits)], [taker], {taker.name: 0.0}
     )
-    return way and way.prefill
+    return route and route.prefill
 
 
-def choose_reader(request: RoutingRequest, prefill: Sequence[Candidate]) -> Candidate | None:
+def choose_prefill_worker(request: RoutingRequest, prefill: Sequence[Candidate]) -> Candidate | None:
     """Return the prefill worker that reads a prompt soonest which nobody takes over, or None: none can."""
-    readings = [_reading_there(request, worker, ()) for worker in prefill if can_prefill(request, worker.limits)]
-    best = min(readings, key=lambda reading: (reading.cost_s, reading.worker.name), default=None)
+    costs = [_remote_prefill_cost(request, worker, ()) for worker in prefill if can_prefill(request, worker.limits)]
+    best = min(costs, key=lambda cost: (cost.cost_s, cost.worker.name), default=None)
     return best and best.worker
 
 
-def choose_holder(reader: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
-    """Return the worker with a longer prefix than `reader` whose pulling saves the most time over computing it (of
+def choose_holder(taker: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
+    """Return the worker with a longer prefix than `taker` whose pulling saves the most time over computing it (of
     equals the first by name); None: none saves any."""
-    gains = [(_gain_s(reader, holder), holder) for holder in holders]
+    gains = [(_gain_s(taker, holder), holder) for holder in holders]
     gain_s, best = min(gains, key=lambda each: (-each[0], each[1].name), default=(0.0, None))
     return best if gain_s > 0 else None
 
@@ -245,25 +245,27 @@ def compatible(source: Candidate, taker: Candidate) -> bool:
 # ---- prices, in seconds ----
 
 
-def _gain_s(reader: Candidate, holder: Candidate) -> float:
+def _gain_s(taker: Candidate, holder: Candidate) -> float:
     """Return the seconds that pulling the prefix of `holder` saves."""
-    num_tokens = holder.num_matched_tokens - reader.num_matched_tokens
-    if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, reader):
+    num_tokens = holder.num_matched_tokens - taker.num_matched_tokens
+    if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, taker):
         return 0.0
-    pull_s = _PULL_S + num_tokens * holder.kv_token_bytes * _byte_s(holder, reader)
-    return num_tokens * reader.pace.token_s - pull_s
+    pull_s = _PULL_S + num_tokens * holder.kv_token_bytes * _byte_s(holder, taker)
+    return num_tokens * taker.pace.token_s - pull_s
 
 
 def _byte_s(source: Candidate, taker: Candidate) -> float:
     return taker.pace.byte_s or (_HERE_BYTE_S if source.host_id == taker.host_id else _BYTE_S)
 
 
-def _reading(request: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _Reading:
+def _prefill_cost(request: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _PrefillCost:
     """Return the prompt priced on `worker`; `num_beside`: sequences that wait while it is read."""
     pace, missing = worker.pace, request.num_tokens - worker.num_matched_tokens
-    read_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
-    ttft_s = worker.num_waiting_tokens * pace.token_s + read_s
-    return _Reading(ttft_s + num_beside * read_s + _late_s(ttft_s, request.slo.ttft_s, 1), worker, ttft_s, read_s)
+    prefill_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
+    ttft_s = worker.num_waiting_tokens * pace.token_s + prefill_s
+    return _PrefillCost(
+        ttft_s + num_beside * prefill_s + _late_s(ttft_s, request.slo.ttft_s, 1), worker, ttft_s, prefill_s
+    )
 
 
 def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
@@ -272,44 +274,44 @@ def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
     return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
 
 
-def _reading_there(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
+def _remote_prefill_cost(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _PrefillCost:
     """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
-    reading = _reading(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
-    return reading._replace(cost_s=reading.cost_s + _ADAPTER_S * worker.lacks_adapter)
+    cost = _prefill_cost(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+    return cost._replace(cost_s=cost.cost_s + _ADAPTER_S * worker.lacks_adapter)
 
 
 def _best_pair(
-    request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
-) -> _Way | None:
+    request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], decode_costs: dict[str, float]
+) -> _Route | None:
     """Return the cheapest pair that fits, or None.
 
     Both sides are in order of their own prices (of equals the first by name), so that a choice can be explained. A pair
     never adds a negative price, so the search ends where these alone exceed the best so far."""
     holders = _sources((*prefill, *decode))
-    readings = [_reading_there(request, worker, holders) for worker in prefill]
-    readings.sort(key=lambda reading: (reading.cost_s, reading.worker.name))
-    best: _Way | None = None
-    for taker in sorted(decode, key=lambda worker: (writing[worker.name], worker.name)):
-        for reading in readings:
-            least_s = reading.cost_s + writing[taker.name] + _HOP_S
+    costs = [_remote_prefill_cost(request, worker, holders) for worker in prefill]
+    costs.sort(key=lambda cost: (cost.cost_s, cost.worker.name))
+    best: _Route | None = None
+    for taker in sorted(decode, key=lambda worker: (decode_costs[worker.name], worker.name)):
+        for cost in costs:
+            least_s = cost.cost_s + decode_costs[taker.name] + _HOP_S
             if best is not None and least_s + taker.pace.moved_s >= best.cost_s:
                 break
-            if compatible(reading.worker, taker):
-                cost_s = least_s + _unhidden_s(request, reading, taker)
+            if compatible(cost.worker, taker):
+                cost_s = least_s + _unhidden_s(request, cost, taker)
                 if best is None or cost_s < best.cost_s:
-                    best = _Way(cost_s, reading.worker, taker, reading.ttft_s + _HOP_S, reading.read_s)
-        if best is not None and readings[0].cost_s + writing[taker.name] + _HOP_S >= best.cost_s:
+                    best = _Route(cost_s, cost.worker, taker, cost.ttft_s + _HOP_S, cost.prefill_s)
+        if best is not None and costs[0].cost_s + decode_costs[taker.name] + _HOP_S >= best.cost_s:
             break
     return best
 
 
-def _unhidden_s(request: RoutingRequest, reading: _Reading, taker: Candidate) -> float:
+def _unhidden_s(request: RoutingRequest, cost: _PrefillCost, taker: Candidate) -> float:
     """Return the seconds by which KV delays the second token: it moves while the prompt is read."""
     num_bytes = (request.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
-    return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(reading.worker, taker) - reading.read_s)
+    return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(cost.worker, taker) - cost.prefill_s)
 
 
-def _is_ready(worker: Candidate, apart: _Way) -> bool:
+def _is_ready(worker: Candidate, apart: _Route) -> bool:
     """Return whether `worker` does nothing and holds more of the prompt than the one that would read it `apart`.
 
     That one computes more, or waits for the rest from others; for those who may come to `worker` meanwhile, which its
@@ -318,14 +320,14 @@ def _is_ready(worker: Candidate, apart: _Way) -> bool:
     return is_idle and apart.prefill is not None and worker.num_matched_tokens > apart.prefill.num_matched_tokens
 
 
-def _alone(request: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:
-    """Return the way on one worker: all that runs there waits while the prompt is read, in one piece or in chunks
+def _alone(request: RoutingRequest, worker: Candidate, decode_s: float) -> _Route:
+    """Return the route over one worker: all that runs there waits while the prompt is read, in one piece or in chunks
     between steps."""
-    reading = _reading(request, worker, 0.0, worker.num_sequences + worker.share)
-    return _Way(reading.cost_s + writing_s, None, worker, reading.ttft_s, reading.read_s)
+    cost = _prefill_cost(request, worker, 0.0, worker.num_sequences + worker.share)
+    return _Route(cost.cost_s + decode_s, None, worker, cost.ttft_s, cost.prefill_s)
 
 
-def _writing_s(request: RoutingRequest, worker: Candidate) -> float:
+def _decode_cost_s(request: RoutingRequest, worker: Candidate) -> float:
     """Return the seconds from the first token to the last, how much longer others take for it, and what breaks a
     promise."""
     pace, num_beside = worker.pace, worker.num_sequences
@@ -353,26 +355,26 @@ def needs(request: RoutingRequest) -> str:
     return f"{request.max_len} tokens{choices}{features}"
 
 
-def _why_here(request: RoutingRequest, here: _Way) -> str:
+def _why_here(request: RoutingRequest, here: _Route) -> str:
     if 2 * here.decode.num_matched_tokens >= request.num_tokens:
         return "hot_cache"
     return "idle" if here.decode.num_sequences == 0 else "prefill_busy"
 
 
-def _decision(request: RoutingRequest, way: _Way, other: _Way | None, reason: str) -> Decision:
-    pace = way.decode.pace
+def _decision(request: RoutingRequest, route: _Route, other: _Route | None, reason: str) -> Decision:
+    pace = route.decode.pace
     return Decision(
-        way.prefill and way.prefill.name,
-        way.decode.name,
+        route.prefill and route.prefill.name,
+        route.decode.name,
         reason,
         other.words if other else "none",
-        way.cost_s,
+        route.cost_s,
         other and other.cost_s,
-        way.ttft_s,
-        pace.tpot_s(way.decode.num_sequences + 1),
-        way.read_s + (_HOP_S if way.prefill else 0.0),
+        route.ttft_s,
+        pace.tpot_s(route.decode.num_sequences + 1),
+        route.prefill_s + (_HOP_S if route.prefill else 0.0),
         pace.tpot_s(1),
-        (way.prefill or way.decode).num_matched_tokens,
-        way.read_s,
+        (route.prefill or route.decode).num_matched_tokens,
+        route.prefill_s,
         request.num_output * pace.sequence_s,
     )

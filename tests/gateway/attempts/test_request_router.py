@@ -33,7 +33,7 @@ class Fleet:
     def expects_worker(self, ask) -> bool:
         return False
 
-    def holder_for(self, reader, matches, avoid):
+    def holder_for(self, taker, matches, avoid):
         self.avoided.append(frozenset(avoid))
 
     def route(self, ask, matches, avoid, unable):

@@ -322,8 +322,8 @@ async def test_no_worker_comes(cluster, monkeypatch, num_prompts):
         await worker.stop()
         c.workers.remove(worker)
         await c.until(lambda: not c.gateway.registry.prefill[0].serving)
-        looks, look = [], Router.reader_for
-        monkeypatch.setattr(Router, "reader_for", lambda *given: looks.append(1) or look(*given))
+        looks, look = [], Router.pooling_worker_for
+        monkeypatch.setattr(Router, "pooling_worker_for", lambda *given: looks.append(1) or look(*given))
         error = await refused(embed(c, *IDS[:num_prompts]))
         assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and error.retry_after_s
         assert 1 <= len(looks) < 50 * num_prompts

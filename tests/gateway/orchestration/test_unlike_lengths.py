@@ -134,7 +134,7 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
         await c.until(lambda: late.commands)
         if max_start_wait_s:
             waiting = asyncio.create_task(generate(c, **LONG))
-            await c.until(lambda: len(c.pipeline.queues.worker))
+            await c.until(lambda: len(c.pipeline.queues.decode_start))
         else:
             said = await refused(generate(c, **LONG))
             assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s

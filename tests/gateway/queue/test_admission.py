@@ -60,10 +60,10 @@ def test_a_change_of_line_keeps_the_time(monkeypatch):
     place = QueuePlace(queued(), lambda: None, 10.0)
     lines.credit.refused_for = KV_FULL
     lines.credit.join(queued(), lambda: None)
-    place.join_for_worker(lines.worker)
+    place.join_for_worker(lines.decode_start)
     at[0] += 6.0
     place.join(lines.credit)
-    assert not lines.worker and len(lines.credit) == len(lines) == 2
+    assert not lines.decode_start and len(lines.credit) == len(lines) == 2
     at[0] += 3.0
     assert not place.is_over
     at[0] += 1.0
@@ -75,15 +75,15 @@ def test_a_change_of_line_keeps_the_time(monkeypatch):
 def test_all_lines_have_one_bound():
     """Each had it for itself: four times as many waited."""
     lines = WaitingQueues(3, max_tokens=1000)
-    for line_ in (lines.credit, lines.prefill, lines.worker):
+    for line_ in (lines.credit, lines.prefill, lines.decode_start):
         line_.join(of("flood"), lambda: None)
-    for line_ in (lines.credit, lines.reader):
+    for line_ in (lines.credit, lines.prefill_start):
         with pytest.raises(Overloaded, match="3 requests wait already, 3 of them of this tenant"):
             line_.join(of("flood"), lambda: None)
-    quiet = lines.reader.join(of("quiet", num_tokens=5000), lambda: None)  # it has its part
+    quiet = lines.prefill_start.join(of("quiet", num_tokens=5000), lambda: None)  # it has its part
     with pytest.raises(Overloaded, match="4 requests wait already, 1 of them of this tenant"):
         lines.credit.join(of("quiet"), lambda: None)
-    lines.reader.leave(quiet)
+    lines.prefill_start.leave(quiet)
     lines = WaitingQueues(10, max_tokens=1000)
     lines.credit.join(of("flood", num_tokens=900), lambda: None)
     with pytest.raises(Overloaded, match="900 tokens wait already, at most 1000 may"):

@@ -73,7 +73,7 @@ async def test_one_that_ran_waits_for_its_lost_worker_however_many_do(cluster):
         running = start(c)
         await reached(c, "decode")
         await worker.stop()
-        await c.until(lambda: not link.serving and len(c.pipeline.queues.worker) == 1)
+        await c.until(lambda: not link.serving and len(c.pipeline.queues.decode_start) == 1)
         assert (await refused(start(c))).reason == "QUEUE_FULL"
         release(c, "decode")
         worker.held.clear()
@@ -134,7 +134,7 @@ async def test_the_only_prefill_worker_goes_while_a_request_waits_for_it(cluster
         await worker.stop()
         await c.until(lambda: not link.serving)
         release(c, "admit")
-        await c.until(lambda: len(queues.worker))
+        await c.until(lambda: len(queues.decode_start))
         await c.until(lambda: not c.decode[0].held)
         worker.refusals = []
         worker.hello.epoch = worker.epoch = 7
@@ -164,7 +164,7 @@ async def test_a_request_that_loses_its_decode_worker_in_line_is_not_served(clus
 
 async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
     async with cluster() as c:
-        worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.worker
+        worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.decode_start
         hold(c, "decode")
         first = start(c)
         await reached(c, "decode")
@@ -207,7 +207,9 @@ async def test_who_refuses_has_no_more_work(cluster, monkeypatch, num_prefill):
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
         ((record, _, _),) = c.gateway.recent._ended
         reader, writer = (c.gateway.registry.prefill or c.gateway.registry.decode)[0], c.gateway.registry.decode[0]
-        expected = Counter({reader.recent: record.decision.read_s}) + Counter({writer.recent: record.decision.write_s})
+        expected = Counter({reader.recent: record.decision.prefill_s}) + Counter(
+            {writer.recent: record.decision.decode_s}
+        )
         assert given == pytest.approx(expected)
 
 
@@ -245,7 +247,7 @@ async def test_a_worker_that_comes_back_has_no_room_yet(cluster):
         await worker.stop()
         await c.until(lambda: not link.serving)
         coming = start(c)
-        await c.until(lambda: len(c.pipeline.queues.worker))
+        await c.until(lambda: len(c.pipeline.queues.decode_start))
         worker.hello.epoch = worker.epoch = 7
         worker.refusals = ["queue_full"] * 30  # asked every 20 ms or so
         await worker.start(worker.port)
@@ -280,9 +282,9 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other_that_waits(cluste
             await worker.stop()
             await c.until(lambda link=link: not link.serving)
         first = start(c)
-        await c.until(lambda: len(queues.worker) == 1)
+        await c.until(lambda: len(queues.decode_start) == 1)
         others = [start(c, prompt=PROMPT[:150]) for _ in range(3)]
-        await c.until(lambda: len(queues.worker) == 4)
+        await c.until(lambda: len(queues.decode_start) == 4)
         for worker in (short, long):
             worker.hello.epoch = worker.epoch = 7
         await short.start(short.port)
@@ -360,5 +362,7 @@ async def test_a_prompt_is_counted_as_work_of_who_reads_it(cluster, monkeypatch,
         ((record, _, _),), (writer,) = c.gateway.recent._ended, c.gateway.registry.decode
         refused_by = [retry.worker for retry in record.retries]
         (reader, *_) = [link for link in c.gateway.registry.links if link.name not in refused_by]
-        expected = Counter({reader.recent: record.decision.read_s}) + Counter({writer.recent: record.decision.write_s})
+        expected = Counter({reader.recent: record.decision.prefill_s}) + Counter(
+            {writer.recent: record.decision.decode_s}
+        )
         assert {recent: seconds for recent, seconds in given.items() if seconds} == pytest.approx(expected)

@@ -319,8 +319,8 @@ def workers(prefix: str, least: int):
 
 def pair_s(ask: RoutingRequest, source: Candidate, taker: Candidate, holders: list[Candidate]) -> float:
     """Return the cost of one pair by itself."""
-    reading = routing._reading_there(ask, source, holders)
-    at_taker_s = routing._writing_s(ask, taker) + routing._unhidden_s(ask, reading, taker)
+    reading = routing._remote_prefill_cost(ask, source, holders)
+    at_taker_s = routing._decode_cost_s(ask, taker) + routing._unhidden_s(ask, reading, taker)
     return reading.cost_s + at_taker_s + routing._HOP_S
 
 
