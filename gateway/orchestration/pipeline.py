@@ -182,19 +182,24 @@ class Pipeline:
         num_tokens, promised = record.num_prompt_tokens, self._promised(checked)
         num_output, num_choices = min(self.mean_output, max_tokens), checked.num_choices
         record.routing_request = RoutingRequest(
-            num_tokens,
-            num_tokens + max_tokens,
-            num_output,
-            promised,
-            num_choices,
-            record.tenant,
-            _features(checked),
-            checked.adapter,
+            num_tokens=num_tokens,
+            max_len=num_tokens + max_tokens,
+            num_output=num_output,
+            slo=promised,
+            num_choices=num_choices,
+            tenant=record.tenant,
+            features=_features(checked),
+            adapter=checked.adapter,
         )
         self.fleet.check_fits(record.routing_request)
-        order = rank(record.stamps.received, promised, checked.priority)
         record.queued = QueuedRequest(
-            order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
+            rank=rank(record.stamps.received, promised, checked.priority),
+            num_tokens=num_tokens,
+            slo=promised,
+            max_wait_s=self.max_queue_wait_s,
+            deadline=deadline,
+            tenant=record.tenant,
+            num_expected=num_choices * num_output,
         )
         self.queues.check(record.queued, self.fleet.router.prefill_s(num_tokens))
 
@@ -233,8 +238,14 @@ class Pipeline:
             record.num_prompt_tokens += len(prompt_ids)
         record.stamps.tokenized = now()
         num_tokens, promised = record.num_prompt_tokens, self._promised(batch.prompts[0])
-        order = rank(record.stamps.received, promised, batch.prompts[0].priority)
-        record.queued = QueuedRequest(order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant)
+        record.queued = QueuedRequest(
+            rank=rank(record.stamps.received, promised, batch.prompts[0].priority),
+            num_tokens=num_tokens,
+            slo=promised,
+            max_wait_s=self.max_queue_wait_s,
+            deadline=deadline,
+            tenant=record.tenant,
+        )
         alone_s = self.fleet.router.prefill_s(num_tokens)
         record.queued.check_wait(self.queues.prefill.wait_s(record.queued), alone_s)
         reservation.reserve(num_tokens, now())
@@ -248,14 +259,14 @@ class Pipeline:
                 parts,
                 pooled_spec(checked, ids, batch.pooling, mark, traceparent),
                 RoutingRequest(
-                    len(ids),
-                    len(ids),
-                    0.0,
-                    promised,
-                    1,
-                    record.tenant,
-                    frozenset((POOLING,)) | _features(checked),
-                    checked.adapter,
+                    num_tokens=len(ids),
+                    max_len=len(ids),
+                    num_output=0.0,
+                    slo=promised,
+                    num_choices=1,
+                    tenant=record.tenant,
+                    features=frozenset((POOLING,)) | _features(checked),
+                    adapter=checked.adapter,
                 ),
                 record.queued._replace(num_tokens=len(ids)),
                 prompt_digest(record.tenant, ids),
