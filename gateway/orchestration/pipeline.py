@@ -80,8 +80,7 @@ class Pipeline:
         """Answer one request. Raises BatonError. All that it held on workers is given back in every case."""
         if checked.resume_from:
             await self._supersede(checked.key_id)
-        if checked.key_id in self.admission.request_ids:
-            raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
+        self.check_free(checked)
         reservation = self.admission.enter(checked.key_id, record.tenant, checked.num_choices, model.name)
         try:
             # What is known on the way there stays there: whatever this frame names lives as long as the stream.
@@ -107,13 +106,18 @@ class Pipeline:
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
             self.admission.leave(checked.key_id, reservation, num_used)
 
+    def check_free(self, checked: Checked) -> None:
+        """Raises AlreadyExists for an id that another request of the tenant has."""
+        if checked.key_id in self.admission.key_ids:
+            raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
+
     async def _supersede(self, key_id: str) -> None:
         """End the earlier stream of a request that its client resumes: it is over for the client, though not here
         yet."""
         if (earlier := self.running.get(key_id)) is not None:
             earlier.give_up(RequestEvent.CANCEL)
             until = now() + _SUPERSEDE_S
-            while key_id in self.admission.request_ids and now() < until:
+            while key_id in self.admission.key_ids and now() < until:
                 await asyncio.sleep(_POLL_S)
 
     async def _prepare(
@@ -208,8 +212,7 @@ class Pipeline:
     ) -> list[Sequence[float]]:
         """Return what prefill workers make of the prompts of one call. Raises BatonError."""
         first = record.checked = batch.prompts[0]
-        if first.key_id in self.admission.request_ids:
-            raise AlreadyExists(f"request_id {first.request_id} is in use", reason="REQUEST_ID_IN_USE")
+        self.check_free(first)
         most = self.admission.quotas.max_concurrent(record.tenant, model.name)
         num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
         reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once, model.name), []

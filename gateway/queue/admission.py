@@ -79,29 +79,29 @@ def rank(received: float, slo: Slo, priority: int) -> float:
 
 
 class AdmissionControl:
-    """Count requests in the gateway and remember their ids."""
+    """Count requests in the gateway and remember their keys' ids, with those of calls that no worker sees."""
 
     def __init__(self, max_concurrent_requests: int, quotas: Quotas | None = None):
         self._max = max_concurrent_requests
         self.quotas = quotas or Quotas({})
-        self.request_ids: dict[str, str] = {}  # and whose they are
+        self.key_ids: dict[str, str] = {}  # and whose they are
         self._num = Counter[str]()  # by tenant
 
-    def enter(self, request_id: str, tenant: str, num_choices: int = 1, model: str = "") -> Reservation:
-        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that the id is free,
-        and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
+    def enter(self, key_id: str, tenant: str, num_choices: int = 1, model: str = "") -> Reservation:
+        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that `key_id` is
+        free, and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
-        if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
-            message = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
+        if not has_room(self._max, len(self.key_ids), own, 1, len(self._num) + (not own)):
+            message = f"{len(self.key_ids)} requests are in the gateway already, {own} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
         reservation = self.quotas.enter(tenant, now(), num_choices, model)
-        self.request_ids[request_id] = tenant
+        self.key_ids[key_id] = tenant
         self._num[tenant] += 1
         return reservation
 
-    def leave(self, request_id: str, reservation: Reservation, num_used: int) -> None:
+    def leave(self, key_id: str, reservation: Reservation, num_used: int) -> None:
         """Remove a request that has used `num_used` tokens."""
-        tenant = self.request_ids.pop(request_id)
+        tenant = self.key_ids.pop(key_id)
         self._num[tenant] -= 1
         if not self._num[tenant]:
             del self._num[tenant]

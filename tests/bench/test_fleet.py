@@ -29,7 +29,7 @@ def check(fleet: LiveFleet, asked) -> None:
         if not one.refused:
             assert one.num_done == one.entry.num_output and one.entry.at_s < one.first_s <= one.last_s
     for gateway in fleet._gateways:
-        assert not gateway.admission.request_ids and not len(gateway.queues)
+        assert not gateway.admission.key_ids and not len(gateway.queues)
     for worker in fleet._workers:
         assert not worker.num_waiting_tokens or worker.name in fleet._dead
         if isinstance(worker, DecodeWorker) and worker.name not in fleet._dead:

@@ -199,7 +199,7 @@ async def test_calls_of_two_models_that_no_worker_sees_are_counted_apart(serving
         first, second = await asking
         assert first.token_ids == second.token_ids and first.token_ids
         admission = c.pipeline.admission
-        assert not admission.request_ids and not admission._num
+        assert not admission.key_ids and not admission._num
 
 
 async def test_one_is_added_and_removed(serving, root):

@@ -271,7 +271,7 @@ async def test_the_client_goes(cluster, gate):
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
         c.prefill[0].release(gate)
         await c.idle()
-        await c.until(lambda: c.gateway.handler.num_running == 0 and not c.pipeline.admission.request_ids)
+        await c.until(lambda: c.gateway.handler.num_running == 0 and not c.pipeline.admission.key_ids)
 
 
 async def test_deadline(cluster):

@@ -73,7 +73,7 @@ async def test_who_names_no_length_sets_a_usual_one_aside_and_pays_for_all(clust
         release(c, "decode")
         for messages in await asyncio.gather(*running):
             assert messages[-1].usage.output_tokens == 724
-        await c.until(lambda: not c.pipeline.admission.request_ids)
+        await c.until(lambda: not c.pipeline.admission.key_ids)
         assert balance_of(c) == 1300 - 2 * 1024
         assert (await refused(generate(c))).reason == "TENANT_TOKENS"
 
@@ -98,7 +98,7 @@ async def test_an_answer_that_ends_early_costs_what_it_is(cluster, tmp_path):
         for worker in c.workers:
             worker.script = [20, 21, 22, 0]
         await generate(c)
-        await c.until(lambda: not c.pipeline.admission.request_ids)
+        await c.until(lambda: not c.pipeline.admission.key_ids)
         assert balance_of(c) == 400 - 304
 
 

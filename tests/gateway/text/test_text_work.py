@@ -149,12 +149,12 @@ async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
     async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
         held = Held(monkeypatch, c)
         running = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(2)]
-        await c.until(lambda: len(c.pipeline.admission.request_ids) == 2)
+        await c.until(lambda: len(c.pipeline.admission.key_ids) == 2)
         for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
             assert (await refused(other)).reason == "TENANT_REQUESTS"
         held.go.set()
         await asyncio.gather(*running)
-        assert not c.pipeline.admission.request_ids
+        assert not c.pipeline.admission.key_ids
 
 
 async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp_path, monkeypatch):
@@ -163,10 +163,10 @@ async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp
         held = Held(monkeypatch, c)
         calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(NUM_THREADS + 1)]
         await c.until(lambda: held.num == NUM_THREADS - 1)
-        await c.until(lambda: len(c.pipeline.admission.request_ids) == NUM_THREADS + 1)
+        await c.until(lambda: len(c.pipeline.admission.key_ids) == NUM_THREADS + 1)
         for call in calls:
             call.cancel()
-        await c.until(lambda: not c.pipeline.admission.request_ids)
+        await c.until(lambda: not c.pipeline.admission.key_ids)
         assert (await refused(tokenize(c, "x"))).reason == "TENANT_TOKENS"
         held.go.set()
         await c.until(lambda: not c.pipeline.text._threads._lines)
