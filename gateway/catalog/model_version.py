@@ -5,6 +5,7 @@ from baton.service.security.guard import DEFAULT_TENANT
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.orchestration.pipeline import Pipeline
+from gateway.pooling.pooling_pipeline import PoolingPipeline
 
 
 class ModelVersion:
@@ -12,6 +13,7 @@ class ModelVersion:
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
+        self.pooling = PoolingPipeline(pipeline)
         self.num_running = 0  # requests on it
 
     @property

@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS, adapter_feature
+from baton.protocol import CONSTRAINTS, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.observe.core_wait import EventLoopWatch, LoopDelay, PathDelay
-from baton.service.observe.telemetry import format_traceparent
 from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
@@ -21,7 +20,6 @@ from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.machine import RequestMachine
-from gateway.orchestration.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
 from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
@@ -29,10 +27,8 @@ from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueues, rank
 from gateway.queue.quotas import Reservation
-from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
-from gateway.request.request_spec import SpecBuilder, pooled_spec
-from gateway.request.timing import note_readings
+from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import (
     USUAL_TOKENS,
     Checked,
@@ -40,7 +36,6 @@ from gateway.request.validation import (
     check_num_tokens,
     check_token_ids,
     resolve_max_tokens,
-    room_behind,
 )
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
@@ -183,7 +178,7 @@ class Pipeline:
 
     def _check_wait(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
-        num_tokens, promised = record.num_prompt_tokens, self._promised(checked)
+        num_tokens, promised = record.num_prompt_tokens, self.promised(checked)
         num_output, num_choices = min(self.mean_output, max_tokens), checked.num_choices
         record.routing_request = RoutingRequest(
             num_tokens=num_tokens,
@@ -192,7 +187,7 @@ class Pipeline:
             slo=promised,
             num_choices=num_choices,
             tenant=record.tenant,
-            features=_features(checked),
+            features=features_of(checked),
             adapter=checked.adapter,
         )
         self.fleet.check_fits(record.routing_request)
@@ -207,77 +202,7 @@ class Pipeline:
         )
         self.queues.check(record.queued, self.fleet.router.prefill_s(num_tokens))
 
-    async def read_prompts(
-        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
-    ) -> list[Sequence[float]]:
-        """Return what prefill workers make of the prompts of one call. Raises BatonError."""
-        first = record.checked = batch.prompts[0]
-        self.check_free(first)
-        most = self.admission.quotas.max_concurrent(record.tenant, model.name)
-        num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
-        reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
-        try:
-            readings = await self._readings(batch, model, deadline, record, reservation)
-            read = await read_all(readings, num_at_once)
-            _note_reading(read, record, self.loop_watch.delay)
-            record.stamps.first_sent = record.stamps.last_sent = now()
-            return [each.pooled for each in read]
-        finally:
-            self.admission.leave(first.key_id, reservation, sum(reading.num_read_tokens for reading in readings))
-
-    async def _readings(
-        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord, reservation: Reservation
-    ) -> list[PromptReading]:
-        """Tokenize the prompts and pay for them. Raises BatonError."""
-        all_ids, record.num_prompt_tokens = [], 0
-        for index, checked in enumerate(batch.prompts):
-            prompt = (checked.text, checked.token_ids, checked.messages)
-            try:
-                prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline, is_data=True)
-                room_behind(checked, len(prompt_ids), model)
-            except InvalidRequest as error:
-                raise batch.error_of(index, error) from None
-            all_ids.append(prompt_ids)
-            record.num_prompt_tokens += len(prompt_ids)
-        record.stamps.tokenized = now()
-        num_tokens, promised = record.num_prompt_tokens, self._promised(batch.prompts[0])
-        record.queued = QueuedRequest(
-            rank=rank(record.stamps.received, promised, batch.prompts[0].priority),
-            num_tokens=num_tokens,
-            slo=promised,
-            max_wait_s=self.max_queue_wait_s,
-            deadline=deadline,
-            tenant=record.tenant,
-        )
-        alone_s = self.fleet.router.prefill_s(num_tokens)
-        record.queued.check_wait(self.queues.prefill.wait_s(record.queued), alone_s)
-        reservation.reserve(num_tokens, now())
-        await self.fleet.await_identity(deadline)
-        parts = PromptParts(
-            self.fleet.router, self.queues, self.retry_budget, record, batch.prompts[0].key_id, deadline
-        )
-        mark, traceparent = self.names.mark(record.tenant), format_traceparent(record.context)
-        return [
-            PromptReading(
-                parts,
-                pooled_spec(checked, ids, batch.pooling, mark, traceparent),
-                RoutingRequest(
-                    num_tokens=len(ids),
-                    max_len=len(ids),
-                    num_output=0.0,
-                    slo=promised,
-                    num_choices=1,
-                    tenant=record.tenant,
-                    features=frozenset((POOLING,)) | _features(checked),
-                    adapter=checked.adapter,
-                ),
-                record.queued._replace(num_tokens=len(ids)),
-                prompt_digest(record.tenant, ids),
-            )
-            for checked, ids in zip(batch.prompts, all_ids, strict=True)
-        ]
-
-    def _promised(self, checked: Checked) -> Slo:
+    def promised(self, checked: Checked) -> Slo:
         """Return what the request's class promises; one that was not asked for is counted, but never a reason to
         refuse."""
         return self.slo_classes[checked.slo_class] if checked.names_class else Slo()
@@ -332,7 +257,7 @@ def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emi
     return pay_and_emit
 
 
-def _features(checked: Checked) -> frozenset[str]:
+def features_of(checked: Checked) -> frozenset[str]:
     """Return the features that workers must have for this request."""
     if checked.constraint is None and not checked.asks_for_prompt_logprobs and not checked.adapter:
         return _NO_FEATURES  # one set for most requests
@@ -348,22 +273,13 @@ def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
     """Record what the request waited for, as its workers, this event loop and the way between them are now."""
     measured, link = request.record.measured, request.attempt.decode.link
     measured.in_line_s = dict(request.place.waited_s)
-    measured.path = _path_to(link, loop)
+    measured.path = path_to(link, loop)
     measured.decode_core_wait = link.load.core_wait
     answer = request.answer
     measured.unread_s = max(0.0, answer.slow_writes_s - _LOOP_TURNS * answer.num_slow_writes * sum(loop))
 
 
-def _note_reading(read: Sequence[ReadPrompt], record: RequestRecord, loop: LoopDelay) -> None:
-    """Record the same of a call whose prompts were read and not answered: of lines the longest wait, of workers the last."""
-    measured, link = record.measured, read[-1].link
-    note_readings([each.stamps for each in read], record.stamps, measured)
-    for bound, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in read):
-        measured.in_line_s[bound] = max(waited_s, measured.in_line_s.get(bound, 0.0))
-    measured.path, measured.prefill_core_wait = _path_to(link, loop), link.load.core_wait
-
-
-def _path_to(link: WorkerLink, loop: LoopDelay) -> PathDelay:
+def path_to(link: WorkerLink, loop: LoopDelay) -> PathDelay:
     """Return how late messages are between this event loop and a worker, as both are now."""
     network_s = 0.0 if is_loopback(link.address) else max(0.0, link.round_trip_s / 2 - sum(loop))
     return PathDelay(loop, network_s)

@@ -4,8 +4,8 @@ import grpc
 import pytest
 
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
-from tests.gateway.orchestration.test_embeddings import IDS, embed, expected, vectors
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
+from tests.gateway.pooling.test_embeddings import IDS, embed, expected, vectors
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.pace import patience

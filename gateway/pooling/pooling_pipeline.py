@@ -1,0 +1,129 @@
+"""The path of one call whose prompts are read and not answered: checked prompts -> tokens -> workers -> vectors."""
+
+import itertools
+from collections.abc import Sequence
+
+from baton.protocol import POOLING
+from baton.service.clock import now
+from baton.service.errors import InvalidRequest
+from baton.service.observe.core_wait import LoopDelay
+from baton.service.observe.telemetry import format_traceparent
+from baton.service.slo import Slo
+from gateway.config.served_model import ServedModel
+from gateway.orchestration.pipeline import Pipeline, features_of, path_to
+from gateway.orchestration.retry_budget import prompt_digest
+from gateway.pooling.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
+from gateway.queue.admission import QueuedRequest, rank
+from gateway.queue.quotas import Reservation
+from gateway.request.prompt_batch import PromptBatch
+from gateway.request.request_record import RequestRecord
+from gateway.request.request_spec import pooled_spec
+from gateway.request.timing import note_readings
+from gateway.request.validation import Checked, room_behind
+from gateway.routing.routing import RoutingRequest
+
+
+class PoolingPipeline:
+    """Have prompts of one model read, with the parts of its pipeline for answers. Belongs to the event loop."""
+
+    def __init__(self, answers: Pipeline):
+        self._answers = answers
+
+    async def read_prompts(
+        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
+    ) -> list[Sequence[float]]:
+        """Return what prefill workers make of the prompts of one call. Raises BatonError."""
+        first, admission = batch.prompts[0], self._answers.admission
+        record.checked = first
+        self._answers.check_free(first)
+        most = admission.quotas.max_concurrent(record.tenant, model.name)
+        num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
+        reservation, readings = admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
+        try:
+            readings = await self._readings(batch, model, deadline, record, reservation)
+            read = await read_all(readings, num_at_once)
+            _note_waits(read, record, self._answers.loop_watch.delay)
+            record.stamps.first_sent = record.stamps.last_sent = now()
+            return [each.pooled for each in read]
+        finally:
+            admission.leave(first.key_id, reservation, sum(reading.num_read_tokens for reading in readings))
+
+    async def _readings(
+        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord, reservation: Reservation
+    ) -> list[PromptReading]:
+        """Tokenize the prompts and pay for them. Raises BatonError."""
+        answers, first = self._answers, batch.prompts[0]
+        all_ids = await self._tokenize(batch, model, deadline, record)
+        num_tokens, promised = sum(map(len, all_ids)), answers.promised(first)
+        self._check_wait(first, num_tokens, promised, deadline, record)
+        reservation.reserve(num_tokens, now())
+        await answers.fleet.await_identity(deadline)
+        parts = PromptParts(answers.fleet.router, answers.queues, answers.retry_budget, record, first.key_id, deadline)
+        mark, traceparent = answers.names.mark(record.tenant), format_traceparent(record.context)
+        return [
+            PromptReading(
+                parts,
+                pooled_spec(checked, ids, batch.pooling, mark, traceparent),
+                _routing_request(checked, len(ids), promised, record.tenant),
+                record.queued._replace(num_tokens=len(ids)),
+                prompt_digest(record.tenant, ids),
+            )
+            for checked, ids in zip(batch.prompts, all_ids, strict=True)
+        ]
+
+    async def _tokenize(
+        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
+    ) -> list[Sequence[int]]:
+        """Return the ids of each prompt. Raises BatonError, with the place of a prompt that is wrong."""
+        all_ids, record.num_prompt_tokens = [], 0
+        for index, checked in enumerate(batch.prompts):
+            prompt = (checked.text, checked.token_ids, checked.messages)
+            try:
+                prompt_ids = await self._answers.text.encode(
+                    *prompt, model.context, record.tenant, deadline, is_data=True
+                )
+                room_behind(checked, len(prompt_ids), model)
+            except InvalidRequest as error:
+                raise batch.error_of(index, error) from None
+            all_ids.append(prompt_ids)
+            record.num_prompt_tokens += len(prompt_ids)
+        record.stamps.tokenized = now()
+        return all_ids
+
+    def _check_wait(
+        self, first: Checked, num_tokens: int, promised: Slo, deadline: float, record: RequestRecord
+    ) -> None:
+        """Record how queues see the call, of `num_tokens` in all. Raises Overloaded if it would have to wait for too
+        long."""
+        record.queued = QueuedRequest(
+            rank=rank(record.stamps.received, promised, first.priority),
+            num_tokens=num_tokens,
+            slo=promised,
+            max_wait_s=self._answers.max_queue_wait_s,
+            deadline=deadline,
+            tenant=record.tenant,
+        )
+        alone_s = self._answers.fleet.router.prefill_s(num_tokens)
+        record.queued.check_wait(self._answers.queues.prefill.wait_s(record.queued), alone_s)
+
+
+def _routing_request(checked: Checked, num_tokens: int, promised: Slo, tenant: str) -> RoutingRequest:
+    return RoutingRequest(
+        num_tokens=num_tokens,
+        max_len=num_tokens,
+        num_output=0.0,
+        slo=promised,
+        num_choices=1,
+        tenant=tenant,
+        features=frozenset((POOLING,)) | features_of(checked),
+        adapter=checked.adapter,
+    )
+
+
+def _note_waits(read: Sequence[ReadPrompt], record: RequestRecord, loop: LoopDelay) -> None:
+    """Record what the call waited for: of lines the longest wait, of workers the last."""
+    measured, link = record.measured, read[-1].link
+    note_readings([each.stamps for each in read], record.stamps, measured)
+    for bound, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in read):
+        measured.in_line_s[bound] = max(waited_s, measured.in_line_s.get(bound, 0.0))
+    measured.path, measured.prefill_core_wait = path_to(link, loop), link.load.core_wait
