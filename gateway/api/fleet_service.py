@@ -80,8 +80,8 @@ class FleetService:
                 if link.hello is not None:
                     view.breaker = link.breaker.state.value
                     view.breaker_retry_s = max(0.0, link.breaker.retry_at - now())
-                if clock := link.clock:
-                    view.clock_offset_s, view.clock_error_s = clock
+                if offset := link.clock.offset:
+                    view.clock_offset_s, view.clock_error_s = offset
         return answer
 
     def _model(self, version: ModelVersion) -> pb.ModelView:

@@ -15,12 +15,11 @@ from functools import partial
 import grpc
 
 from baton.protocol import PROTOCOL, adapter_feature
-from baton.service.clock import ClockComparison, Offset, now
+from baton.service.clock import now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
 from baton.service.net.client import connect, open_channel
 from baton.service.net.in_process import InProcessChannel, channel_to
-from baton.service.observe.telemetry import CLOCK
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.tasks import cancel_call, is_cancelled
@@ -30,6 +29,7 @@ from gateway.link.mailbox import EventSink, Lost, Rejoined, Stalled
 from gateway.link.session_writer import start_writer
 from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
+from gateway.link.worker_clock import WorkerClock
 from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.routing.latency_model import Recent, WorkerRates
 from gateway.routing.routing import WorkerLimits
@@ -91,7 +91,7 @@ class WorkerLink:
         self._known_id = b""
         self.started_at = 0.0  # its first Hello
         self._turns = MessageTurns(batching or TokenBatching())
-        self._clocks = ClockComparison()
+        self.clock = WorkerClock()
         self._instance = instance
         self._access = access
         self._check_hello = check_hello
@@ -125,16 +125,6 @@ class WorkerLink:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of this gateway that wait to be read there."""
         return self.prefill_tokens.total()
-
-    @property
-    def clock(self) -> Offset | None:
-        """The offset of its clock from this one; None: not measured yet."""
-        return self._clocks.offset(CLOCK.wall_ns(now()))
-
-    @property
-    def round_trip_s(self) -> float:
-        """Return the mean seconds that a message takes there and back, lately."""
-        return self._clocks.delay_s
 
     @property
     def name(self) -> str:
@@ -242,7 +232,7 @@ class WorkerLink:
             return reason
         self._outbox, self._ended_for = outbox, ""
         self.note_hello(first.hello)
-        self._clocks = ClockComparison()
+        self.clock = WorkerClock()
         self.load = pb.Load(state="")
         self._become(LinkState.SERVING, "")
         log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(first.hello.roles)))
@@ -344,26 +334,13 @@ class WorkerLink:
 
     def _set_load(self, load: pb.Load) -> None:
         self.load = load
-        if load.wall_time_ns:
-            self._compare_clocks(load)
+        if load.wall_time_ns and (beat := self.clock.compare(load)) is not None:
+            self.send(pb.Command(beat=beat))
         state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
         self._become(state, "" if state is LinkState.SERVING else load.state)
         # Each time, for another worker may come to serve meanwhile.
         for leg in list(self.legs.values()) if state is LinkState.STALLED else ():
             leg.post(Stalled())
-
-    def _compare_clocks(self, load: pb.Load) -> None:
-        at, sent_ns, answered_ns = now(), load.beat_sent_ns, load.wall_time_ns
-        if sent_ns:
-            self._clocks.note(sent_ns, answered_ns - load.beat_held_ns, answered_ns, CLOCK.wall_ns(at))
-        if self._clocks.is_due(at):
-            self._send_beat()
-
-    def _send_beat(self) -> None:
-        beat = pb.Beat(sent_ns=CLOCK.wall_ns(now()))
-        if clock := self.clock:
-            beat.offset_ns, beat.error_ns = round(1e9 * clock.offset_s), round(1e9 * clock.error_s)
-        self.send(pb.Command(beat=beat))
 
     def _dispatch_tokens(self, output: pb.StepOutput) -> None:
         legs = [self.legs.get((key.request_id, key.attempt)) for key in output.keys]

@@ -56,10 +56,10 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
         }
 
     def clock_offsets() -> dict[str, float]:
-        return {link.address: clock.offset_s for link in registry.links if (clock := link.clock)}
+        return {link.address: offset.offset_s for link in registry.links if (offset := link.clock.offset)}
 
     def clock_errors() -> dict[str, float]:
-        return {link.address: clock.error_s for link in registry.links if (clock := link.clock)}
+        return {link.address: offset.error_s for link in registry.links if (offset := link.clock.offset)}
 
     def loop_delays() -> dict[str, float]:
         return dict(zip(("core", "busy"), registry.loop_watch.delay, strict=True))

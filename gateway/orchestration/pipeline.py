@@ -281,5 +281,5 @@ def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
 
 def path_to(link: WorkerLink, loop: LoopDelay) -> PathDelay:
     """Return how late messages are between this event loop and a worker, as both are now."""
-    network_s = 0.0 if is_loopback(link.address) else max(0.0, link.round_trip_s / 2 - sum(loop))
+    network_s = 0.0 if is_loopback(link.address) else max(0.0, link.clock.round_trip_s / 2 - sum(loop))
     return PathDelay(loop, network_s)
