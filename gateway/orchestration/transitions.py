@@ -127,21 +127,3 @@ def _to(action: Action, *states: RequestState) -> RequestTransition:
 
 
 TABLE = _table()
-
-
-def state_table_markdown() -> str:
-    """Return the table for people: a row an event, a column a state.
-
-    `action → state, state`: the state that is entered, then those that the action may lead to; `·`: nothing happens."""
-    head = ["", *(state.value for state in RequestState)]
-    lines = [head, ["---"] * len(head)]
-    for event in RequestEvent:
-        lines.append([f"**{event.value}**", *(_cell_text(state, TABLE[state, event]) for state in RequestState)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell_text(state: RequestState, cell: RequestTransition) -> str:
-    if cell.action is ignore:
-        return "·"
-    action = cell.action.__name__.replace("_", " ")
-    return action if cell.states == (state,) else f"{action} → {', '.join(each.value for each in cell.states)}"

@@ -1,7 +1,7 @@
 """Tables of states: printed for docs/states.md, and where a state is set."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -10,22 +10,30 @@ from typing import Any
 NOTHING = "ignore"
 
 
-def state_table_markdown(states: type[Enum], events: type[Enum], table: Mapping[tuple[Any, Any], Any]) -> str:
-    """Return a table for people: a row an event, a column a state; `x → y`: action and next state, `·`: nothing happens.
-    A cell of `table` has `action`, a function, and `state`."""
+def state_table_markdown(
+    states: type[Enum],
+    events: type[Enum],
+    table: Mapping[tuple[Any, Any], Any],
+    states_of: Callable[[Any], Sequence[Enum]] = lambda cell: (cell.state,),
+) -> str:
+    """Return a table for people: a row an event, a column a state; `x → y, z`: action and the states that follow, `·`:
+    nothing happens. A cell of `table` has `action`, a function, and `states_of` gives where it leads."""
     head = ["", *(state.value for state in states)]
     lines = [head, ["---"] * len(head)]
     for event in events:
-        lines.append([f"**{event.value}**", *(_cell_text(state, table[state, event]) for state in states)])
+        cells = ((state, table[state, event]) for state in states)
+        lines.append(
+            [f"**{event.value}**", *(_cell_text(state, cell.action, states_of(cell)) for state, cell in cells)]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell_text(state: Enum, cell: Any) -> str:
-    name = cell.action.__name__.strip("_")
+def _cell_text(state: Enum, action: Callable, leads_to: Sequence[Enum]) -> str:
+    name = action.__name__.strip("_")
     if name == NOTHING:
         return "·"
-    action = name.replace("_", " ")
-    return action if cell.state is state else f"{action} → {cell.state.value}"
+    words = name.replace("_", " ")
+    return words if tuple(leads_to) == (state,) else f"{words} → {', '.join(each.value for each in leads_to)}"
 
 
 def assignments_of(attribute: str, package: ModuleType) -> list[str]:

@@ -54,24 +54,5 @@ def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
     return table
 
 
-def table_markdown(table: Table) -> str:
-    """Draw the table for people: a row an event, a column a state. `x → y`: action and the states that it may lead to,
-    `·`: nothing happens."""
-    head = ["", *(state.value for state in KeyState)]
-    lines = [head, ["---"] * len(head)]
-    for event in KeyEvent:
-        cells = (_cell_text(state, table[state, event]) for state in KeyState)
-        lines.append([f"**{event.value}**", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell_text(state: KeyState, cell: KeyTransition) -> str:
-    if cell.action is endings.ignore:
-        return "·"
-    action = cell.action.__name__.replace("_", " ")
-    states = [each.value for each in (cell.state, *cell.others)]
-    return action if states == [state.value] else f"{action} → {' or '.join(states)}"
-
-
 def _names(cells: Iterable[tuple[KeyState, KeyEvent]]) -> str:
     return ", ".join(sorted(f"{event.value} in {state.value}" for state, event in cells))

@@ -15,7 +15,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import OPENING, KeyEvent, KeyState
 from baton.worker.session.endings import ignore, refuse_in_use
 from baton.worker.session.lifecycle import KeyTransition
-from baton.worker.session.table import join_tables, table_markdown
+from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
 from tests.support.worker.doubles import TABLE, Bench, make_spec
 from tests.support.worker.key_paths import KEY, OTHER, PATHS, let
@@ -192,9 +192,3 @@ def test_two_roles_do_not_say_what_follows_in_one_cell():
     rows = {(KeyState.ABSENT, KeyEvent.ADMIT): KeyTransition(ignore, KeyState.ABSENT)}
     with pytest.raises(ValueError, match="admit in absent"):
         join_tables(rows, rows)
-
-
-def test_the_table_for_people_has_every_cell():
-    lines = table_markdown(TABLE).splitlines()
-    assert len(lines) == 2 + len(KeyEvent)
-    assert all(line.count(" | ") == len(KeyState) for line in lines)
