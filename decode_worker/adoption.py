@@ -12,42 +12,42 @@ from baton.worker.wire import messages
 from kvtransfer.transfer.fetcher import FetchReport
 
 
-def fetch(keys: Lifecycle, leg: Leg, message: pb.Fetch) -> None:
+def fetch(lifecycle: Lifecycle, leg: Leg, message: pb.Fetch) -> None:
     """Begin to pull the KV that the handle names."""
     leg.fetch_at = time.monotonic()
-    keys.intake.begin(leg, message.handle, message.ticket, keys.fetch_ended)
+    lifecycle.intake.begin(leg, message.handle, message.ticket, lifecycle.fetch_ended)
     leg.owed.add(Owed.FETCH)
 
 
-def report_fetched(keys: Lifecycle, leg: Leg, report: FetchReport) -> None:
+def report_fetched(lifecycle: Lifecycle, leg: Leg, report: FetchReport) -> None:
     leg.outbox.reply(messages.fetched(leg.key, report))
 
 
-def keep_first_tokens(keys: Lifecycle, leg: Leg, message: pb.Start) -> None:
+def keep_first_tokens(lifecycle: Lifecycle, leg: Leg, message: pb.Start) -> None:
     """Keep the first tokens until the KV is here. Raises ValueError for tokens or choices that do not exist."""
     leg.start_at = time.monotonic()
-    num_choices, vocab_size = leg.request.sampling.n, keys.engine.spec.vocab_size
+    num_choices, vocab_size = leg.request.sampling.n, lifecycle.engine.spec.vocab_size
     leg.first_tokens = messages.first_tokens_of(message.first_tokens, num_choices, vocab_size)
 
 
-def start(keys: Lifecycle, leg: Leg, message: pb.Start) -> None:
-    keep_first_tokens(keys, leg, message)
-    _decode(keys, leg)
+def start(lifecycle: Lifecycle, leg: Leg, message: pb.Start) -> None:
+    keep_first_tokens(lifecycle, leg, message)
+    _decode(lifecycle, leg)
 
 
-def start_fetched(keys: Lifecycle, leg: Leg, report: FetchReport) -> None:
+def start_fetched(lifecycle: Lifecycle, leg: Leg, report: FetchReport) -> None:
     """Start what waited for its KV."""
-    report_fetched(keys, leg, report)
+    report_fetched(lifecycle, leg, report)
     leg.kv_wait_s = time.monotonic() - leg.start_at
-    _decode(keys, leg)
+    _decode(lifecycle, leg)
 
 
-def _decode(keys: Lifecycle, leg: Leg) -> None:
-    """Let the key join the batch."""
+def _decode(lifecycle: Lifecycle, leg: Leg) -> None:
+    """Let the leg join the batch."""
     failpoints.hit("decode.start")
     try:
         leg.record = TokenRecord(leg.request, leg.first_tokens)
-        keys.engine.admission.start(leg.key, leg.first_tokens)
+        lifecycle.engine.admission.start(leg.key, leg.first_tokens)
     except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
-        keys.stop(leg, None)
-    keys.on_change()
+        lifecycle.stop(leg, None)
+    lifecycle.on_change()

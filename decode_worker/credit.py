@@ -7,41 +7,41 @@ from baton.engine.core.request import PrefillDone
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
-from baton.worker.legs.states import KeyEvent
+from baton.worker.legs.states import LegEvent
 from baton.worker.legs.token_record import TokenRecord
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.session.opening import compute_rest, open_request
 from baton.worker.wire import messages
 
 
-def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
+def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
     """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted; read the prompt here where that
     is asked for."""
-    request = open_request(keys, leg, message.spec)
-    leg.num_cached_tokens = keys.engine.admission.admit(request)
+    request = open_request(lifecycle, leg, message.spec)
+    leg.num_cached_tokens = lifecycle.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
     granted = pb.Granted(key=key_to_proto(leg.key), num_cached_tokens=leg.num_cached_tokens)
     leg.outbox.reply(pb.Event(granted=granted))
     if message.prefill:
-        keys.happen(leg, KeyEvent.PREFILL_HERE, pb.Prefill())
-    keys.on_change()
+        lifecycle.happen(leg, LegEvent.PREFILL_HERE, pb.Prefill())
+    lifecycle.on_change()
 
 
-def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
+def prefill_here(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     """Read the prompt here, or what of it a chain of spans has left to compute. One that is not answered was not asked for
     by Admit: Granted says that it is taken."""
     leg.prefill_at = time.monotonic()
     if leg.request is not None:
-        compute_rest(keys, leg, None)
+        compute_rest(lifecycle, leg, None)
     else:
-        keys.engine.admission.submit(open_request(keys, leg, message.spec))
+        lifecycle.engine.admission.submit(open_request(lifecycle, leg, message.spec))
         leg.owed.add(Owed.ENGINE)
         if leg.request.pooling is not None:
             leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))
-    keys.on_change()
+    lifecycle.on_change()
 
 
-def report_done(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
+def report_done(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens of a prompt that was read here; decoding follows by itself. Of one that is not answered
     report the vector; its end follows."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()

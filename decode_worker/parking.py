@@ -16,72 +16,72 @@ from baton.service.codec import deadline_of, key_from_proto, key_to_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.legs.legs import Legs
-from baton.worker.legs.states import DECODING, KeyEvent
+from baton.worker.legs.states import DECODING, LegEvent
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.outbox import Outbox
 
 
-def park(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    keys.engine.admission.park(leg.engine_key)
-    keys.on_change()
+def park(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    lifecycle.engine.admission.park(leg.engine_key)
+    lifecycle.on_change()
 
 
-def resume(keys: Lifecycle, leg: Leg, subject: None) -> None:
+def resume(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
     try:
-        keys.engine.admission.resume(leg.engine_key, leg.request.deadline)
+        lifecycle.engine.admission.resume(leg.engine_key, leg.request.deadline)
     except LookupError:  # it has ended just now: its last tokens and its RequestEnded are on their way
         pass
-    keys.on_change()
+    lifecycle.on_change()
 
 
-def orphan(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    """Park a key whose stream is lost, for a while; end it when its prompt is still being read."""
+def orphan(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    """Park a leg whose stream is lost, for a while; end it when its prompt is still being read."""
     if leg.record is None:
-        keys.stop(leg, end_status.STREAM_LOST)
+        lifecycle.stop(leg, end_status.STREAM_LOST)
         return
-    park(keys, leg, None)
-    keys.set_timer(leg, time.monotonic() + keys.resume_window_s, KeyEvent.WINDOW_OVER)
+    park(lifecycle, leg, None)
+    lifecycle.set_timer(leg, time.monotonic() + lifecycle.resume_window_s, LegEvent.WINDOW_OVER)
 
 
-def keep_end(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
-    """Keep a key that has finished: its tokens are in the record, for a gateway that attaches."""
+def keep_end(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+    """Keep a leg that has finished: its tokens are in the record, for a gateway that attaches."""
     if ended.error:
-        keys.stop(leg, end_status.of_engine(ended))
+        lifecycle.stop(leg, end_status.of_engine(ended))
 
 
-def attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+def attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
     """Continue under another key and on another stream, behind the tokens that the gateway has."""
     outbox, message = subject
     if not leg.is_stream_lost:  # as far as is known here
         leg.outbox.forget(leg.key)
         leg.outbox.end(messages.ended(leg.key, end_status.ATTACHED, None, 0.0))
-    keys.legs.rename(leg, Key(*key_from_proto(message.key)))
+    lifecycle.legs.rename(leg, Key(*key_from_proto(message.key)))
     leg.outbox, leg.is_stream_lost = outbox, False
     deadline = deadline_of(message.budget_ms)
     leg.request, leg.traceparent = replace(leg.request, deadline=deadline), message.traceparent
-    keys.set_deadline(leg, deadline)
+    lifecycle.set_deadline(leg, deadline)
     outbox.reply(pb.Event(granted=pb.Granted(key=message.key)))
     for run in leg.record.since(leg.key, message.next_index):
         outbox.add_run(run)
     if Owed.ENGINE in leg.owed:
-        resume(keys, leg, None)
+        resume(lifecycle, leg, None)
     else:
-        keys.stop(leg, end_status.OK)
+        lifecycle.stop(leg, end_status.OK)
 
 
-def find_and_attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
-    """Pass an Attach on to the key that it is meant for, or answer that its sequence is not on this worker."""
+def find_and_attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+    """Pass an Attach on to the leg that it is meant for, or answer that its sequence is not on this worker."""
     _, message = subject
-    found = None if keys.is_draining else _attachable(keys.legs, message)
+    found = None if lifecycle.is_draining else _attachable(lifecycle.legs, message)
     if found is not None:
-        keys.happen(found, KeyEvent.ATTACH, subject)
+        lifecycle.happen(found, LegEvent.ATTACH, subject)
     else:
         leg.outbox.reply(pb.Event(not_here=pb.NotHere(key=key_to_proto(leg.key))))
 
 
 def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
-    """Return the key of the same request that has the most tokens, and has all from where the answer continues."""
+    """Return the leg of the same request that has the most tokens, and has all from where the answer continues."""
     found = [
         leg
         for leg in legs.values()
@@ -96,6 +96,6 @@ def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
     return max(found, key=lambda leg: leg.num_output_tokens, default=None)
 
 
-def end_forgotten(keys: Lifecycle, leg: Leg, subject: None) -> None:
+def end_forgotten(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
     """End a sequence that no gateway has attached to in time."""
-    keys.give_back(leg, end_status.NOBODY_CAME)
+    lifecycle.give_back(leg, end_status.NOBODY_CAME)

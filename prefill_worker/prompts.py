@@ -15,47 +15,47 @@ from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
 
 
-def prefill(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
+def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     """Set the whole prompt's blocks aside, lease them to the taker, and begin to compute or to pull."""
-    request = open_request(keys, leg, message.spec)
-    taker = keys.handoff.taker_of(message.taker)
+    request = open_request(lifecycle, leg, message.spec)
+    taker = lifecycle.handoff.taker_of(message.taker)
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
-    acceptance = keys.engine.admission.accept(request, bool(leg.sources))
+    acceptance = lifecycle.engine.admission.accept(request, bool(leg.sources))
     leg.owed.add(Owed.ENGINE)
     leg.prefill_at = time.monotonic()
     leg.num_cached_tokens = acceptance.num_cached_tokens
-    ticketed = keys.handoff.lease_prompt(leg, acceptance, taker, keys.lease_over)
+    ticketed = lifecycle.handoff.lease_prompt(leg, acceptance, taker, lifecycle.lease_over)
     leg.owed.add(Owed.LEASE)
     accepted = pb.Accepted(key=key_to_proto(leg.key), num_cached_tokens=acceptance.num_cached_tokens, **ticketed)
     leg.outbox.reply(pb.Event(accepted=accepted))
     if leg.sources:
-        pull_prefix(keys, leg, None)
-    keys.on_change()
+        pull_prefix(lifecycle, leg, None)
+    lifecycle.on_change()
 
 
-def pull_prefix(keys: Lifecycle, leg: Leg, status: Status | None) -> None:
+def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
     """Pull from the next source that can be asked; compute what none of them gives."""
     leg.fetch_at = leg.fetch_at or time.monotonic()
-    if keys.intake.begin_prefix(leg, keys.fetch_ended, partial(keys.handoff.advance, leg)):
+    if lifecycle.intake.begin_prefix(leg, lifecycle.fetch_ended, partial(lifecycle.handoff.advance, leg)):
         leg.owed.add(Owed.FETCH)
     else:
-        compute_rest(keys, leg, None)
+        compute_rest(lifecycle, leg, None)
 
 
-def advance(keys: Lifecycle, leg: Leg, progress: Progress) -> None:
+def advance(lifecycle: Lifecycle, leg: Leg, progress: Progress) -> None:
     """Raise the watermark that the taker follows."""
-    keys.handoff.advance(leg, progress.upto_token, progress.upto_layer)
+    lifecycle.handoff.advance(leg, progress.upto_token, progress.upto_layer)
 
 
-def hold(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
+def hold(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens, and keep the KV until its taker has all of it."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
     failpoints.hit("prefill.done")
     leg.outbox.reply(messages.done(leg.key, done))  # before the lease moves: a client waits for the first token
-    keys.handoff.finish(leg)
-    keys.on_change()
+    lifecycle.handoff.finish(leg)
+    lifecycle.on_change()
 
 
-def end_lease_lost(keys: Lifecycle, leg: Leg, ending: str) -> None:
+def end_lease_lost(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
     """End a prompt whose lease has expired while it was read."""
-    keys.give_back(leg, end_status.LEASE_EXPIRED)
+    lifecycle.give_back(leg, end_status.LEASE_EXPIRED)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.schedule.lifecycle import TABLE as ENGINE_TABLE
 from baton.engine.schedule.states import GroupEvent, GroupState
-from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.legs.states import LegEvent, LegState
 from gateway.orchestration.states import RequestEvent, RequestState
 from gateway.orchestration.transitions import TABLE as GATEWAY_TABLE
 from tests.support.folder_map import folder_map
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("worker states", (KeyState, KeyEvent, WORKER_TABLE, lambda cell: (cell.state, *cell.others))),
+        ("worker states", (LegState, LegEvent, WORKER_TABLE, lambda cell: (cell.state, *cell.others))),
         ("gateway states", (RequestState, RequestEvent, GATEWAY_TABLE, lambda cell: cell.states)),
         ("engine states", (GroupState, GroupEvent, ENGINE_TABLE)),
     ],

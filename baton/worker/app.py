@@ -156,7 +156,7 @@ class Worker:
         self, settings: WorkerSettings, role: str, table: Table, engine: Engine, memory: PoolMemory, digest: bytes,
         bound: BoundServer, roofline: Roofline | None = None,
     ):  # fmt: skip
-        """`role`: prefill | decode, what it tells gateways it is for. `table`: what follows from each event of a key.
+        """`role`: prefill | decode, what it tells gateways it is for. `table`: what follows from each event of a leg.
         `digest`: the tokenizer's. Without a `roofline` there is no baton_utilisation."""
         self.engine = engine
         self._settings, self._role, self._digest = settings, role, digest
@@ -166,11 +166,11 @@ class Worker:
         self._meters = WorkerMeters(engine, memory, roofline, bound.guard.num_denied)
         changed = asyncio.Event()
         self._transfer = transfer = KVTransfer(engine, memory, self._identity, settings, bound.guard)
-        keys = Lifecycle(
+        lifecycle = Lifecycle(
             table, engine, transfer.handoff, transfer.intake, on_change=changed.set, on_ended=self._on_ended,
             resume_window_s=settings.resume_window_s,
         )  # fmt: skip
-        self.commands = Commands(keys)
+        self.commands = Commands(lifecycle)
         bridge = ThreadBridge(asyncio.get_running_loop(), self.commands.on_outputs)
         self._loop = EngineLoop(engine, bridge.put, leave_for_lost_device)
         self.sessions = Sessions(engine)

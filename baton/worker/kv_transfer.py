@@ -44,7 +44,7 @@ def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
 
 class KVTransfer:
     """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
-    others may take from here, and that may come here; `layout`: of all of it. Usable by keys at once; takers reach it from `start` on."""
+    others may take from here, and that may come here; `layout`: of all of it. Usable by legs at once; takers reach it from `start` on."""
 
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard

@@ -28,7 +28,7 @@ def main(
     serve: Callable[..., Awaitable[int]] | None = None,
 ) -> int:  # fmt: skip
     """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay away; a
-    failed start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch. `serve`:
+    failed start says why in one line on stderr. `load_table`: returns the states of its legs, and imports torch. `serve`:
     in place of app.serve, where the process is more than a worker."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)

@@ -1,1 +1,1 @@
-"""The session with one worker: commands out, events of each key in, tokens in batches."""
+"""The session with one worker: commands out, events of each leg in, tokens in batches."""

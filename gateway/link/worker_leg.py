@@ -1,4 +1,4 @@
-"""One key on a worker: sends its commands, and posts its events to the request's mailbox."""
+"""One leg on a worker: sends its commands, and posts its events to the request's mailbox."""
 
 import itertools
 from collections import Counter
@@ -13,7 +13,7 @@ Key = tuple[str, int]
 
 
 class WorkerLeg:
-    """One key on one worker. Call `close()` when done with it: what is still running there is cancelled."""
+    """What runs on one worker under one key. Call `close()` when done with it: what is still running there is cancelled."""
 
     __slots__ = (
         "link",
@@ -76,7 +76,7 @@ class WorkerLeg:
         self.link.send(pb.Command(**command))
 
     def post(self, event) -> None:
-        """Take an event of this key."""
+        """Take an event of this leg."""
         if isinstance(event, (pb.Done, pb.Fetched, pb.Refused)):
             self._has_worked()
         if isinstance(event, pb.Refused):
@@ -102,11 +102,11 @@ class WorkerLeg:
         return is_first or reason != 0
 
     def cancel(self) -> None:
-        """Ask the worker to end this key; Ended is still to come."""
+        """Ask the worker to end this leg; Ended is still to come."""
         self.send(cancel=pb.Cancel())
 
     def close(self) -> None:
-        """Close the leg; late events of the key are dropped. Idempotent."""
+        """Close the leg; late events of it are dropped. Idempotent."""
         if self.link.legs.get(self.key) is self:
             del self.link.legs[self.key]
         self._release()

@@ -1,7 +1,7 @@
-"""One WorkerLink per worker: a session stream that reconnects with growing pauses, and the events of each key.
+"""One WorkerLink per worker: a session stream that reconnects with growing pauses, and the events of each leg.
 
-A key on a worker is a `WorkerLeg`; all legs of a request post into the request's one `Mailbox`, so it waits in one
-place. When the stream is lost, every leg gets `Lost`; events of keys that are not open here are dropped.
+All legs of a request post into the request's one `Mailbox`, so it waits in one place. When the stream is lost,
+every leg gets `Lost`; events of keys that are not open here are dropped.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ class WorkerLink:
         return leg
 
     def send(self, command: pb.Command) -> None:
-        """Queue a command for the session; without one it is dropped, since its keys have got Lost."""
+        """Queue a command for the session; without one it is dropped, since its legs have got Lost."""
         if self._outbox is not None:
             self._outbox.put_nowait(command)
 
@@ -248,7 +248,7 @@ class WorkerLink:
         return "it closed the session"
 
     def hang_up(self, why: str) -> None:
-        """End the session without ending its keys: what decodes there is parked until a gateway attaches."""
+        """End the session without ending its legs: what decodes there is parked until a gateway attaches."""
         self._outbox, self._ended_for = None, why
         if self._silence is not None:
             self._silence.reschedule(asyncio.get_running_loop().time())

@@ -15,7 +15,7 @@ from baton import failpoints
 from baton.engine.core.request import Key, Request
 from baton.sampling_params import SamplingParams
 from baton.v1 import worker_pb2 as pb
-from baton.worker.legs.states import KeyState
+from baton.worker.legs.states import LegState
 from tests.support import bare
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
@@ -353,7 +353,7 @@ def test_a_lost_stream_gives_everything_back(model, slow):
                 assert not watcher.ended, "another gateway heard of it"
                 await watcher.close()
             assert not prefill.commands.legs
-            assert {leg.state for leg in decode.commands.legs.values()} <= {KeyState.ORPHANED}
+            assert {leg.state for leg in decode.commands.legs.values()} <= {LegState.ORPHANED}
 
     run(main)
 

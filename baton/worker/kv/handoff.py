@@ -1,7 +1,7 @@
 """The source's side: prompts that are prefilled here, and spans that are cached here, leased to a taker.
 
 accept ─► lease (handle, ticket) ─► advance with the watermark ─► finish ─► taken to the end │ expired │ cancelled
-             └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each key on it
+             └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each leg on it
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +20,7 @@ OnOver = Callable[[Key, str], None]  # a key, and how its lease ended: released 
 
 
 class Leaseholders:
-    """The keys that have a lease (owners), and those that have a ticket for another key's (guests). Each hears
+    """The legs that have a lease (owners), and those that have a ticket for another leg's (guests). Each hears
     once that the lease is over."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Leaseholders:
         self._guests.setdefault(owner, []).append((guest, on_over))
 
     def remove_guest(self, leg: Leg) -> OnOver | None:
-        """Return whom to tell; None for a key that is no guest."""
+        """Return whom to tell; None for a leg that is no guest."""
         for guests in self._guests.values():
             for place, (guest, on_over) in enumerate(guests):
                 if guest is leg:
@@ -53,7 +53,7 @@ class Leaseholders:
         return None
 
     def lease_over(self, key: Key, ending: str) -> None:
-        """Tell the owner and the guests of a key's lease, which the source has ended."""
+        """Tell the owner and the guests of a leg's lease, which the source has ended."""
         told = [on_over for owner, on_over in self._owners.values() if owner == key]
         self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
         guests = self._guests.pop(key, [])
@@ -79,7 +79,7 @@ class LeasingSource(Protocol):
 
 
 class Handoff:
-    """All leases that this worker gives. Belongs to the event loop. `on_over` of a lease is called once for each key on
+    """All leases that this worker gives. Belongs to the event loop. `on_over` of a lease is called once for each leg on
     it, in the source's words: released | cancelled | expired."""
 
     def __init__(self, source: LeasingSource, holders: Leaseholders):
@@ -121,7 +121,7 @@ class Handoff:
         return self._leased(leg, offer, on_over)
 
     def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
-        """Lease what another key has to one more taker; it ends with that key's. Raises LeaseExpired, LayoutMismatch."""
+        """Lease what another leg has to one more taker; it ends with that leg's. Raises LeaseExpired, LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
         self._holders.add_guest(lease_id, leg, on_over)
         return self._ticketed(leg, offer)
@@ -135,12 +135,12 @@ class Handoff:
         self._source.finish(leg.key)
 
     def renew(self, leg: Leg, lease_id: bytes) -> None:
-        """Prolong a lease whose taker will come; do nothing for a lease that is not this key's."""
+        """Prolong a lease whose taker will come; do nothing for a lease that is not this leg's."""
         if lease_id == leg.lease_id:
             self._source.renew(lease_id)
 
     def cancel(self, leg: Leg) -> None:
-        """End a key's part in a lease; `on_over` follows at once. Idempotent."""
+        """End a leg's part in a lease; `on_over` follows at once. Idempotent."""
         if (on_over := self._holders.remove_guest(leg)) is not None:
             self._source.withdraw(leg.ticket)
             on_over(leg.key, CANCELLED)

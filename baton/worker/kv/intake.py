@@ -1,7 +1,7 @@
-"""The taker's side: pulls the KV of an admitted key into blocks that the engine sets aside, and gives everything back.
+"""The taker's side: pulls the KV of an admitted leg into blocks that the engine sets aside, and gives everything back.
 
 Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, generation, Confirm ─► verified ─► ... ─► Fetched
-             └─ on every exit: fetch_settled, so that a cancelled key's blocks may be used again
+             └─ on every exit: fetch_settled, so that a cancelled leg's blocks may be used again
 """
 
 import asyncio
@@ -30,11 +30,11 @@ _MAX_LOGGED = 256  # sources come and go with their workers
 
 
 class KeyEnded(Exception):
-    """The engine has ended the key in the middle of its fetch; the reason comes with its RequestEnded."""
+    """The engine has ended the leg in the middle of its fetch; the reason comes with its RequestEnded."""
 
 
 class EngineBlocks:
-    """The blocks of one key, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
+    """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
     is. Raises KeyEnded."""
 
     def __init__(self, engine: Engine, key: Key, num_cached_tokens: int, on_verified: Callable[[int], None]):
@@ -95,7 +95,7 @@ class Intake:
     def begin(
         self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
     ) -> None:
-        """Start a key's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
+        """Start a leg's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
         Raises KVError for a handle that is not this prompt's."""
         self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None)
 
@@ -103,7 +103,7 @@ class Intake:
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
     ) -> bool:
         """Start to fetch whole spans of a prompt that will be prefilled here, from the first of its sources that can be
-        asked. Return False where there is none, or the engine has ended the key."""
+        asked. Return False where there is none, or the engine has ended the leg."""
         while leg.sources:
             handle, ticket = leg.sources.pop(0)
             try:

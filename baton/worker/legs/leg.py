@@ -1,10 +1,10 @@
-"""One key on this worker: its state, what of it is still out, and the stamps that its spans are drawn from."""
+"""One leg on this worker: its state, what of it is still out, and the stamps that its spans are drawn from."""
 
 import asyncio
 from enum import Enum
 
 from baton.engine.core.request import DecodeReport, FirstToken, Key, PrefillDone, Request
-from baton.worker.legs.states import KeyState
+from baton.worker.legs.states import LegState
 from baton.worker.legs.token_record import TokenRecord
 from baton.worker.wire.end_status import Status
 from baton.worker.wire.outbox import Outbox
@@ -12,7 +12,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 
 
 class Owed(Enum):
-    """Parts that must give something back before the key may end."""
+    """Parts that must give something back before the leg may end."""
 
     ENGINE = "engine"  # RequestEnded
     FETCH = "fetch"  # the task that lets bytes land here
@@ -25,11 +25,11 @@ class Leg:
     def __init__(self, key: Key, outbox: Outbox):
         self.key = key
         self.outbox = outbox  # of the session that it came through
-        self.state = KeyState.ABSENT
+        self.state = LegState.ABSENT
         self.owed: set[Owed] = set()
         self.status: Status | None = None
         self.is_stream_lost = False
-        self.engine_key = key  # the engine knows a key by its first name; an Attach brings another
+        self.engine_key = key  # the engine knows a leg by its first key; an Attach brings another
         self.fingerprint = b""  # of its request
         self.record: TokenRecord | None = None  # once it decodes
         self.request: Request | None = None  # none for an Offer

@@ -1,8 +1,8 @@
-"""The live keys of one worker, by key; and by the name that the engine knows them by, once a gateway has attached."""
+"""The live legs of one worker, by key; and by the one that the engine knows them by, once a gateway has attached."""
 
 from baton.engine.core.request import Key
 from baton.worker.legs.leg import Leg
-from baton.worker.legs.states import KeyState
+from baton.worker.legs.states import LegState
 from baton.worker.wire.outbox import Outbox
 
 
@@ -15,11 +15,11 @@ class Legs(dict[Key, Leg]):
 
     @property
     def num_busy(self) -> int:
-        """Keys that a gateway waits for."""
-        return sum(leg.state is not KeyState.ORPHANED for leg in self.values())
+        """Legs that a gateway waits for."""
+        return sum(leg.state is not LegState.ORPHANED for leg in self.values())
 
     def is_taken(self, key: Key) -> bool:
-        """Return whether a live key has this name, or the engine knows one by it."""
+        """Return whether a live leg has this key, or the engine knows one by it."""
         return key in self or key in self._renamed
 
     def of_engine(self, key: Key) -> Leg | None:

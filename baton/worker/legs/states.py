@@ -1,4 +1,4 @@
-"""The states of a key on a worker and the events that may happen to it. What follows: session/table.py.
+"""The states of a leg on a worker and the events that may happen to it. What follows: session/table.py.
 
     decode    absent ─ admit ─► admitted ─ fetch ─► fetching ─ fetched ─► fetched ─ start ─► running ─► ending ─► absent
                                    │                   └─ start ─► starting ─ fetched ─────────►┘
@@ -7,13 +7,13 @@
     source    absent ─ offer ───────────────────────────────► held
     parking   running ─ unread ─► parked ─ read ─► running;  ─ stream lost ─► orphaned ─ attach ─► running
 
-Everything else leads to `ending`: there the key gives everything back, and with the last of it goes its one Ended.
+Everything else leads to `ending`: there the leg gives everything back, and with the last of it goes its one Ended.
 """
 
 from enum import Enum
 
 
-class KeyState(Enum):
+class LegState(Enum):
     ABSENT = "absent"
     ADMITTED = "admitted"  # a grant: credit, cached prefix pinned
     FETCHING = "fetching"  # KV is on its way here
@@ -27,7 +27,7 @@ class KeyState(Enum):
     ENDING = "ending"  # its status is known, something of it is still out
 
 
-class KeyEvent(Enum):
+class LegEvent(Enum):
     # commands
     ADMIT = "admit"
     PREFILL = "prefill"  # for a taker
@@ -55,18 +55,18 @@ class KeyEvent(Enum):
     # raised by actions
     REFUSED = "refused"  # an opening command took nothing: the engine has no room, or the worker drains
     STOP = "stop"  # an action failed, or found nothing to do
-    ALL_BACK = "all back"  # nothing of an ending key is still out
+    ALL_BACK = "all back"  # nothing of an ending leg is still out
 
 
-OPENING = (KeyEvent.ADMIT, KeyEvent.PREFILL, KeyEvent.PREFILL_HERE, KeyEvent.OFFER)
-OPENED = (KeyState.ADMITTED, KeyState.PREFILLING, KeyState.RUNNING, KeyState.HELD)  # where an opening command leads
-DECODING = (KeyState.RUNNING, KeyState.PARKED, KeyState.ORPHANED)
+OPENING = (LegEvent.ADMIT, LegEvent.PREFILL, LegEvent.PREFILL_HERE, LegEvent.OFFER)
+OPENED = (LegState.ADMITTED, LegState.PREFILLING, LegState.RUNNING, LegState.HELD)  # where an opening command leads
+DECODING = (LegState.RUNNING, LegState.PARKED, LegState.ORPHANED)
 LIVE = (
-    KeyState.ADMITTED,
-    KeyState.FETCHING,
-    KeyState.STARTING,
-    KeyState.FETCHED,
+    LegState.ADMITTED,
+    LegState.FETCHING,
+    LegState.STARTING,
+    LegState.FETCHED,
     *DECODING,
-    KeyState.PREFILLING,
-    KeyState.HELD,
+    LegState.PREFILLING,
+    LegState.HELD,
 )

@@ -1,4 +1,4 @@
-"""The tokens of a key so far, for a gateway that lost its stream and continues behind the tokens that it has.
+"""The tokens of a leg so far, for a gateway that lost its stream and continues behind the tokens that it has.
 
 Token ids are kept from the first on, a few KB a sequence; logprobs, which are larger by far, of the last tokens only.
 """
@@ -21,7 +21,7 @@ class _Choice:
 
 
 class TokenRecord:
-    """The tokens of one key, by choice. Choices that are not here ended with their first token, where the prompt was read."""
+    """The tokens of one leg, by choice. Choices that are not here ended with their first token, where the prompt was read."""
 
     def __init__(self, request: Request, first_tokens: Sequence[FirstToken]):
         self._has_logprobs = request.sampling.logprobs is not None

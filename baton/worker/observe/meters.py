@@ -1,4 +1,4 @@
-"""Metrics of a worker: its load at each scrape, and each key once, when it has ended."""
+"""Metrics of a worker: its load at each scrape, and each leg once, when it has ended."""
 
 import resource
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class WorkerMeters:
         self._metrics.collect(*health.readings)
 
     def ended(self, leg: Leg) -> None:
-        """Count a key that has just ended, however it did."""
+        """Count a leg that has just ended, however it did."""
         num_pulled = leg.fetch_report.num_tokens if leg.fetch_report else 0
         if done := leg.prefill_done:  # which counts what was pulled as cached, of whole blocks
             self._prefix("local").inc(max(0, done.num_cached_tokens - num_pulled))

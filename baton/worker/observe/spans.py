@@ -1,4 +1,4 @@
-"""The spans of one key, drawn from its stamps after its end, whatever the end was. Prompts and tokens never go in.
+"""The spans of one leg, drawn from its stamps after its end, whatever the end was. Prompts and tokens never go in.
 
     prefill ▸ prefill.queue, prefill.compute        where the prompt was read
     kv.transfer                                     where the KV was pulled to; linked to the prefill that it came from
@@ -17,13 +17,13 @@ from baton.worker.legs.leg import Leg
 
 
 class Spans:
-    """Draws the spans of the keys of one worker."""
+    """Draws the spans of the legs of one worker."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
 
     def draw(self, leg: Leg) -> None:
-        """Draw the spans of a key that has just ended, within a second."""
+        """Draw the spans of a leg that has just ended, within a second."""
         if leg.request is None or not telemetry.enabled():
             return
         parent = telemetry.parse_traceparent(leg.traceparent)

@@ -22,7 +22,7 @@ class Tables:
     sessions: Sessions
 
     def counts(self) -> dict[str, int]:
-        """Return entries by table; of keys also by state, where a state has any."""
+        """Return entries by table; of legs also by state, where a state has any."""
         legs = self.commands.legs.values()
         by_state = Counter(leg.state.value for leg in legs)
         return {

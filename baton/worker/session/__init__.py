@@ -1,1 +1,1 @@
-"""Sessions with gateways: commands become events of keys, one table says what follows, drain ends them."""
+"""Sessions with gateways: commands become events of legs, one table says what follows, drain ends them."""

@@ -1,4 +1,4 @@
-"""The gateways' commands, the engine's outputs and the ends of sessions, as events of the keys that they are about.
+"""The gateways' commands, the engine's outputs and the ends of sessions, as events of the legs that they are about.
 
 Belongs to the event loop. Calls into the engine's ledger are answered at once; the engine's outputs come in batches.
 """
@@ -9,52 +9,52 @@ from baton.engine.core.request import Key, Output, PrefillDone, Progress, TokenR
 from baton.service.codec import key_from_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
-from baton.worker.legs.states import OPENING, KeyEvent
+from baton.worker.legs.states import OPENING, LegEvent
 from baton.worker.session.endings import refuse_in_use
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.wire.outbox import Outbox
 
 _EVENTS = {
-    "admit": KeyEvent.ADMIT,
-    "fetch": KeyEvent.FETCH,
-    "start": KeyEvent.START,
-    "offer": KeyEvent.OFFER,
-    "cancel": KeyEvent.CANCEL,
-    "renew_lease": KeyEvent.RENEW,
+    "admit": LegEvent.ADMIT,
+    "fetch": LegEvent.FETCH,
+    "start": LegEvent.START,
+    "offer": LegEvent.OFFER,
+    "cancel": LegEvent.CANCEL,
+    "renew_lease": LegEvent.RENEW,
 }
 
 
 class Commands:
-    """Finds the key of each command and output, and lets the event happen to it."""
+    """Finds the leg of each command and output, and lets the event happen to it."""
 
-    def __init__(self, keys: Lifecycle):
-        self.legs = keys.legs
-        self._keys = keys
+    def __init__(self, lifecycle: Lifecycle):
+        self.legs = lifecycle.legs
+        self._lifecycle = lifecycle
 
     @property
     def is_draining(self) -> bool:
-        return self._keys.is_draining
+        return self._lifecycle.is_draining
 
     def obey(self, outbox: Outbox, command: pb.Command) -> None:
         """Take one command with a key, from the session that `outbox` belongs to."""
         kind = command.WhichOneof("kind")
         message = getattr(command, kind)
-        if kind == "attach":  # another session's key may answer it
+        if kind == "attach":  # another session's leg may answer it
             self._attach(outbox, message)
             return
         if kind == "prefill":
-            event = KeyEvent.PREFILL if message.HasField("taker") else KeyEvent.PREFILL_HERE
+            event = LegEvent.PREFILL if message.HasField("taker") else LegEvent.PREFILL_HERE
         else:
             event = _EVENTS[kind]
         key = Key(*key_from_proto(message.key))
         leg = self.legs.get(key) or Leg(key, outbox)
-        if leg.key not in self.legs and self.legs.is_taken(key):  # the engine's name of a key that has another now
+        if leg.key not in self.legs and self.legs.is_taken(key):  # the engine's key of a leg that has another now
             if event in OPENING:
-                refuse_in_use(self._keys, leg, message)
+                refuse_in_use(self._lifecycle, leg, message)
         elif leg.outbox is outbox:
-            self._keys.happen(leg, event, message)
-        elif event in OPENING:  # another gateway has a key of this name: it is not touched
-            refuse_in_use(self._keys, Leg(key, outbox), message)
+            self._lifecycle.happen(leg, event, message)
+        elif event in OPENING:  # another gateway has a leg of this key: it is not touched
+            refuse_in_use(self._lifecycle, Leg(key, outbox), message)
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         """Take the outputs of one step of the engine."""
@@ -63,41 +63,41 @@ class Commands:
             if leg is None:
                 continue
             if isinstance(output, TokenRun):
-                self._keys.happen(leg, KeyEvent.TOKENS, output)
+                self._lifecycle.happen(leg, LegEvent.TOKENS, output)
             elif isinstance(output, Progress):
-                self._keys.happen(leg, KeyEvent.PROGRESS, output)
+                self._lifecycle.happen(leg, LegEvent.PROGRESS, output)
             elif isinstance(output, PrefillDone):
-                self._keys.happen(leg, KeyEvent.PREFILL_DONE, output)
+                self._lifecycle.happen(leg, LegEvent.PREFILL_DONE, output)
             else:
                 leg.owed.discard(Owed.ENGINE)
                 leg.report = output.report
-                self._keys.happen(leg, KeyEvent.ENGINE_ENDED, output)
+                self._lifecycle.happen(leg, LegEvent.ENGINE_ENDED, output)
 
     def on_stream_lost(self, outbox: Outbox) -> None:
         """Park what decodes, for a gateway that attaches; give up all else that came through this session."""
         for leg in self.legs.of_session(outbox):
             leg.is_stream_lost = True
-            self._keys.happen(leg, KeyEvent.STREAM_LOST)
+            self._lifecycle.happen(leg, LegEvent.STREAM_LOST)
 
     def on_read(self, key: Key) -> None:
         """Resume a sequence that had too many unread tokens: the gateway has read them."""
         if (leg := self.legs.get(key)) is not None:
-            self._keys.happen(leg, KeyEvent.READ)
+            self._lifecycle.happen(leg, LegEvent.READ)
 
     def start_draining(self) -> None:
         """Refuse new requests from here on."""
-        self._keys.is_draining = True
-        self._keys.on_change()
+        self._lifecycle.is_draining = True
+        self._lifecycle.on_change()
 
     def on_grace_over(self) -> None:
-        """End every key that still runs."""
+        """End every leg that still runs."""
         for leg in list(self.legs.values()):
-            self._keys.happen(leg, KeyEvent.GRACE_OVER)
+            self._lifecycle.happen(leg, LegEvent.GRACE_OVER)
 
     def _attach(self, outbox: Outbox, attach: pb.Attach) -> None:
-        """Let an Attach happen to its own key, which is absent: its action looks for the key that it is meant for."""
+        """Let an Attach happen to its own leg, which is absent: its action looks for the leg that it is meant for."""
         leg = Leg(Key(*key_from_proto(attach.key)), outbox)
         if self.legs.is_taken(leg.key):
-            refuse_in_use(self._keys, leg, attach)
+            refuse_in_use(self._lifecycle, leg, attach)
         else:
-            self._keys.happen(leg, KeyEvent.ATTACH, (outbox, attach))
+            self._lifecycle.happen(leg, LegEvent.ATTACH, (outbox, attach))

@@ -38,7 +38,7 @@ class Drain:
         self._until = math.inf  # of the grace, time.monotonic()
 
     def ask(self, next_role: str, grace_s: float, stay_away: bool = False) -> int:
-        """Begin to drain, and return how many keys still run. Asked again, it may shorten the grace, or let the worker stay
+        """Begin to drain, and return how many legs still run. Asked again, it may shorten the grace, or let the worker stay
         away. Raises FailedPrecondition when asked for another role to come next."""
         if not self.asked.is_set():
             self.next_role = next_role

@@ -1,6 +1,6 @@
-"""Actions that end a key, of whatever role, and those that leave it alone.
+"""Actions that end a leg, of whatever role, and those that leave it alone.
 
-A key that ends gives everything back, and goes in `report_end` and nowhere else: one Ended for each key.
+A leg that ends gives everything back, and goes in `report_end` and nowhere else: one Ended for each leg.
 """
 
 from baton.engine.core.request import Refusal, RequestEnded
@@ -14,68 +14,68 @@ from baton.worker.wire.end_status import Status
 IN_USE_RETRY_S = 0.05
 
 
-def ignore(keys: Lifecycle, leg: Leg, subject: object) -> None:
-    """Do nothing: a command that crossed the key's Ended, an output of a key that is ending."""
+def ignore(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+    """Do nothing: a command that crossed the leg's Ended, an output of a leg that is ending."""
 
 
-def refuse_in_use(keys: Lifecycle, leg: Leg, subject: object) -> None:
-    """Answer a command that would open a key whose name is taken."""
+def refuse_in_use(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+    """Answer a command that would open a leg whose key is taken."""
     leg.outbox.reply(messages.refused(leg.key, "in_use", IN_USE_RETRY_S))
 
 
-def refuse(keys: Lifecycle, leg: Leg, refusal: Refusal) -> None:
-    """Answer a command that could not open its key: there is no room, or the worker drains."""
+def refuse(lifecycle: Lifecycle, leg: Leg, refusal: Refusal) -> None:
+    """Answer a command that could not open its leg: there is no room, or the worker drains."""
     leg.outbox.reply(messages.refused(leg.key, refusal.reason, refusal.retry_after_s))
 
 
-def end(keys: Lifecycle, leg: Leg, status: Status | None) -> None:
-    keys.give_back(leg, status)
+def end(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
+    lifecycle.give_back(leg, status)
 
 
-def end_misplaced(keys: Lifecycle, leg: Leg, message: object) -> None:
-    keys.give_back(leg, end_status.misplaced(type(message).__name__))
+def end_misplaced(lifecycle: Lifecycle, leg: Leg, message: object) -> None:
+    lifecycle.give_back(leg, end_status.misplaced(type(message).__name__))
 
 
-def end_cancelled(keys: Lifecycle, leg: Leg, message: pb.Cancel) -> None:
-    keys.give_back(leg, end_status.CANCELLED)
+def end_cancelled(lifecycle: Lifecycle, leg: Leg, message: pb.Cancel) -> None:
+    lifecycle.give_back(leg, end_status.CANCELLED)
 
 
-def end_deadline(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    keys.give_back(leg, end_status.DEADLINE)
+def end_deadline(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    lifecycle.give_back(leg, end_status.DEADLINE)
 
 
-def end_stream_lost(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    keys.give_back(leg, end_status.STREAM_LOST)
+def end_stream_lost(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    lifecycle.give_back(leg, end_status.STREAM_LOST)
 
 
-def end_draining(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    keys.give_back(leg, end_status.DRAINING)
+def end_draining(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    lifecycle.give_back(leg, end_status.DRAINING)
 
 
-def end_with_engine(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+def end_with_engine(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
     """End with the status that the engine has given."""
-    keys.give_back(leg, end_status.of_engine(ended))
+    lifecycle.give_back(leg, end_status.of_engine(ended))
 
 
-def give_back_rest(keys: Lifecycle, leg: Leg, ending: str) -> None:
-    """Ask for what an ending key has kept until its lease was over."""
-    keys.give_back(leg, None)
+def give_back_rest(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
+    """Ask for what an ending leg has kept until its lease was over."""
+    lifecycle.give_back(leg, None)
 
 
-def settle(keys: Lifecycle, leg: Leg, subject: object) -> None:
-    """Let the key go if this was the last that was out. What the engine says counts where no status is known."""
+def settle(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+    """Let the leg go if this was the last that was out. What the engine says counts where no status is known."""
     if leg.status is None and isinstance(subject, RequestEnded):
         leg.status = end_status.of_engine(subject)
-    keys.settle(leg)
+    lifecycle.settle(leg)
 
 
-def report_end(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    """Tell the gateway, if its session lives, and all that count keys."""
+def report_end(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+    """Tell the gateway, if its session lives, and all that count legs."""
     leg.status = leg.status or end_status.CANCELLED
     if not leg.is_stream_lost:
         _tell_gateway(leg)
-    keys.on_ended(leg)
-    keys.on_change()
+    lifecycle.on_ended(leg)
+    lifecycle.on_change()
 
 
 def _tell_gateway(leg: Leg) -> None:

@@ -1,8 +1,8 @@
-"""The machine of keys: every event goes through a table of transitions, which alone sets a key's state.
+"""The machine of legs: every event goes through a table of transitions, which alone sets a leg's state.
 
-An action is a function of the machine, the key's leg, and what the event brought: the command's message, the engine's
+An action is a function of the machine, the leg, and what the event brought: the command's message, the engine's
 output, a status. It never sets the state. Where it finds nothing to do it calls `stop`; what it raises stops
-the key too, never the session, nor the other keys of the same message.
+the leg too, never the session, nor the other legs of the same message.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.worker.kv.handoff import Handoff
 from baton.worker.kv.intake import Intake
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.legs.legs import Legs
-from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire import end_status
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import KVError
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 Action = Callable[["Lifecycle", Leg, Any], None]
 
 
-class KeyTransition(NamedTuple):
-    """The key moves to `state`, then `action` runs. `others`: states that the action's own doing may lead on to; with
-    ENDING, the key is gone at once when nothing of it is out. Where an action raises, the row `stop` says what follows
-    (`refused` where it is a Refusal that opens the key)."""
+class LegTransition(NamedTuple):
+    """The leg moves to `state`, then `action` runs. `others`: states that the action's own doing may lead on to; with
+    ENDING, the leg is gone at once when nothing of it is out. Where an action raises, the row `stop` says what follows
+    (`refused` where it is a Refusal that opens the leg)."""
 
     action: Action
-    state: KeyState
-    others: tuple[KeyState, ...] = ()
+    state: LegState
+    others: tuple[LegState, ...] = ()
 
 
-Table = Mapping[tuple[KeyState, KeyEvent], KeyTransition]
+Table = Mapping[tuple[LegState, LegEvent], LegTransition]
 
 
 class Lifecycle:
-    """All live keys of one worker. Belongs to the event loop. Actions use its parts: engine, handoff, intake, legs."""
+    """All live legs of one worker. Belongs to the event loop. Actions use its parts: engine, handoff, intake, legs."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Lifecycle:
         on_ended: Callable[[Leg], None],
         resume_window_s: float,
     ):
-        """`on_change`: the load is different now. `on_ended`: a key has ended, with all its stamps. `resume_window_s`:
+        """`on_change`: the load is different now. `on_ended`: a leg has ended, with all its stamps. `resume_window_s`:
         how long a sequence whose stream was lost waits for a gateway that attaches."""
         self.engine = engine
         self.handoff = handoff
@@ -69,28 +69,28 @@ class Lifecycle:
         self.on_ended = on_ended
         self._table = table
 
-    def happen(self, leg: Leg, event: KeyEvent, subject: object = None) -> None:
-        """Take one event of one key through the table. `subject`: what the event brought, for the action."""
-        was_absent = leg.state is KeyState.ABSENT
+    def happen(self, leg: Leg, event: LegEvent, subject: object = None) -> None:
+        """Take one event of one leg through the table. `subject`: what the event brought, for the action."""
+        was_absent = leg.state is LegState.ABSENT
         transition = self._table[leg.state, event]
         self._move(leg, transition.state)
         try:
             transition.action(self, leg, subject)
         except Exception as error:
-            if event is KeyEvent.STOP:
+            if event is LegEvent.STOP:
                 raise
             if isinstance(error, Refusal) and was_absent and not leg.owed:
-                self.happen(leg, KeyEvent.REFUSED, error)
+                self.happen(leg, LegEvent.REFUSED, error)
             else:
                 self._log(leg, transition, error)
                 self.stop(leg, end_status.of_exception(error))
 
     def stop(self, leg: Leg, status: Status | None) -> None:
-        """End a key. The first status counts; None leaves it to the engine's RequestEnded."""
-        self.happen(leg, KeyEvent.STOP, status)
+        """End a leg. The first status counts; None leaves it to the engine's RequestEnded."""
+        self.happen(leg, LegEvent.STOP, status)
 
     def give_back(self, leg: Leg, status: Status | None) -> None:
-        """Ask for everything that an ending key still has out; for its blocks once its lease is over, as until then a rank
+        """Ask for everything that an ending leg still has out; for its blocks once its lease is over, as until then a rank
         may confirm what is in them."""
         leg.status = leg.status or status
         if Owed.LEASE in leg.owed:
@@ -102,51 +102,51 @@ class Lifecycle:
         self.settle(leg)
 
     def settle(self, leg: Leg) -> None:
-        """Let an ending key go when nothing of it is out any more."""
+        """Let an ending leg go when nothing of it is out any more."""
         if not leg.owed:
-            self.happen(leg, KeyEvent.ALL_BACK)
+            self.happen(leg, LegEvent.ALL_BACK)
 
     def set_deadline(self, leg: Leg, deadline: float) -> None:
         """Let DEADLINE happen at `deadline`, time.monotonic(). Raises TimeoutError when that is past."""
         if deadline <= time.monotonic():
             raise TimeoutError
-        self.set_timer(leg, deadline, KeyEvent.DEADLINE)
+        self.set_timer(leg, deadline, LegEvent.DEADLINE)
 
-    def set_timer(self, leg: Leg, at: float, event: KeyEvent) -> None:
-        """Let `event` happen at `at`, instead of what the key waited for so far."""
+    def set_timer(self, leg: Leg, at: float, event: LegEvent) -> None:
+        """Let `event` happen at `at`, instead of what the leg waited for so far."""
         if leg.timer is not None:
             leg.timer.cancel()
         leg.timer = asyncio.get_running_loop().call_at(at, self.happen, leg, event)
 
     def fetch_ended(self, leg: Leg, outcome: FetchReport | Status | None) -> None:
-        """Note that no byte of the key's fetch can land any more. None: the engine has ended the key, and says why."""
+        """Note that no byte of the leg's fetch can land any more. None: the engine has ended the leg, and says why."""
         leg.owed.discard(Owed.FETCH)
         leg.fetch_ended_at = time.monotonic()
         if isinstance(outcome, FetchReport):
             leg.fetch_report = outcome
-            self.happen(leg, KeyEvent.FETCHED, outcome)
+            self.happen(leg, LegEvent.FETCHED, outcome)
         else:
-            self.happen(leg, KeyEvent.FETCH_FAILED, outcome)
+            self.happen(leg, LegEvent.FETCH_FAILED, outcome)
 
     def lease_over(self, key: Key, ending: str) -> None:
-        """Note that the takers of a key's lease have all they wanted, or never will; `ending` in the source's words."""
+        """Note that the takers of a leg's lease have all they wanted, or never will; `ending` in the source's words."""
         leg = self.legs.get(key)
         if leg is not None and Owed.LEASE in leg.owed:
             leg.owed.discard(Owed.LEASE)
-            self.happen(leg, KeyEvent.LEASE_OVER, ending)
+            self.happen(leg, LegEvent.LEASE_OVER, ending)
 
-    def _move(self, leg: Leg, state: KeyState) -> None:
-        """Set the state, the one place that does; a key is in `legs` while it is not absent."""
+    def _move(self, leg: Leg, state: LegState) -> None:
+        """Set the state, the one place that does; a leg is in `legs` while it is not absent."""
         before, leg.state = leg.state, state
-        if before is KeyState.ABSENT and state is not KeyState.ABSENT:
+        if before is LegState.ABSENT and state is not LegState.ABSENT:
             self.legs[leg.key] = leg
-        elif before is not KeyState.ABSENT and state is KeyState.ABSENT:
+        elif before is not LegState.ABSENT and state is LegState.ABSENT:
             self.legs.forget(leg)
             if leg.timer is not None:
                 leg.timer.cancel()
 
     @staticmethod
-    def _log(leg: Leg, transition: KeyTransition, error: Exception) -> None:
+    def _log(leg: Leg, transition: LegTransition, error: Exception) -> None:
         """Log what is no fault of a peer's. Does not return where the machine is out of memory."""
         if not isinstance(error, (ValueError, KVError, TimeoutError, Refusal)):
             log.exception("key failed %s", fields(key=leg.key, action=transition.action.__name__))

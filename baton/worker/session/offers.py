@@ -11,33 +11,33 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Taker
 
 
-def offer(keys: Lifecycle, leg: Leg, message: pb.Offer) -> None:
+def offer(lifecycle: Lifecycle, leg: Leg, message: pb.Offer) -> None:
     """Lease a chain of spans, or answer NotHere. A draining worker does it too: other workers take its requests over,
     and ask for their KV."""
     check_key(leg)
-    keys.set_deadline(leg, deadline_of(message.budget_ms))
-    taker = keys.handoff.taker_of(message.taker)
+    lifecycle.set_deadline(leg, deadline_of(message.budget_ms))
+    taker = lifecycle.handoff.taker_of(message.taker)
     if message.WhichOneof("what") == "lease_id":
-        _offer_again(keys, leg, message.lease_id, taker)
+        _offer_again(lifecycle, leg, message.lease_id, taker)
         return
     hashes = messages.chain_of(message.spans)
-    acceptance = keys.engine.admission.offer(leg.key, hashes)
+    acceptance = lifecycle.engine.admission.offer(leg.key, hashes)
     if acceptance.blocks:
         leg.owed.add(Owed.ENGINE)
     if acceptance.num_cached_tokens < len(hashes) * SPAN_TOKENS:
         leg.num_matched_tokens = acceptance.num_cached_tokens
-        keys.stop(leg, end_status.OK)
+        lifecycle.stop(leg, end_status.OK)
         return
-    _reply_offered(leg, keys.handoff.lease_chain(leg, acceptance, hashes, taker, keys.lease_over))
+    _reply_offered(leg, lifecycle.handoff.lease_chain(leg, acceptance, hashes, taker, lifecycle.lease_over))
 
 
-def _offer_again(keys: Lifecycle, leg: Leg, lease_id: bytes, taker: Taker) -> None:
-    """Offer a lease that another key has here to one more taker."""
+def _offer_again(lifecycle: Lifecycle, leg: Leg, lease_id: bytes, taker: Taker) -> None:
+    """Offer a lease that another leg has here to one more taker."""
     try:
-        ticketed = keys.handoff.lease_again(leg, lease_id, taker, keys.lease_over)
+        ticketed = lifecycle.handoff.lease_again(leg, lease_id, taker, lifecycle.lease_over)
     except LeaseExpired:
         leg.num_matched_tokens = 0
-        keys.stop(leg, end_status.OK)
+        lifecycle.stop(leg, end_status.OK)
     else:
         _reply_offered(leg, ticketed)
 
@@ -47,12 +47,12 @@ def _reply_offered(leg: Leg, ticketed: dict[str, bytes]) -> None:
     leg.outbox.reply(pb.Event(offered=pb.Offered(key=key_to_proto(leg.key), **ticketed)))
 
 
-def renew(keys: Lifecycle, leg: Leg, message: pb.RenewLease) -> None:
-    keys.handoff.renew(leg, message.lease_id)
+def renew(lifecycle: Lifecycle, leg: Leg, message: pb.RenewLease) -> None:
+    lifecycle.handoff.renew(leg, message.lease_id)
 
 
-def end_lease(keys: Lifecycle, leg: Leg, ending: str) -> None:
+def end_lease(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
     """Free the blocks of a lease that is over; `ending` in the source's words."""
     leg.status = end_status.LEASE_OVER[ending]
-    keys.engine.admission.release_lease(leg.key)
-    keys.settle(leg)
+    lifecycle.engine.admission.release_lease(leg.key)
+    lifecycle.settle(leg)

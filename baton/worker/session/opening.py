@@ -1,4 +1,4 @@
-"""Open a key of either role: check its name, budget and request, and compute the part of its prompt that no other worker
+"""Open a leg of either role: check its name, budget and request, and compute the part of its prompt that no other worker
 has given."""
 
 from baton.engine.core.request import Refusal, Request
@@ -11,14 +11,14 @@ DRAINING_RETRY_S = 1.0
 MAX_ID_CHARS = 256
 
 
-def open_request(keys: Lifecycle, leg: Leg, spec: pb.RequestSpec) -> Request:
-    """Return the checked request of a new key; nothing is allocated yet. Raises Refusal while the worker drains,
+def open_request(lifecycle: Lifecycle, leg: Leg, spec: pb.RequestSpec) -> Request:
+    """Return the checked request of a new leg; nothing is allocated yet. Raises Refusal while the worker drains,
     ValueError naming a bad field, TimeoutError for a budget that is used up."""
-    if keys.is_draining:
+    if lifecycle.is_draining:
         raise Refusal("draining", DRAINING_RETRY_S)
     check_key(leg)
-    request = messages.request_of(leg.key, spec, keys.engine.spec.vocab_size)
-    keys.set_deadline(leg, request.deadline)
+    request = messages.request_of(leg.key, spec, lifecycle.engine.spec.vocab_size)
+    lifecycle.set_deadline(leg, request.deadline)
     leg.request, leg.fingerprint, leg.traceparent = request, spec.fingerprint, spec.traceparent
     return request
 
@@ -29,9 +29,9 @@ def check_key(leg: Leg) -> None:
         raise ValueError(f"key.request_id has {len(leg.key.request_id)} characters: 1 to {MAX_ID_CHARS}")
 
 
-def compute_rest(keys: Lifecycle, leg: Leg, subject: object) -> None:
+def compute_rest(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
     """Let the engine prefill what is not here yet."""
     try:
-        keys.engine.admission.compute_rest(leg.key)
+        lifecycle.engine.admission.compute_rest(leg.key)
     except LookupError:  # its RequestEnded, with the reason, is on its way
-        keys.stop(leg, None)
+        lifecycle.stop(leg, None)

@@ -1,18 +1,18 @@
-"""The table of a worker's keys: the rows that all workers have, joined with those of the two roles."""
+"""The table of a worker's legs: the rows that all workers have, joined with those of the two roles."""
 
 from collections.abc import Iterable
 
-from baton.worker.legs.states import LIVE, OPENED, OPENING, KeyEvent, KeyState
+from baton.worker.legs.states import LIVE, OPENED, OPENING, LegEvent, LegState
 from baton.worker.session import endings, offers
-from baton.worker.session.lifecycle import KeyTransition, Table
+from baton.worker.session.lifecycle import LegTransition, Table
 
 
 def join_tables(*roles: Table) -> Table:
     """Return the whole table, a transition for each state and event. Raises ValueError when two roles have one cell."""
-    s = KeyState
-    table = {(state, event): KeyTransition(endings.ignore, state) for state in s for event in KeyEvent}
+    s = LegState
+    table = {(state, event): LegTransition(endings.ignore, state) for state in s for event in LegEvent}
     table |= _all_workers()
-    taken: set[tuple[KeyState, KeyEvent]] = set()
+    taken: set[tuple[LegState, LegEvent]] = set()
     for rows in roles:
         if twice := taken & rows.keys():
             raise ValueError(f"two roles say what follows: {_names(twice)}")
@@ -21,10 +21,10 @@ def join_tables(*roles: Table) -> Table:
     return table
 
 
-def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
-    s, e, go = KeyState, KeyEvent, KeyTransition
-    table: dict[tuple[KeyState, KeyEvent], KeyTransition] = {}
-    # A name that another key has: that key is not touched. A command with no place in a live key's state ends it.
+def _all_workers() -> dict[tuple[LegState, LegEvent], LegTransition]:
+    s, e, go = LegState, LegEvent, LegTransition
+    table: dict[tuple[LegState, LegEvent], LegTransition] = {}
+    # A key that another leg has: that leg is not touched. A command with no place in a live leg's state ends it.
     for state in (*LIVE, s.ENDING):
         table |= {(state, event): go(endings.refuse_in_use, state) for event in OPENING}
     for state in LIVE:
@@ -43,7 +43,7 @@ def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
         (s.HELD, e.LEASE_OVER): go(offers.end_lease, s.ENDING),
         # The taker may be fetching: the lease has a clock of its own.
         (s.HELD, e.STREAM_LOST): go(endings.ignore, s.HELD),
-        # What is still out comes home; the last of it lets the key go.
+        # What is still out comes home; the last of it lets the leg go.
         (s.ENDING, e.FETCHED): go(endings.settle, s.ENDING),
         (s.ENDING, e.FETCH_FAILED): go(endings.settle, s.ENDING),
         (s.ENDING, e.LEASE_OVER): go(endings.give_back_rest, s.ENDING),
@@ -54,5 +54,5 @@ def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
     return table
 
 
-def _names(cells: Iterable[tuple[KeyState, KeyEvent]]) -> str:
+def _names(cells: Iterable[tuple[LegState, LegEvent]]) -> str:
     return ", ".join(sorted(f"{event.value} in {state.value}" for state, event in cells))

@@ -1,4 +1,4 @@
-"""The status with which a key ends: a google.rpc.Code, a stable reason, and a message."""
+"""The status with which a leg ends: a google.rpc.Code, a stable reason, and a message."""
 
 from typing import NamedTuple
 
@@ -27,12 +27,12 @@ ATTACHED = Status(code_pb2.ABORTED, protocol.ATTACHED, "another gateway has take
 LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, protocol.LEASE_EXPIRED, "the KV of this prompt was not fetched in time")
 DRAINING = Status(code_pb2.UNAVAILABLE, protocol.DRAINING, "this worker is shutting down")
 
-# By how a lease ends, in the source's words. One that was taken is no news: its taker's key has reported it.
+# By how a lease ends, in the source's words. One that was taken is no news: its taker's leg has reported it.
 LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
 
 
 def misplaced(command: str) -> Status:
-    """Return the status for a command that the key's state has no place for."""
+    """Return the status for a command that the leg's state has no place for."""
     return Status(code_pb2.FAILED_PRECONDITION, "BAD_COMMAND", f"{command} came when this key had no place for it")
 
 
@@ -48,7 +48,7 @@ _KV_ERRORS = (
 
 
 def of_exception(error: BaseException) -> Status:
-    """Return the status of a key whose command or fetch raised `error`."""
+    """Return the status of a leg whose command or fetch raised `error`."""
     for kind, code, reason in _KV_ERRORS:
         if isinstance(error, kind):
             return Status(code, reason, str(error) or reason)
@@ -63,7 +63,7 @@ def of_exception(error: BaseException) -> Status:
 
 
 def of_engine(ended: RequestEnded) -> Status:
-    """Return the status of a key that the engine has ended."""
+    """Return the status of a leg that the engine has ended."""
     if not ended.error:
         return OK
     if ended.error == "cancelled":

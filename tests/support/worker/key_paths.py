@@ -10,7 +10,7 @@ from baton.engine.core.request import (
     TokenRun,
 )
 from baton.v1 import worker_pb2 as pb
-from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.support.worker.doubles import LEASE_ID, Bench, make_spec
@@ -23,17 +23,17 @@ FAILED = Status(14, "KV_TRANSFER_FAILED", "line broke")
 
 # How a gateway and the world bring a key into each state.
 PATHS = {
-    KeyState.ABSENT: (),
-    KeyState.ADMITTED: (KeyEvent.ADMIT,),
-    KeyState.FETCHING: (KeyEvent.ADMIT, KeyEvent.FETCH),
-    KeyState.STARTING: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.START),
-    KeyState.FETCHED: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.FETCHED),
-    KeyState.RUNNING: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.FETCHED, KeyEvent.START),
-    KeyState.PARKED: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.FETCHED, KeyEvent.START, KeyEvent.UNREAD),
-    KeyState.ORPHANED: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.FETCHED, KeyEvent.START, KeyEvent.STREAM_LOST),
-    KeyState.PREFILLING: (KeyEvent.PREFILL,),
-    KeyState.HELD: (KeyEvent.PREFILL, KeyEvent.PREFILL_DONE),
-    KeyState.ENDING: (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.CANCEL),
+    LegState.ABSENT: (),
+    LegState.ADMITTED: (LegEvent.ADMIT,),
+    LegState.FETCHING: (LegEvent.ADMIT, LegEvent.FETCH),
+    LegState.STARTING: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.START),
+    LegState.FETCHED: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED),
+    LegState.RUNNING: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED, LegEvent.START),
+    LegState.PARKED: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED, LegEvent.START, LegEvent.UNREAD),
+    LegState.ORPHANED: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED, LegEvent.START, LegEvent.STREAM_LOST),
+    LegState.PREFILLING: (LegEvent.PREFILL,),
+    LegState.HELD: (LegEvent.PREFILL, LegEvent.PREFILL_DONE),
+    LegState.ENDING: (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.CANCEL),
 }
 
 
@@ -42,7 +42,7 @@ def attach(key: Key = OTHER, **fields) -> pb.Attach:
     return pb.Attach(key=named, **{"next_index": [0], "budget_ms": 60_000, **fields})
 
 
-def let(bench: Bench, event: KeyEvent) -> None:
+def let(bench: Bench, event: LegEvent) -> None:
     """Makes the event happen the way it does."""
     key, commands = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), bench.commands
     taker = pb.Prefill(key=key, spec=make_spec())
@@ -50,46 +50,46 @@ def let(bench: Bench, event: KeyEvent) -> None:
     offer = pb.Offer(key=key, budget_ms=60_000)
     offer.spans.hashes.append(b"h" * 32)
     by_command = {
-        KeyEvent.ADMIT: {"admit": pb.Admit(key=key, spec=make_spec())},
-        KeyEvent.PREFILL: {"prefill": taker},
-        KeyEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=key, spec=make_spec())},
-        KeyEvent.FETCH: {"fetch": pb.Fetch(key=key, handle=b"handle", ticket=b"ticket")},
-        KeyEvent.START: {"start": pb.Start(key=key, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
-        KeyEvent.OFFER: {"offer": offer},
-        KeyEvent.ATTACH: {"attach": attach()},
-        KeyEvent.RENEW: {"renew_lease": pb.RenewLease(key=key, lease_id=LEASE_ID)},
-        KeyEvent.CANCEL: {"cancel": pb.Cancel(key=key)},
+        LegEvent.ADMIT: {"admit": pb.Admit(key=key, spec=make_spec())},
+        LegEvent.PREFILL: {"prefill": taker},
+        LegEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=key, spec=make_spec())},
+        LegEvent.FETCH: {"fetch": pb.Fetch(key=key, handle=b"handle", ticket=b"ticket")},
+        LegEvent.START: {"start": pb.Start(key=key, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
+        LegEvent.OFFER: {"offer": offer},
+        LegEvent.ATTACH: {"attach": attach()},
+        LegEvent.RENEW: {"renew_lease": pb.RenewLease(key=key, lease_id=LEASE_ID)},
+        LegEvent.CANCEL: {"cancel": pb.Cancel(key=key)},
     }
     leg = bench.leg(KEY)
-    if event is KeyEvent.ATTACH:
+    if event is LegEvent.ATTACH:
         bench.obey(bench.other, **by_command[event])
     elif event in by_command:
         bench.obey(**by_command[event])
-    elif event is KeyEvent.PROGRESS:
+    elif event is LegEvent.PROGRESS:
         commands.on_outputs([Progress(KEY, 64, 2)])
-    elif event is KeyEvent.PREFILL_DONE:
+    elif event is LegEvent.PREFILL_DONE:
         commands.on_outputs([DONE])
-    elif event is KeyEvent.ENGINE_ENDED:
+    elif event is LegEvent.ENGINE_ENDED:
         bench.engine_ends(KEY)
-    elif event is KeyEvent.STREAM_LOST:
+    elif event is LegEvent.STREAM_LOST:
         commands.on_stream_lost(bench.outbox)
-    elif event is KeyEvent.GRACE_OVER:
+    elif event is LegEvent.GRACE_OVER:
         commands.on_grace_over()
-    elif event is KeyEvent.UNREAD:
+    elif event is LegEvent.UNREAD:
         bench.outbox.has_room = False
         commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
         bench.outbox.has_room = True
-    elif event is KeyEvent.TOKENS:
+    elif event is LegEvent.TOKENS:
         commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
-    elif event is KeyEvent.STOP and leg is not None:
+    elif event is LegEvent.STOP and leg is not None:
         bench.keys.stop(leg, FAILED)
-    elif event is KeyEvent.READ:
+    elif event is LegEvent.READ:
         commands.on_read(KEY)
-    elif event is KeyEvent.FETCHED and KEY in bench.intake.running:
+    elif event is LegEvent.FETCHED and KEY in bench.intake.running:
         bench.intake.end(KEY, REPORT)
-    elif event is KeyEvent.FETCH_FAILED and KEY in bench.intake.running:
+    elif event is LegEvent.FETCH_FAILED and KEY in bench.intake.running:
         bench.intake.end(KEY, FAILED)
-    elif event is KeyEvent.LEASE_OVER and KEY in bench.handoff.leased:
+    elif event is LegEvent.LEASE_OVER and KEY in bench.handoff.leased:
         bench.handoff.end(KEY)
     elif leg is not None:  # cannot happen by itself in this state; the table still says what would follow
         bench.keys.happen(leg, event, None)
@@ -104,6 +104,6 @@ def run(check) -> None:
     asyncio.run(main())
 
 
-def bring_to(bench: Bench, state: KeyState) -> None:
+def bring_to(bench: Bench, state: LegState) -> None:
     for step in PATHS[state]:
         let(bench, step)

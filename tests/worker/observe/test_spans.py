@@ -7,7 +7,7 @@ import pytest
 
 from baton.service.observe import telemetry
 from baton.service.observe.telemetry import CLOCK
-from baton.worker.legs.states import KeyEvent
+from baton.worker.legs.states import LegEvent
 from baton.worker.observe.spans import Spans
 from baton.worker.wire.outbox import Outbox
 from tests.support.worker.doubles import Bench
@@ -30,11 +30,11 @@ def drawn(monkeypatch) -> dict[str, tuple[int, int]]:
 
 async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(drawn, monkeypatch):
     bench = Bench()
-    for event in (KeyEvent.ADMIT, KeyEvent.FETCH, KeyEvent.FETCHED):
+    for event in (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED):
         let(bench, event)
     fetched_at = time.monotonic() + 5.0
     monkeypatch.setattr(time, "monotonic", lambda: fetched_at)
-    for event in (KeyEvent.PREFILL_HERE, KeyEvent.PREFILL_DONE):
+    for event in (LegEvent.PREFILL_HERE, LegEvent.PREFILL_DONE):
         let(bench, event)
     bench.engine_ends(KEY)
     (leg,) = bench.ended

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.engine.core.request import Key, RequestEnded, TokenRun
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
-from baton.worker.legs.states import KeyState
+from baton.worker.legs.states import LegState
 from baton.worker.wire.messages import request_of
 from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
@@ -243,7 +243,7 @@ async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
     assert bench.other.only("ended").code == 0 and not bench.commands.legs
     bench.engine.answer["admit"] = 0
     bench.obey(admit=pb.Admit(key=first, spec=make_spec()))  # free again
-    assert bench.leg(key).state is KeyState.ADMITTED
+    assert bench.leg(key).state is LegState.ADMITTED
 
 
 async def test_a_token_that_cannot_be_told_ends_its_key_alone():
@@ -256,7 +256,7 @@ async def test_a_token_that_cannot_be_told_ends_its_key_alone():
         leg.record = None if key.request_id == "bad" else _Record()
     bench.commands.on_outputs([TokenRun(key, 0, 1, (8,)) for key in keys])
     assert [run.key for run in bench.outbox.runs] == [Key("good")]
-    assert bench.leg(keys[0]).state is KeyState.ENDING and ("cancel", keys[0]) in bench.engine.calls
+    assert bench.leg(keys[0]).state is LegState.ENDING and ("cancel", keys[0]) in bench.engine.calls
 
 
 class _Record:

@@ -14,7 +14,7 @@ from baton.engine.core.request import (
     Waits,
 )
 from baton.v1 import worker_pb2 as pb
-from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from tests.support.engine.toys import toy_engine
 from tests.support.worker.doubles import Bench, OutboxDouble, make_spec
@@ -23,13 +23,13 @@ from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, brin
 
 def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
     def check(bench):
-        let(bench, KeyEvent.ADMIT)
+        let(bench, LegEvent.ADMIT)
         bench.commands.start_draining()
         other = pb.Key(request_id="other")
         bench.obey(admit=pb.Admit(key=other, spec=make_spec()))
         assert bench.outbox.events[-1].refused.reason == "draining"
-        let(bench, KeyEvent.PREFILL_HERE)
-        assert bench.commands.legs[KEY].state is KeyState.RUNNING
+        let(bench, LegEvent.PREFILL_HERE)
+        assert bench.commands.legs[KEY].state is LegState.RUNNING
 
     run(check)
 
@@ -73,8 +73,8 @@ def test_a_grant_that_is_not_used_lapses():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("event", [KeyEvent.CANCEL, KeyEvent.DEADLINE, KeyEvent.GRACE_OVER])
-@pytest.mark.parametrize("state", [KeyState.PREFILLING, KeyState.HELD])
+@pytest.mark.parametrize("event", [LegEvent.CANCEL, LegEvent.DEADLINE, LegEvent.GRACE_OVER])
+@pytest.mark.parametrize("state", [LegState.PREFILLING, LegState.HELD])
 def test_blocks_are_given_back_when_their_lease_is_over(state, event):
     """A rank that has not heard yet could confirm what another request has written there."""
 
@@ -125,25 +125,25 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
 
 def test_another_gateways_key_is_not_touched():
     def check(bench):
-        let(bench, KeyEvent.ADMIT)
+        let(bench, LegEvent.ADMIT)
         stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
         bench.obey(stranger, admit=pb.Admit(key=key, spec=make_spec()))
         bench.obey(stranger, cancel=pb.Cancel(key=key))
         bench.obey(stranger, start=pb.Start(key=key))
         assert stranger.kinds() == ["refused"] and stranger.only("refused").reason == "in_use"
-        assert bench.commands.legs[KEY].state is KeyState.ADMITTED
+        assert bench.commands.legs[KEY].state is LegState.ADMITTED
         bench.commands.on_stream_lost(stranger)
-        assert bench.commands.legs[KEY].state is KeyState.ADMITTED
+        assert bench.commands.legs[KEY].state is LegState.ADMITTED
 
     run(check)
 
 
 def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
     def check(bench):
-        let(bench, KeyEvent.ADMIT)
-        let(bench, KeyEvent.FETCH)
+        let(bench, LegEvent.ADMIT)
+        let(bench, LegEvent.FETCH)
         bench.engine.calls.clear()
-        let(bench, KeyEvent.CANCEL)
+        let(bench, LegEvent.CANCEL)
         assert bench.engine.calls == [("cancel", KEY)] and bench.intake.stopped == [KEY]
         bench.engine_ends(KEY, "cancelled")
         assert "ended" not in bench.outbox.kinds(), "bytes may still land"
@@ -157,8 +157,8 @@ def test_the_engine_says_why_a_fetch_had_no_place():
     """The loop ended the key (its deadline) while bytes were on their way."""
 
     def check(bench):
-        let(bench, KeyEvent.ADMIT)
-        let(bench, KeyEvent.FETCH)
+        let(bench, LegEvent.ADMIT)
+        let(bench, LegEvent.FETCH)
         bench.intake.end(KEY, None)
         bench.engine_ends(KEY, "deadline")
         assert bench.outbox.only("ended").code == 4
@@ -168,10 +168,10 @@ def test_the_engine_says_why_a_fetch_had_no_place():
 
 def test_start_after_the_engine_ended_it():
     def check(bench):
-        for step in PATHS[KeyState.FETCHED]:
+        for step in PATHS[LegState.FETCHED]:
             let(bench, step)
         bench.engine.answer["start"] = LookupError("gone")
-        let(bench, KeyEvent.START)
+        let(bench, LegEvent.START)
         bench.engine_ends(KEY, "deadline")
         assert bench.outbox.only("ended").code == 4
 
@@ -184,7 +184,7 @@ def test_a_failed_offer_gives_the_blocks_back():
             raise ValueError("a taker of another shape")
 
         bench.handoff.lease_prompt = refuse
-        let(bench, KeyEvent.PREFILL)
+        let(bench, LegEvent.PREFILL)
         assert ("cancel", KEY) in bench.engine.calls
         bench.engine_ends(KEY, "cancelled")
         assert bench.outbox.only("ended").code == 3
@@ -206,7 +206,7 @@ def test_not_here_is_the_whole_answer():
 
 def test_done_goes_out_before_the_tokens_and_ended_after_them():
     def check(bench):
-        let(bench, KeyEvent.PREFILL_HERE)
+        let(bench, LegEvent.PREFILL_HERE)
         run_ = TokenRun(KEY, 0, 1, (4, 5))
         report = DecodeReport(0.1, 0.2, 0.3, 4, 5, waits=Waits(0.02, 0.01))
         bench.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
@@ -221,7 +221,7 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
 
 def test_tokens_of_a_step_that_was_under_way_are_not_lost():
     def check(bench):
-        bring_to(bench, KeyState.ORPHANED)
+        bring_to(bench, LegState.ORPHANED)
         bench.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
         assert not bench.outbox.runs
         bench.obey(bench.other, attach=attach(next_index=[1]))
@@ -235,10 +235,10 @@ def test_tokens_of_a_step_that_was_under_way_are_not_lost():
 
 def test_a_sequence_that_had_ended_is_read_to_its_end():
     def check(bench):
-        bring_to(bench, KeyState.ORPHANED)
+        bring_to(bench, LegState.ORPHANED)
         last = TokenRun(KEY, 0, 1, (5,), finish_reason=FinishReason.LENGTH)
         bench.commands.on_outputs([last, RequestEnded(KEY)])
-        assert bench.leg(KEY).state is KeyState.ORPHANED
+        assert bench.leg(KEY).state is LegState.ORPHANED
         bench.obey(bench.other, attach=attach())
         (told,) = bench.other.runs
         assert (told.token_ids, told.finish_reason) == ((7, 5), FinishReason.LENGTH)
@@ -257,10 +257,10 @@ def test_a_sequence_that_had_ended_is_read_to_its_end():
 ], ids=str)  # fmt: skip
 def test_only_the_same_request_is_gone_on_with(fields):
     def check(bench):
-        bring_to(bench, KeyState.ORPHANED)
+        bring_to(bench, LegState.ORPHANED)
         bench.obey(bench.other, attach=attach(**fields))
         assert bench.other.kinds() == ["not_here"]
-        assert bench.leg(KEY).state is KeyState.ORPHANED
+        assert bench.leg(KEY).state is LegState.ORPHANED
 
     run(check)
 
@@ -268,7 +268,7 @@ def test_only_the_same_request_is_gone_on_with(fields):
 def test_nobody_comes():
     async def main():
         bench = Bench(resume_window_s=0.05)
-        bring_to(bench, KeyState.ORPHANED)
+        bring_to(bench, LegState.ORPHANED)
         while not bench.engine.count("cancel"):
             await asyncio.sleep(0.005)
         bench.engine_ends(KEY, "cancelled")
@@ -279,9 +279,9 @@ def test_nobody_comes():
 
 def test_a_prompt_that_is_still_read_here_is_not_parked():
     def check(bench):
-        let(bench, KeyEvent.PREFILL_HERE)
-        let(bench, KeyEvent.STREAM_LOST)
-        assert bench.leg(KEY).state is KeyState.ENDING and not bench.engine.count("park")
+        let(bench, LegEvent.PREFILL_HERE)
+        let(bench, LegEvent.STREAM_LOST)
+        assert bench.leg(KEY).state is LegState.ENDING and not bench.engine.count("park")
 
     run(check)
 
@@ -289,7 +289,7 @@ def test_a_prompt_that_is_still_read_here_is_not_parked():
 def test_a_parked_sequence_meets_the_deadline_of_who_attached():
     async def main():
         bench = Bench()
-        bring_to(bench, KeyState.ORPHANED)
+        bring_to(bench, LegState.ORPHANED)
         bench.obey(bench.other, attach=attach(budget_ms=30))
         while not bench.engine.count("cancel"):
             await asyncio.sleep(0.005)

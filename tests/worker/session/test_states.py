@@ -12,9 +12,9 @@ from baton.engine.core.request import (
     Refusal,
 )
 from baton.v1 import worker_pb2 as pb
-from baton.worker.legs.states import OPENING, KeyEvent, KeyState
+from baton.worker.legs.states import OPENING, LegEvent, LegState
 from baton.worker.session.endings import ignore, refuse_in_use
-from baton.worker.session.lifecycle import KeyTransition
+from baton.worker.session.lifecycle import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
 from tests.support.worker.doubles import TABLE, Bench, make_spec
@@ -22,40 +22,40 @@ from tests.support.worker.key_paths import KEY, OTHER, PATHS, let
 
 ROOT = Path(__file__).resolve().parents[3]
 OPENED_BY = {
-    KeyState.ADMITTED: KeyEvent.ADMIT,
-    KeyState.PREFILLING: KeyEvent.PREFILL,
-    KeyState.RUNNING: KeyEvent.PREFILL_HERE,
-    KeyState.HELD: KeyEvent.OFFER,
+    LegState.ADMITTED: LegEvent.ADMIT,
+    LegState.PREFILLING: LegEvent.PREFILL,
+    LegState.RUNNING: LegEvent.PREFILL_HERE,
+    LegState.HELD: LegEvent.OFFER,
 }
 
 
 STATUS = {  # of a live key that this ends
-    KeyEvent.CANCEL: (1, "CANCELLED"),
-    KeyEvent.DEADLINE: (4, "DEADLINE_EXCEEDED"),
-    KeyEvent.GRACE_OVER: (14, "DRAINING"),
-    KeyEvent.FETCH_FAILED: (14, "KV_TRANSFER_FAILED"),
-    KeyEvent.STOP: (14, "KV_TRANSFER_FAILED"),
-    KeyEvent.ENGINE_ENDED: (0, ""),
-    KeyEvent.FETCH: (9, "BAD_COMMAND"),
-    KeyEvent.START: (9, "BAD_COMMAND"),
+    LegEvent.CANCEL: (1, "CANCELLED"),
+    LegEvent.DEADLINE: (4, "DEADLINE_EXCEEDED"),
+    LegEvent.GRACE_OVER: (14, "DRAINING"),
+    LegEvent.FETCH_FAILED: (14, "KV_TRANSFER_FAILED"),
+    LegEvent.STOP: (14, "KV_TRANSFER_FAILED"),
+    LegEvent.ENGINE_ENDED: (0, ""),
+    LegEvent.FETCH: (9, "BAD_COMMAND"),
+    LegEvent.START: (9, "BAD_COMMAND"),
 }
 
 
-@pytest.mark.parametrize("event", KeyEvent, ids=lambda event: event.value)
-@pytest.mark.parametrize("state", KeyState, ids=lambda state: state.value)
+@pytest.mark.parametrize("event", LegEvent, ids=lambda event: event.value)
+@pytest.mark.parametrize("state", LegState, ids=lambda state: state.value)
 def test_cell(state, event):
     asyncio.run(_check_cell(state, event))
 
 
-async def _check_cell(state: KeyState, event: KeyEvent) -> None:
+async def _check_cell(state: LegState, event: LegEvent) -> None:
     bench, cell = Bench(), TABLE[state, event]
-    if event is KeyEvent.REFUSED and state in OPENED_BY:
+    if event is LegEvent.REFUSED and state in OPENED_BY:
         _check_refused(bench, OPENED_BY[state])
         return
     for step in PATHS[state]:
         let(bench, step)
     leg = bench.leg(KEY)
-    assert (leg.state if leg else KeyState.ABSENT) is state
+    assert (leg.state if leg else LegState.ABSENT) is state
     num_events = len(bench.outbox.events)
     let(bench, event)
 
@@ -63,31 +63,31 @@ async def _check_cell(state: KeyState, event: KeyEvent) -> None:
     if leg is not None:
         assert leg.state in (cell.state, *cell.others)
     else:  # nothing of it was out any more
-        assert {KeyState.ENDING, KeyState.ABSENT} & {cell.state, *cell.others}
+        assert {LegState.ENDING, LegState.ABSENT} & {cell.state, *cell.others}
     if cell.action is ignore:
         assert len(bench.outbox.events) == num_events, "an ignored event was answered"
     if cell.action is refuse_in_use:
         assert bench.outbox.events[-1].refused.reason == "in_use"
 
     was_heard = leg is None or not leg.is_stream_lost
-    if leg is not None and leg.state is not KeyState.ENDING:
-        bench.keys.happen(leg, KeyEvent.CANCEL, None)
+    if leg is not None and leg.state is not LegState.ENDING:
+        bench.keys.happen(leg, LegEvent.CANCEL, None)
     bench.come_home(KEY)
     assert not bench.commands.legs, "something of it is still out"
     assert not bench.handoff.leased and not bench.intake.running
-    opened = state is not KeyState.ABSENT or event in OPENING
+    opened = state is not LegState.ABSENT or event in OPENING
     assert len(bench.ended) == opened
     if cell.action is attach_action:
         _check_attached(bench, state)
-    elif event is KeyEvent.ATTACH and state is not KeyState.ENDING:
+    elif event is LegEvent.ATTACH and state is not LegState.ENDING:
         assert bench.other.kinds() == ["not_here"]
-    if state is KeyState.ORPHANED or (event is KeyEvent.STREAM_LOST and state is not KeyState.ENDING) or not was_heard:
+    if state is LegState.ORPHANED or (event is LegEvent.STREAM_LOST and state is not LegState.ENDING) or not was_heard:
         assert "ended" not in bench.outbox.kinds()
-    elif opened and event is not KeyEvent.STREAM_LOST and cell.action is not attach_action:
+    elif opened and event is not LegEvent.STREAM_LOST and cell.action is not attach_action:
         _check_ended(bench.outbox.only("ended"), state, event, cell)
 
 
-def _check_refused(bench: Bench, opening: KeyEvent) -> None:
+def _check_refused(bench: Bench, opening: LegEvent) -> None:
     """The answer is all that is left of it: it was in this state only while its command was obeyed."""
     for call in ("admit", "accept", "submit", "offer"):
         bench.engine.answer[call] = Refusal("kv_full", 0.25)
@@ -97,40 +97,40 @@ def _check_refused(bench: Bench, opening: KeyEvent) -> None:
     assert bench.outbox.kinds() == ["refused"] and not bench.commands.legs and not bench.ended
 
 
-def _check_attached(bench: Bench, state: KeyState) -> None:
+def _check_attached(bench: Bench, state: LegState) -> None:
     """Its output so far moves to the new key; the old key, if it lives, is notified."""
     assert bench.other.kinds() == ["granted", "ended"]
     for event in bench.other.events:
         assert getattr(event, event.WhichOneof("kind")).key.attempt == OTHER.attempt
-    known = (7, 5) if state is KeyState.PARKED else (7,)
+    known = (7, 5) if state is LegState.PARKED else (7,)
     assert [(run.key, run.first_index, run.token_ids) for run in bench.other.runs] == [(OTHER, 0, known)]
     assert bench.engine.calls[-2:] == [("resume", KEY, ANY), ("cancel", KEY)]
-    if state is not KeyState.ORPHANED:
+    if state is not LegState.ORPHANED:
         assert bench.outbox.only("ended").reason == "ATTACHED" and bench.outbox.forgotten == [KEY]
 
 
-def _check_ended(ended: pb.Ended, state: KeyState, event: KeyEvent, cell) -> None:
+def _check_ended(ended: pb.Ended, state: LegState, event: LegEvent, cell) -> None:
     assert (ended.key.request_id, ended.key.attempt) == KEY
-    if cell.state is KeyState.ENDING and state is not KeyState.ENDING and event in STATUS:
+    if cell.state is LegState.ENDING and state is not LegState.ENDING and event in STATUS:
         assert (ended.code, ended.reason) == STATUS[event]
-    elif (state, event) == (KeyState.PREFILLING, KeyEvent.LEASE_OVER):
+    elif (state, event) == (LegState.PREFILLING, LegEvent.LEASE_OVER):
         assert ended.reason == "LEASE_EXPIRED"
-    elif (state, event) == (KeyState.HELD, KeyEvent.LEASE_OVER):
+    elif (state, event) == (LegState.HELD, LegEvent.LEASE_OVER):
         assert ended.code == 0
     else:
         assert ended.reason == "CANCELLED"
 
 
 def test_the_table_has_every_cell():
-    assert TABLE.keys() == {(state, event) for state in KeyState for event in KeyEvent}
+    assert TABLE.keys() == {(state, event) for state in LegState for event in LegEvent}
 
 
 async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     """Each event, after each path, over an engine that answers and over one that has ended the key meanwhile; and each
     state that a cell lists is reached."""
-    reached: set[tuple[KeyState, KeyEvent, KeyState]] = set()
-    for path in (*PATHS.values(), (KeyEvent.PREFILL_HERE,), (*PATHS[KeyState.ORPHANED], KeyEvent.ENGINE_ENDED)):
-        for event in set(KeyEvent) - {KeyEvent.REFUSED, KeyEvent.ALL_BACK}:  # which are part of another event
+    reached: set[tuple[LegState, LegEvent, LegState]] = set()
+    for path in (*PATHS.values(), (LegEvent.PREFILL_HERE,), (*PATHS[LegState.ORPHANED], LegEvent.ENGINE_ENDED)):
+        for event in set(LegEvent) - {LegEvent.REFUSED, LegEvent.ALL_BACK}:  # which are part of another event
             for is_gone in (False, True):
                 bench = Bench(table={place: _watched(place, cell, reached) for place, cell in TABLE.items()})
                 for step in path:
@@ -142,18 +142,18 @@ async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     assert others <= reached, others - reached
 
 
-def _let_with(bench: Bench, event: KeyEvent, is_gone: bool) -> None:
+def _let_with(bench: Bench, event: LegEvent, is_gone: bool) -> None:
     if is_gone:
         bench.engine.answer |= dict.fromkeys(("start", "resume", "compute_rest"), LookupError("it has ended"))
         bench.engine.answer["offer"] = Acceptance((), 0)
     key = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
-    if event is KeyEvent.ADMIT:
+    if event is LegEvent.ADMIT:
         bench.obey(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
-    elif is_gone and event is KeyEvent.ENGINE_ENDED:
+    elif is_gone and event is LegEvent.ENGINE_ENDED:
         bench.engine_ends(KEY, "failed")
-    elif is_gone and event is KeyEvent.TOKENS:
-        let(bench, KeyEvent.UNREAD)
-    elif is_gone and event is KeyEvent.PREFILL:
+    elif is_gone and event is LegEvent.TOKENS:
+        let(bench, LegEvent.UNREAD)
+    elif is_gone and event is LegEvent.PREFILL:
         bench.intake.begin_prefix = lambda *args: False
         message = pb.Prefill(key=key, spec=make_spec())
         message.taker.instance = b"taker"
@@ -163,13 +163,13 @@ def _let_with(bench: Bench, event: KeyEvent, is_gone: bool) -> None:
         let(bench, event)
 
 
-def _watched(place, cell: KeyTransition, reached: set) -> KeyTransition:
+def _watched(place, cell: LegTransition, reached: set) -> LegTransition:
     """The same, but it notes where the key is when its action returns."""
 
-    def action(keys, leg, subject):
-        cell.action(keys, leg, subject)
-        is_gone = leg.state is KeyState.ABSENT and cell.state is not KeyState.ABSENT
-        reached.add((*place, KeyState.ENDING if is_gone else leg.state))
+    def action(lifecycle, leg, subject):
+        cell.action(lifecycle, leg, subject)
+        is_gone = leg.state is LegState.ABSENT and cell.state is not LegState.ABSENT
+        reached.add((*place, LegState.ENDING if is_gone else leg.state))
 
     return cell._replace(action=action)
 
@@ -189,6 +189,6 @@ def _is_state(node: ast.AST) -> bool:
 
 
 def test_two_roles_do_not_say_what_follows_in_one_cell():
-    rows = {(KeyState.ABSENT, KeyEvent.ADMIT): KeyTransition(ignore, KeyState.ABSENT)}
+    rows = {(LegState.ABSENT, LegEvent.ADMIT): LegTransition(ignore, LegState.ABSENT)}
     with pytest.raises(ValueError, match="admit in absent"):
         join_tables(rows, rows)
