@@ -41,7 +41,7 @@ class Overflow:
 
 
 class EventSink(Protocol):
-    """The receiver of a leg's events: a Mailbox, or the one reader of an answer."""
+    """The receiver of a leg's events: the Mailbox of its request, or a PrefixSource."""
 
     def post(self, leg, event) -> None:
         """Take an event of `leg`."""

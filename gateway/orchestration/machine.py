@@ -19,7 +19,7 @@ from gateway.orchestration.states import Occurrence, RequestEvent, RequestState,
 from gateway.orchestration.transitions import TABLE
 
 _REPORT_S = 0.5
-_RENEW_S = 1.5  # a third of a lease
+_RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
 _ASKED = (RequestState.ADMITTING, RequestState.PREFILLING)  # a worker has something to answer
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)

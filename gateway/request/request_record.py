@@ -59,7 +59,7 @@ class RequestRecord:
     num_longest_output: int = 0  # of the longest choice
     finish_reasons: Sequence[str] = ()
     decision: Decision | None = None
-    source: str | None = None  # the worker that gave a prefix to the prefill worker
+    source: str | None = None  # the worker that gave a prefix to the one that read the prompt
     num_attempts: int = 0
     num_attached: int = 0  # times that it continued a sequence whose stream was lost
     num_reused_tokens: int = 0  # by later attempts, of what other workers still held

@@ -109,7 +109,7 @@ class WorkerRates:
             self._note("prefill", num_tokens, seconds, at)
 
     def note_decode(self, num_sequences: int, tpot_s: float, at: float) -> None:
-        """Count a measurement: a token of one sequence took `seconds` beside the others."""
+        """Count a measurement: a token of one of `num_sequences` took `tpot_s`."""
         if 0 < tpot_s < _LONGEST_S:
             self._note("decode", num_sequences, tpot_s, at)
 

@@ -2,7 +2,7 @@
 
 taker                                   source
   │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
-  │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp
+  │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp and grpc
   │  room made, bytes in place, digested │
   │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
   │ ◄──────────── Confirm{range} ─────── │

@@ -46,11 +46,11 @@ class Half:
         self.identity = new_identity(self.engine)
         self.transfer = KVTransfer(self.engine, self.memory, self.identity, settings, Guard(is_open=True))
         self.ended: list = []
-        keys = Lifecycle(
+        lifecycle = Lifecycle(
             join_tables(rows), self.engine, self.transfer.handoff, self.transfer.intake, on_change=lambda: None,
             on_ended=self.ended.append, resume_window_s=1.0,
         )  # fmt: skip
-        self.commands = Commands(keys)
+        self.commands = Commands(lifecycle)
         self.outbox = OutboxDouble()
 
     async def __aenter__(self) -> "Half":

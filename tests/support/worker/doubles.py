@@ -143,11 +143,11 @@ class Bench:
     def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):
         self.engine, self.handoff, self.intake = engine or EngineDouble(), HandoffDouble(), IntakeDouble()
         self.ended: list = []
-        self.keys = Lifecycle(
+        self.lifecycle = Lifecycle(
             table, self.engine, self.handoff, self.intake, on_change=lambda: None, on_ended=self.ended.append,
             resume_window_s=resume_window_s,
         )  # fmt: skip
-        self.commands = Commands(self.keys)
+        self.commands = Commands(self.lifecycle)
         self.outbox = OutboxDouble()
         self.other = OutboxDouble()  # of another session
 

@@ -82,7 +82,7 @@ def let(bench: Bench, event: LegEvent) -> None:
     elif event is LegEvent.TOKENS:
         commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
     elif event is LegEvent.STOP and leg is not None:
-        bench.keys.stop(leg, FAILED)
+        bench.lifecycle.stop(leg, FAILED)
     elif event is LegEvent.READ:
         commands.on_read(KEY)
     elif event is LegEvent.FETCHED and KEY in bench.intake.running:
@@ -92,7 +92,7 @@ def let(bench: Bench, event: LegEvent) -> None:
     elif event is LegEvent.LEASE_OVER and KEY in bench.handoff.leased:
         bench.handoff.end(KEY)
     elif leg is not None:  # cannot happen by itself in this state; the table still says what would follow
-        bench.keys.happen(leg, event, None)
+        bench.lifecycle.happen(leg, event, None)
 
 
 def run(check) -> None:
