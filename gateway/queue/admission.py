@@ -141,7 +141,7 @@ class WaitingBounds:
     """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A tenant
     with less than its share finds room where others have taken everything."""
 
-    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
+    def __init__(self, max_waiting: int, max_tokens: int):
         self._max, self._max_tokens = max_waiting, max_tokens
         self._num, self._num_tokens = Counter[str](), Counter[str]()  # by tenant
 
@@ -176,7 +176,7 @@ class WaitingQueue:
     Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
     refused again, the next tenant's is called, of which a worker may need less."""
 
-    def __init__(self, bounds: WaitingBounds, clock: Callable[[], float] = lambda: now(), name: str = "queue"):
+    def __init__(self, bounds: WaitingBounds, name: str, clock: Callable[[], float] = lambda: now()):
         self._bounds, self._now, self._name = bounds, clock, name
         self.refused_for = ""  # the reason of a worker's last refusal
         self._queues: dict[str, _TenantQueue] = {}  # none is empty
@@ -282,7 +282,7 @@ class WaitingQueues:
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
         names = ("decode queue", "prefill queue") * 2
         bounds = WaitingBounds(max_waiting, max_tokens)
-        self._all = tuple(WaitingQueue(bounds, clock, name) for name in names)
+        self._all = tuple(WaitingQueue(bounds, name, clock) for name in names)
         self.credit, self.prefill, self.decode_start, self.prefill_start = self._all
 
     def __len__(self) -> int:

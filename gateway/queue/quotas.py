@@ -72,9 +72,9 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def usage_name(tenant: str, model: str = "") -> str:
-    """Return what the usage of a tenant is counted under, or of a tenant's requests of one model: no longer than tenants'
-    names, whatever the model's is."""
+def usage_name(tenant: str, model: str) -> str:
+    """Return what the usage of a tenant is counted under, or, where `model` is one, of its requests of that: no longer than
+    tenants' names, whatever the model's is."""
     return f"{tenant}@{hashlib.sha256(model.encode()).hexdigest()[:16]}" if model else tenant
 
 

@@ -66,7 +66,7 @@ class Fetcher:
 
     def __init__(
         self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
-        transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
+        transports: Sequence[str] | str, *, numerics_class: str, socket_folder: Path | None = None,
         sharding: Sharding | None = None, codec: Codec | None = None, digest: str = "sum",
         is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
         kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,

@@ -162,7 +162,7 @@ class Serving:
 
     async def _authorise(self, want: kv_pb2.Want) -> Lease:
         """Raises TicketRefused, LeaseExpired, before anything is allocated."""
-        self._shelf.mint.check(want.ticket, want.ticket.lease_id, want.taker_instance, want.taker_epoch)
+        self._shelf.mint.check(want.ticket, want.taker_instance, want.taker_epoch)
         if self._shelf.grace_s:
             await self._shelf.leases.arrival(want.ticket.lease_id, want.ticket.fetch_id, self._shelf.grace_s)
         lease = self._shelf.leases.find(want.ticket.lease_id)

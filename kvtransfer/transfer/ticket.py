@@ -28,12 +28,10 @@ class TicketMint:
         ticket.mac = self._mac(ticket)
         return ticket.SerializeToString()
 
-    def check(self, ticket: kv_pb2.Ticket, lease_id: bytes, taker_instance: bytes, taker_epoch: int) -> None:
-        """Raises TicketRefused unless this process minted `ticket` for exactly this lease and this taker."""
+    def check(self, ticket: kv_pb2.Ticket, taker_instance: bytes, taker_epoch: int) -> None:
+        """Raises TicketRefused unless this process minted `ticket`, and for exactly this taker."""
         if not hmac.compare_digest(ticket.mac, self._mac(ticket)):
             raise TicketRefused("the ticket was not minted by this process: ask for another Offer")
-        if ticket.lease_id != lease_id:
-            raise TicketRefused("the ticket is for another lease")
         if (ticket.taker_instance, ticket.taker_epoch) != (taker_instance, taker_epoch):
             raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
 

@@ -31,7 +31,7 @@ def queued(
 
 def line(max_waiting: int, max_tokens: int = 1 << 30) -> WaitingQueue:
     """One whose bounds are its own."""
-    return WaitingQueue(WaitingBounds(max_waiting, max_tokens))
+    return WaitingQueue(WaitingBounds(max_waiting, max_tokens), "decode queue")
 
 
 def test_a_line_calls_its_first_only():
