@@ -139,13 +139,14 @@ class Answer:
             where = f"resume_from[{index}]"
             raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
 
-    def take_prompt(self, logprobs: Sequence[pb.Logprobs], num_prompt_tokens: int) -> None:
+    def set_prompt_logprobs(self, logprobs: Sequence[pb.Logprobs]) -> None:
         """Keep the log-probabilities of the prompt for the first message, if they are asked for. Raises Diverged where
         they are not all there."""
         if self.begun or not self._checked.asks_for_prompt_logprobs:
             return
-        if len(logprobs) != num_prompt_tokens - 1:
-            raise Diverged(f"a worker gave {len(logprobs)} prompt_logprobs for a prompt of {num_prompt_tokens} tokens")
+        if len(logprobs) != self._num_prompt_tokens - 1:
+            told = f"{len(logprobs)} prompt_logprobs for a prompt of {self._num_prompt_tokens} tokens"
+            raise Diverged(f"a worker gave {told}")
         self._prompt_logprobs = logprobs
 
     @property

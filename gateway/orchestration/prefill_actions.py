@@ -167,7 +167,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
             leg.num_prefill_tokens = 0
     _record_prefill(request, done)
     request.router.note_holder(attempt.prefilling_leg.worker_id)
-    answer.take_prompt(done.prompt_logprobs, request.record.num_prompt_tokens)
+    answer.set_prompt_logprobs(done.prompt_logprobs)
     for first in done.first_tokens:
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
         answer.push(first.choice, len(attempt.output_ids), [first.token_id], logprobs, first.finish_reason)
