@@ -48,8 +48,9 @@ from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex, SecretDiffers
 from gateway.prefix.public_prefixes import read_public_prefixes
-from gateway.queue.admission import AdmissionControl, WaitingQueues
+from gateway.queue.admission import AdmissionControl
 from gateway.queue.quotas import Quotas
+from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.store.redis_url import without_password
 from gateway.text.templates import ChatTemplate, TemplateFailed

@@ -18,7 +18,7 @@ from baton.protocol import TOO_LONG
 from baton.sampling_params import SamplingParams
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
-from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue, WaitingQueues, rank
+from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, WaitingQueue, WaitingQueues, rank
 from gateway.routing.latency_model import Recent, WorkerRates
 from gateway.routing.routing import Candidate, Decision, RoutingRequest, WorkerLimits, choose
 from kvtransfer.naming import HASH_BYTES
@@ -216,7 +216,7 @@ class VirtualStack:
             entry = request.queue_entry
             self._at(self.now + entry.queued.max_wait_s, lambda: self._waited(queue, request, entry), entry)
         else:
-            queue.refused(request.queue_entry)
+            queue.call_next_tenant(request.queue_entry)
 
     def _again(self, request: ServedRequest, again: Callable[[], None]) -> None:
         if request.queue_entry is not None and request.queue_entry.is_open:

@@ -26,8 +26,8 @@ from bench.simulation.simulated_request import Asked, Attempt
 from gateway.fleet.candidates import NUM_SEEN
 from gateway.link.worker_breaker import BreakerState
 from gateway.prefix.prefix_matches import Matches, WorkerBits
-from gateway.queue.admission import QueuedRequest, QueueEntry, rank
 from gateway.queue.quotas import Reservation
+from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, rank
 from gateway.routing.routing import Candidate, RoutingRequest, choose, shortlist
 
 NOTICED_S = 2.0  # until a dead worker's silence is noticed
@@ -184,7 +184,7 @@ class LiveFleet(Fleet):
                 self.now + QueuedRequest(0.0).max_wait_s, lambda now, entry=one.queue_entry: self._waited(one, entry)
             )
         else:
-            gateway.queues.credit.refused(one.queue_entry)
+            gateway.queues.credit.call_next_tenant(one.queue_entry)
         if not gateway.has_timer:
             gateway.has_timer = True
             self._at(self.now + RETRY_S, lambda now: self._retry(gateway))

@@ -1,7 +1,8 @@
 """A gateway of a simulated fleet: its own admission, queues and breakers."""
 
 from gateway.link.worker_breaker import WorkerBreaker
-from gateway.queue.admission import AdmissionControl, WaitingQueues
+from gateway.queue.admission import AdmissionControl
+from gateway.queue.waiting_queue import WaitingQueues
 
 MAX_REQUESTS = 100_000  # open in one gateway
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
 from bench.arms.routing_fleet import Request
-from gateway.queue.admission import QueueEntry
+from gateway.queue.waiting_queue import QueueEntry
 
 
 @dataclass(slots=True, eq=False)

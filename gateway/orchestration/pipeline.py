@@ -25,8 +25,9 @@ from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueues, rank
+from gateway.queue.admission import AdmissionControl
 from gateway.queue.quotas import Reservation
+from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues, rank
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import (

@@ -13,8 +13,8 @@ from gateway.orchestration.failures import AttemptFailures
 from gateway.orchestration.retry_budget import RetryBudget
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
-from gateway.queue.admission import WaitingQueues
 from gateway.queue.queue_place import QueuePlace
+from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
 

@@ -13,8 +13,8 @@ from gateway.config.served_model import ServedModel
 from gateway.orchestration.pipeline import Pipeline, features_of, path_to
 from gateway.orchestration.retry_budget import prompt_digest
 from gateway.pooling.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
-from gateway.queue.admission import QueuedRequest, rank
 from gateway.queue.quotas import Reservation
+from gateway.queue.waiting_queue import QueuedRequest, rank
 from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import pooled_spec

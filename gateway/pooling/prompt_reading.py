@@ -18,8 +18,8 @@ from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.deaths import MAX_DEATHS, Deaths
 from gateway.orchestration.failures import FINAL_CODES, LATE_S, MAX_BARREN, answer_s
 from gateway.orchestration.retry_budget import RetryBudget, poison
-from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
+from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import ReadingStamps
 from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, RoutingRequest

@@ -8,7 +8,7 @@ from typing import NoReturn
 from baton.service.clock import now
 from baton.service.errors import Overloaded
 from baton.v1 import worker_pb2 as pb
-from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue
+from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, WaitingQueue
 
 _LEAST_HINT_S, _LONGEST_HINT_S = 0.02, 0.5
 _WORKER_POLL_S = 0.05  # while no worker serves that could take over
@@ -68,7 +68,7 @@ class QueuePlace:
         since = self._since or now()
         self._look_at = math.inf
         if self._entry is not None and self._entry[0] is queue:
-            queue.refused(self._entry[1])
+            queue.call_next_tenant(self._entry[1])
             return
         self.leave(served=False)
         self._since, self._joined_at = since, now()

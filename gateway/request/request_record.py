@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from baton.service.clock import now
 from baton.service.observe.telemetry import TraceContext
-from gateway.queue.admission import QueuedRequest
+from gateway.queue.waiting_queue import QueuedRequest
 from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import Checked
 from gateway.routing.routing import Decision, RoutingRequest

@@ -13,7 +13,7 @@ from gateway.orchestration.request_context import PreparedRequest, RequestContex
 from gateway.orchestration.retry_budget import RetryBudget
 from gateway.orchestration.states import RequestState
 from gateway.prefix.prefix_matches import Matches
-from gateway.queue.admission import WaitingQueues
+from gateway.queue.waiting_queue import WaitingQueues
 from gateway.routing.routing import RoutingRequest
 from tests.support.gateway.records import record
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.service.clock import now
 from gateway.api.request_handler import CallContext
-from gateway.queue.admission import QueuedRequest
+from gateway.queue.waiting_queue import QueuedRequest
 from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start

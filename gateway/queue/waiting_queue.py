@@ -1,0 +1,266 @@
+"""The queues in which requests wait for full workers. A request that could only be served too late is refused at once.
+However much one tenant sends, others find room."""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from baton.fairness import RoundRobin, has_room
+from baton.protocol import KV_FULL
+from baton.service.clock import now
+from baton.service.errors import Overloaded
+from baton.service.security.guard import DEFAULT_TENANT
+from baton.service.slo import Slo
+from gateway.routing.routing import Decision
+
+_RETRY_AFTER_S, _LONGEST_RETRY_S = 0.5, 10.0
+# Seconds of waiting that a step of priority is worth: no request is overtaken by one that comes later than that.
+_PRIORITY_S, _MOST_STEPS = 1.0, 10
+_NO_HURRY_S = 10.0  # the bound on the first token, in queue, of a class without one
+_MARGIN = 0.7  # of the wait that would just do: predictions err, and an admitted request should be served in time
+_LEAST_WAIT_S = 0.05  # a shorter wait is no reason to refuse
+_KEPT = 0.9  # of what the queue's speed was, with each that is served
+# Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
+# did not take.
+_TURN_TOKENS, _SAVED_TOKENS = 64, 2048
+
+
+class QueuedRequest(NamedTuple):
+    """A request as the queues see it. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
+    first. `num_expected`: output tokens of all choices, from the mean of recent answers."""
+
+    rank: float
+    num_tokens: int = 0
+    slo: Slo = Slo()
+    max_wait_s: float = 10.0
+    deadline: float = math.inf
+    tenant: str = DEFAULT_TENANT
+    num_expected: float = 0.0
+
+    def check_wait(self, wait_s: float, alone_s: float) -> None:
+        """Raises Overloaded for a wait that breaks the deadline or the class.
+
+        `alone_s` is the time of the first token on an idle worker. A prompt that takes longer than its class allows
+        even there is not refused for that: it may wait as long as it takes."""
+        left_s = self.deadline - now()
+        if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
+            retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            message = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
+            raise Overloaded(message, retry_s, reason="DEADLINE_BUDGET")
+        patience_s = self.max_wait_s
+        if self.slo.ttft_s is not None:
+            patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))
+        if wait_s > max(_MARGIN * patience_s, _LEAST_WAIT_S):
+            retry_s = min(max(wait_s - patience_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            message = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
+            raise Overloaded(message, retry_s, reason="TTFT_BUDGET")
+
+    def check(self, decision: Decision, in_queue_s: float) -> None:
+        """Raises Overloaded if the chosen route, and the queue before it, break what the class was promised."""
+        at_worker_s = decision.ttft_s - decision.alone_ttft_s
+        self.check_wait(at_worker_s + (0.0 if decision.local else in_queue_s), decision.alone_ttft_s)
+        bound_s = self.slo.tpot_s
+        if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
+            message = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="TPOT_BUDGET")
+
+
+def rank(received: float, slo: Slo, priority: int) -> float:
+    """Return the order in queue: earliest deadline first, each step of priority worth a second.
+
+    The order is fixed at arrival and needs no aging, since all later requests have later deadlines."""
+    steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
+    return received + (_NO_HURRY_S if slo.ttft_s is None else slo.ttft_s) - _PRIORITY_S * steps
+
+
+class QueueEntry:
+    """The entry of one request in a queue."""
+
+    __slots__ = ("order", "queued", "call", "is_open")
+
+    def __init__(self, order: tuple[float, int], queued: QueuedRequest, call: Callable[[], None]):
+        self.order, self.queued, self.call, self.is_open = order, queued, call, True
+
+    def __lt__(self, other: "QueueEntry") -> bool:
+        return self.order < other.order
+
+
+class _TenantQueue:
+    """One tenant's entries in a queue."""
+
+    __slots__ = ("entries", "num", "num_tokens")
+
+    def __init__(self) -> None:
+        self.entries: list[QueueEntry] = []  # a heap; those that left are dropped when they come first
+        self.num = self.num_tokens = 0
+
+    @property
+    def first(self) -> QueueEntry:
+        """The open entry with the lowest order."""
+        while not self.entries[0].is_open:
+            heapq.heappop(self.entries)
+        return self.entries[0]
+
+
+class WaitingBounds:
+    """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A tenant
+    with less than its share finds room where others have taken everything."""
+
+    def __init__(self, max_waiting: int, max_tokens: int):
+        self._max, self._max_tokens = max_waiting, max_tokens
+        self._num, self._num_tokens = Counter[str](), Counter[str]()  # by tenant
+
+    def check(self, queued: QueuedRequest) -> None:
+        """Raises Overloaded where such a request may not wait too."""
+        own, num = self._num[queued.tenant], self._num.total()
+        num_sharing = len(self._num) + (not own)
+        if not has_room(self._max, num, own, 1, num_sharing):
+            message = f"every worker is full and {num} requests wait already, {own} of them of this tenant"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
+        own_tokens, num_tokens = self._num_tokens[queued.tenant], self._num_tokens.total()
+        if own and not has_room(self._max_tokens, num_tokens, own_tokens, queued.num_tokens, num_sharing):
+            message = f"every worker is full and {num_tokens} tokens wait already, at most {self._max_tokens} may"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
+
+    def add(self, queued: QueuedRequest) -> None:
+        """Count a request that waits."""
+        self._num[queued.tenant] += 1
+        self._num_tokens[queued.tenant] += queued.num_tokens
+
+    def remove(self, queued: QueuedRequest) -> None:
+        """Count a request that no longer waits."""
+        self._num[queued.tenant] -= 1
+        self._num_tokens[queued.tenant] -= queued.num_tokens
+        if not self._num[queued.tenant]:
+            del self._num[queued.tenant], self._num_tokens[queued.tenant]
+
+
+class WaitingQueue:
+    """Requests that every worker of a role has refused.
+
+    Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
+    refused again, the next tenant's is called, of which a worker may need less."""
+
+    def __init__(self, bounds: WaitingBounds, name: str, clock: Callable[[], float] = lambda: now()):
+        self._bounds, self._now, self._name = bounds, clock, name
+        self.refused_for = ""  # the reason of a worker's last refusal
+        self._queues: dict[str, _TenantQueue] = {}  # none is empty
+        self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
+        self._untried: set[str] = set()  # tenants that have not been refused since something has changed
+        self._arrivals = itertools.count()
+        self._num = 0
+        self._served_tokens = self._served_s = 0.0
+        self._served_at = 0.0  # the last time, or since when the queue has waited
+
+    @property
+    def bound(self) -> str:
+        """Return what requests wait for here, one of BOUNDS (baton/service/observe/bound.py)."""
+        return "kv pool" if self.refused_for == KV_FULL else self._name
+
+    def is_open_to(self, tenant: str) -> bool:
+        """Return whether no request of this tenant waits here."""
+        return tenant not in self._queues
+
+    def __len__(self) -> int:
+        return self._num
+
+    def join(self, queued: QueuedRequest, call: Callable[[], None], is_known: bool = False) -> QueueEntry:
+        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: too many wait;
+        not for one that `is_known`, since it has waited before, or has run."""
+        if not is_known:
+            self._bounds.check(queued)
+        queue = self._queues.get(queued.tenant) or _TenantQueue()
+        if not self._num:
+            self._served_at = self._now()
+        entry = QueueEntry((queued.rank, next(self._arrivals)), queued, call)
+        self._queues[queued.tenant] = queue
+        self._turns.wait(self._queues)
+        heapq.heappush(queue.entries, entry)
+        self._bounds.add(queued)
+        self._count(queue, 1, queued.num_tokens)
+        return entry
+
+    def is_first(self, entry: QueueEntry) -> bool:
+        """Return whether this entry is next."""
+        return self._first() is entry
+
+    def call_next_tenant(self, entry: QueueEntry) -> None:
+        """Call the next tenant: there was no room for this entry, which was called or has asked once more."""
+        if self.is_first(entry):
+            self._untried = set(self._queues)
+        self._untried.discard(entry.queued.tenant)
+        if (tenant := self._turns.next(self._untried)) is not None:
+            self._queues[tenant].first.call()
+
+    def leave(self, entry: QueueEntry, served: bool = True) -> None:
+        """Give up an entry. `served`: a worker took the request."""
+        queued = entry.queued
+        entry.is_open, queue = False, self._queues[queued.tenant]
+        self._bounds.remove(queued)
+        self._count(queue, -1, -queued.num_tokens)
+        if served:
+            at = self._now()
+            self._served_tokens = _KEPT * self._served_tokens + queued.num_tokens
+            self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
+            self._turns.charge(queued.tenant, queued.num_tokens + queued.num_expected)
+        if not queue.num:
+            del self._queues[queued.tenant]
+            self._turns.wait(self._queues)
+        self.call_first()
+
+    def call_first(self) -> None:
+        """Call the first entry: there may be room."""
+        self._untried = set(self._queues)
+        if (entry := self._first()) is not None:
+            entry.call()
+
+    def wait_s(self, queued: QueuedRequest) -> float:
+        """Return how many seconds such a request would wait here, at the queue's recent speed; 0 until that is known,
+        and for a tenant that does not wait here yet, whose request asks at once."""
+        queue = self._queues.get(queued.tenant)
+        if queue is None or not self._served_tokens:
+            return 0.0
+        ahead = sum(
+            entry.queued.num_tokens for entry in queue.entries if entry.is_open and entry.order[0] <= queued.rank
+        )
+        # Until it is served each of the others has as much as its own tenant.
+        part = ahead + queued.num_tokens
+        ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
+        # A queue that does not move is slower than it was.
+        standing_s = max(0.0, self._now() - self._served_at - self._served_s * (1 - _KEPT))
+        return ahead * (self._served_s + standing_s) / self._served_tokens
+
+    def _first(self) -> QueueEntry | None:
+        tenant = self._turns.next(self._queues)
+        return None if tenant is None else self._queues[tenant].first
+
+    def _count(self, queue: _TenantQueue, num: int, num_tokens: int) -> None:
+        queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
+        self._num += num
+
+
+class WaitingQueues:
+    """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker serves
+    that could hold a request, or none has its adapter ready, it waits in `decode_start` or `prefill_start` until one has
+    started, or has; in nobody's way who can be served. They share one bound."""
+
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
+        names = ("decode queue", "prefill queue") * 2
+        bounds = WaitingBounds(max_waiting, max_tokens)
+        self._all = tuple(WaitingQueue(bounds, name, clock) for name in names)
+        self.credit, self.prefill, self.decode_start, self.prefill_start = self._all
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all))
+
+    def check(self, queued: QueuedRequest, alone_s: float) -> None:
+        """Raises Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
+        queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), alone_s)
+
+    def call_first(self) -> None:
+        """Call the first entry of every queue: there may be room."""
+        for queue in self._all:
+            queue.call_first()
