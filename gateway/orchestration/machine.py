@@ -4,6 +4,8 @@ It has no task of its own: legs, queues and the clock all speak through one mail
 everything, and `close()` gives every leg back.
 """
 
+from collections.abc import Callable
+
 from google.rpc import code_pb2
 
 from baton.service.clock import now
@@ -20,7 +22,7 @@ from gateway.orchestration.transitions import TABLE
 
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
-_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING)  # a worker has something to answer
+_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING, RequestState.ATTACHING)  # a worker has something to answer
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
 
@@ -45,14 +47,14 @@ class RequestMachine:
         self._begin()
         request = self.request
         while self.state is not RequestState.ENDED:
-            until = self._wait_until()
+            until, act = self._next_wait()
             await request.mailbox.woken(min(until, request.answer.due_at))
             entry = request.mailbox.take()
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)
                 break
             if entry is None and now() >= until:
-                self._on_silence(now() - until)
+                self._on_silence(now() - until, act)
             self._receive_all(entry)
             if self.error is None:
                 request.note_output()
@@ -151,39 +153,48 @@ class RequestMachine:
 
     # ---- waiting ----
 
-    def _wait_until(self) -> float:
-        """Return when silence means something (time.monotonic()); at the latest the deadline."""
-        request, attempt, until = self.request, self.request.attempt, self.request.deadline
-        if self.state in _IN_LINE:
-            until = min(until, request.place.wake_at)
-        elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
-            until = min(until, self._entered_at + answer_s(request.deadline - self._entered_at))
-        elif self.state is RequestState.ENDING:
-            until = min(until, self._entered_at + _REPORT_S)
-        elif self.state is RequestState.ATTACHING:
-            until = min(until, self._entered_at + ATTACH_WAIT_S)
-        elif attempt.is_in_doubt:
-            until = min(until, attempt.doubt_until)
-        elif attempt.has_lease:
-            until = min(until, now() + _RENEW_S)
-        return until
-
-    def _on_silence(self, late_s: float) -> None:
-        """Act on nothing having come until `_wait_until()`, which is `late_s` ago."""
+    def _next_wait(self) -> tuple[float, Callable[[], None]]:
+        """Return when silence means something (time.monotonic()), at the latest the deadline, and what is done then."""
         request, attempt = self.request, self.request.attempt
-        if late_s > LATE_S and self.state in (*_ASKED, RequestState.ATTACHING):
+        until, act = request.deadline, self._end_wait
+        if self.state in _IN_LINE:
+            until, act = request.place.wake_at, self._look_again
+        elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
+            until, act = self._entered_at + answer_s(request.deadline - self._entered_at), self._leave_silent
+        elif self.state is RequestState.ENDING:
+            until = self._entered_at + _REPORT_S
+        elif self.state is RequestState.ATTACHING:
+            until = self._entered_at + ATTACH_WAIT_S
+        elif attempt.is_in_doubt:
+            until, act = attempt.doubt_until, self._end_doubt
+        elif attempt.has_lease:
+            until, act = now() + _RENEW_S, attempt.renew_lease
+        return min(until, request.deadline), act
+
+    def _on_silence(self, late_s: float, act: Callable[[], None]) -> None:
+        """Do what is due since nothing has come until `late_s` ago. Where a worker is to answer, and this process did not
+        run, it gets its time again."""
+        if late_s > LATE_S and self.state in _ASKED:
             self._entered_at = now()
-        elif self.state in _ASKED and not self._is_another_there():
-            attempt.prefilling_leg.link.note_failure(f"silence while {self.state.value}")
-            self._entered_at = now()  # it may still answer
-        elif self.state in _IN_LINE:
-            self.happen(RequestEvent.SILENCE if request.place.is_over else RequestEvent.ROOM)
-        elif self.state is RequestState.DECODING and attempt.is_in_doubt:
-            self.happen(RequestEvent.DOUBT_OVER)
-        elif self.state in (RequestState.FETCHING, RequestState.DECODING) and attempt.has_lease:
-            attempt.renew_lease()
         else:
+            act()
+
+    def _end_wait(self) -> None:
+        self.happen(RequestEvent.SILENCE)
+
+    def _look_again(self) -> None:
+        self.happen(RequestEvent.SILENCE if self.request.place.is_over else RequestEvent.ROOM)
+
+    def _leave_silent(self) -> None:
+        """Leave the worker that does not answer, if another could take the request from it; else it may still answer."""
+        if self._is_another_there():
             self.happen(RequestEvent.SILENCE)
+        else:
+            self.request.attempt.prefilling_leg.link.note_failure(f"silence while {self.state.value}")
+            self._entered_at = now()
+
+    def _end_doubt(self) -> None:
+        self.happen(RequestEvent.DOUBT_OVER)
 
     def _is_another_there(self) -> bool:
         """Return whether a worker could take the request from the one that does not answer."""
