@@ -87,7 +87,7 @@ class Fetcher:
         self._digest = digest
         self._is_strict = is_strict
         self._transports = allowed(transports)
-        self._doors = Dialer(self._pools.host, device and device.region, socket_folder, security)
+        self._dialer = Dialer(self._pools.host, device and device.region, socket_folder, security)
         self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
         self._wrong: Counter[tuple[bytes, str]] = Counter()  # digest mismatches since the last fetch that was right
         self._rates = TransferRates()
@@ -122,7 +122,7 @@ class Fetcher:
 
     def close(self) -> None:
         """Unmaps the pools of other processes. No fetch may be under way."""
-        self._doors.close()
+        self._dialer.close()
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
         numerics, shares = self._check(handle, want)
@@ -227,7 +227,7 @@ class Fetcher:
         failures = []
         for endpoint in choice.endpoints:
             try:
-                line = await self._doors.open(endpoint, pull.source_layout)
+                line = await self._dialer.open(endpoint, pull.source_layout)
             except PeerLost as exc:
                 failures.append(f"{endpoint.transport}: {exc}")
                 continue

@@ -21,7 +21,7 @@ from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import EXPIRED, Lease, LeaseTable
 from kvtransfer.transfer.mirror_room import MirrorRoom
-from kvtransfer.transfer.serving import Serving, Shelf
+from kvtransfer.transfer.source_dialogue import Shelf, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
 from kvtransfer.transports.transport import Line, allowed
@@ -46,7 +46,7 @@ class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
     cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
-    `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
+    `on_over(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one only takers of
     the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. `grace_s`: for which a ticket of another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
 
@@ -55,7 +55,7 @@ class Source:
 
     def __init__(
         self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
-        on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
+        on_over: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
         sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
         kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
@@ -65,7 +65,7 @@ class Source:
         self.identity = identity
         self.layout = layout
         self.counters: Counter[str] = Counter()
-        self._on_release = on_release
+        self._on_over = on_over
         self._host_id = host_id
         self._region = region
         self._device = device
@@ -184,7 +184,7 @@ class Source:
 
     async def serve(self, line: Line, transport: str) -> None:
         """One dialogue on a line that was accepted."""
-        await Serving(self._shelf, line, transport, self._connections[transport].establish).run()
+        await SourceDialogue(self._shelf, line, transport, self._connections[transport].establish).run()
 
     def _accept(self, line: Line, transport: str) -> None:
         self._connections[transport].open(line, self.serve(line, transport))
@@ -208,4 +208,4 @@ class Source:
 
     def _lease_over(self, key: Hashable, ending: str) -> None:
         self.counters["leases_expired"] += ending == EXPIRED
-        self._on_release(key, ending)
+        self._on_over(key, ending)

@@ -58,7 +58,7 @@ class Memories(NamedTuple):
 
 
 class Listeners:
-    """A source's open doors."""
+    """What a source listens on, one for each transport."""
 
     def __init__(self):
         self._open: list = []

@@ -45,7 +45,7 @@ class RankSource:
             bytes.fromhex(told["instance"]), told["epoch"], bytes.fromhex(told["model"]), told["numerics"]
         )
         source = self._make(
-            identity=identity, on_release=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
+            identity=identity, on_over=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
             lease_ttl_s=told["ttl_s"], mint=TicketMint(bytes.fromhex(told["mint"])), is_strict=told["is_strict"],
             grace_s=GRACE_S,
         )  # fmt: skip

@@ -190,7 +190,7 @@ def test_a_block_of_which_each_half_came_another_way(names, small_ranges, monkey
     async def main():
         async with running(names, layout(128), on_gpu=(True, True)) as rig:
             chosen = list(names)
-            opened = rig.fetcher._doors.open
+            opened = rig.fetcher._dialer.open
 
             async def reached(endpoint, shape):
                 if endpoint.transport != chosen[0]:
@@ -203,7 +203,7 @@ def test_a_block_of_which_each_half_came_another_way(names, small_ranges, monkey
                     line.close()
                 return [frame]
 
-            rig.fetcher._doors.open, rig.source.fault = reached, fault
+            rig.fetcher._dialer.open, rig.source.fault = reached, fault
             destination = rig.destination()
             report = await rig.fetch(rig.ready_offer(), destination)
             assert report.transport == names[1] and rig.arrived() and destination.upto[0] == 64

@@ -13,7 +13,7 @@ import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer import errors, wire
-from kvtransfer.transfer import connections, pull, serving
+from kvtransfer.transfer import connections, pull, source_dialogue
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import grpc_stream, socket_folder
 from kvtransfer.transports.socket_line import SocketLine
@@ -107,7 +107,7 @@ async def test_the_oldest_stranger_goes(monkeypatch, silent_s, num_places):
 @pytest.mark.parametrize("name", SOCKETS)
 def test_a_want_that_trickles_is_late(name, monkeypatch):
     """However many bytes come: the time is for the whole of it."""
-    monkeypatch.setattr(serving, "WANT_S", 0.3)
+    monkeypatch.setattr(source_dialogue, "WANT_S", 0.3)
 
     async def main():
         async with running(name) as rig:
@@ -121,7 +121,7 @@ def test_a_want_that_trickles_is_late(name, monkeypatch):
 
 
 def test_a_stream_without_a_message_is_late(monkeypatch):
-    monkeypatch.setattr(serving, "WANT_S", 0.3)
+    monkeypatch.setattr(source_dialogue, "WANT_S", 0.3)
 
     async def main():
         async with running("grpc") as rig:
@@ -176,13 +176,13 @@ def test_a_crowd_of_strangers_delays_no_taker(name, count):
 
     async def main():
         async with running(name) as rig:
-            opened, open_door = [], rig.fetcher._doors.open
+            opened, open_door = [], rig.fetcher._dialer.open
 
             async def counted(endpoint, layout):
                 opened.append(endpoint.transport)
                 return await open_door(endpoint, layout)
 
-            rig.fetcher._doors.open = counted
+            rig.fetcher._dialer.open = counted
             fetched = []
 
             async def each(index):
@@ -351,7 +351,7 @@ def test_a_ticket_that_is_in_use_is_refused(name, caplog, monkeypatch):
 def test_a_taker_that_fell_silent_gives_its_place(name, monkeypatch):
     """The same taker on a new line, before the source could see that the old one is dead."""
     monkeypatch.setattr(pull, "RENEW_S", 60)
-    monkeypatch.setattr(serving, "TAKEOVER_S", 0.2)
+    monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 0.2)
     monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())  # the silent one does not come back by itself
 
     async def main():

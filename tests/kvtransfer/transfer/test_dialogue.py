@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import wire
 from kvtransfer.errors import PeerLost, ProtocolError
-from kvtransfer.transfer import dialogue, serving
+from kvtransfer.transfer import dialogue, source_dialogue
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
 from kvtransfer.wire import Range
@@ -112,7 +112,7 @@ def test_a_long_stretch_waits_for_its_last_layer():
 
 def test_digests_of_a_layer_that_fit_no_frame_wait_for_all_layers(monkeypatch):
     """As those of a chunk of 16384 tokens with 64 KV heads would; here a frame is short."""
-    for module in (serving, wire):
+    for module in (source_dialogue, wire):
         monkeypatch.setattr(module, "MAX_FRAME_BYTES", 720)
 
     async def main():

@@ -58,13 +58,13 @@ class Faulty:
 
         monkeypatch.setattr(Source, "serve", served)
         for fetcher in cluster.fetchers:
-            opened = fetcher._doors.open
+            opened = fetcher._dialer.open
 
             async def reached(endpoint, shape, opened=opened):
                 line = await opened(endpoint, shape)
                 return FaultLine(line, self.plan) if self.plan and not self.at_source else line
 
-            fetcher._doors.open = reached
+            fetcher._dialer.open = reached
 
     @property
     def at_source(self) -> bool:
@@ -360,7 +360,7 @@ def test_a_bad_want(transport, name, monkeypatch):
         async with Cluster(transport, *PAIRS["alike"]) as cluster:
             handle, ticket = cluster.offer("k", NUM_TOKENS)
             cluster.finish("k")
-            fetcher, opened = cluster.fetchers[0], cluster.fetchers[0]._doors.open
+            fetcher, opened = cluster.fetchers[0], cluster.fetchers[0]._dialer.open
 
             async def reached(endpoint, shape):
                 line = await opened(endpoint, shape)
@@ -374,14 +374,14 @@ def test_a_bad_want(transport, name, monkeypatch):
                 line.send = sending
                 return line
 
-            monkeypatch.setattr(fetcher._doors, "open", reached)
+            monkeypatch.setattr(fetcher._dialer, "open", reached)
             destinations = cluster.destinations(NUM_TOKENS)
             with pytest.raises(errors.KVError) as caught:
                 await cluster.fetch(handle, ticket, destinations)
             assert caught.value.status == status, caught.value
             assert destinations[0].asked == [] and cluster.sources[0].counters[status] == 1
             assert fetcher.counters[status] == 1 and cluster.sources[0].counters["bytes_confirmed"] == 0
-            monkeypatch.setattr(fetcher._doors, "open", opened)
+            monkeypatch.setattr(fetcher._dialer, "open", opened)
             await cluster.fetch(handle, ticket, destinations)
             assert fetcher.counters["fetches_done"] == 1
             cluster.check_arrived((0, NUM_TOKENS - 1))

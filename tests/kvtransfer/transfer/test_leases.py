@@ -112,10 +112,10 @@ def test_cancel_wakes_the_dialogue():
         lease.check_alive()
 
 
-def test_on_release_may_come_back():
+def test_on_over_may_come_back():
     table = Table()
     table.lease()
-    table._on_release = lambda key, ending: (table.released.append(key), table.cancel(key))
+    table._on_over = lambda key, ending: (table.released.append(key), table.cancel(key))
     table.cancel("k")
     assert table.released == ["k"]
 

@@ -5,8 +5,8 @@ import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import ProtocolError, TicketRefused
-from kvtransfer.transfer import serving
-from kvtransfer.transfer.serving import Serving
+from kvtransfer.transfer import source_dialogue
+from kvtransfer.transfer.source_dialogue import SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 
 LEASE, TAKER, EPOCH = b"l" * 16, b"decode-0", 2**63 + 5
@@ -60,11 +60,11 @@ def test_no_ticket_at_all():
 
 async def test_a_taker_that_is_heard_keeps_its_line_however_many_show_its_ticket(monkeypatch):
     """The second of them comes when the taker was heard, and before the first of them has seen that."""
-    monkeypatch.setattr(serving, "TAKEOVER_S", 60)
+    monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 60)
     closed = []
     line = SimpleNamespace(close=lambda: closed.append("the taker's"))
     shelf = SimpleNamespace(dialogues={})
-    taker, first, second = (Serving(shelf, line, "tcp", lambda: None) for _ in range(3))
+    taker, first, second = (SourceDialogue(shelf, line, "tcp", lambda: None) for _ in range(3))
     shelf.dialogues[b"fetch", 0] = taker
     showing = [asyncio.create_task(first._take_over(taker))]
     await asyncio.sleep(0.02)

@@ -36,8 +36,8 @@ def test_same_pool_is_mapped_once():
         async with running("shm") as rig:
             await rig.fetch(rig.ready_offer("a"), rig.destination())
             await rig.fetch(rig.ready_offer("b"), rig.destination())
-            assert len(rig.fetcher._doors._mappings._mapped) == 1
-            memory = next(iter(rig.fetcher._doors._mappings._mapped.values())).memory
+            assert len(rig.fetcher._dialer._mappings._mapped) == 1
+            memory = next(iter(rig.fetcher._dialer._mappings._mapped.values())).memory
             with pytest.raises(ValueError):
                 memory.blocks[0, 0] = 1  # another process's pool can be read, not written
 

@@ -54,24 +54,24 @@ def test_a_source_that_dies_at_the_goodbye_has_given_everything(name, monkeypatc
 
     async def main():
         async with running(name) as rig:
-            doors = rig.fetcher._doors
-            opened = doors.open
+            dialer = rig.fetcher._dialer
+            opened = dialer.open
 
             async def refuse(endpoint, shape):
                 raise errors.PeerLost("it is gone")
 
             def fault(frame, line):
                 if kind(frame) == "end":
-                    doors.open = refuse
+                    dialer.open = refuse
                     raise errors.PeerLost("it has just died")
                 return [frame]
 
             async def reach(endpoint, shape):
                 return FaultyLine(await opened(endpoint, shape), fault)
 
-            doors.open = reach
+            dialer.open = reach
             report = await rig.fetch(rig.ready_offer(), rig.destination())
-            assert doors.open is refuse and rig.arrived() and report.transport == name
+            assert dialer.open is refuse and rig.arrived() and report.transport == name
 
     asyncio.run(main())
 

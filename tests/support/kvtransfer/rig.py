@@ -132,7 +132,7 @@ class Rig:
         self.released: list = []
         self.endings: dict = {}
         self.source = FaultySource(
-            self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_release,
+            self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_over,
             generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
             transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device, room=self.rooms[0],
             state_generations=self.state_generation.__getitem__,
@@ -142,7 +142,7 @@ class Rig:
         self.source_ids = rng.permutation(NUM_BLOCKS)
         self.taker_ids = rng.permutation(NUM_BLOCKS)
 
-    def on_release(self, key, ending: str) -> None:
+    def on_over(self, key, ending: str) -> None:
         self.released.append(key)
         self.endings[key] = ending
 

@@ -59,7 +59,7 @@ class Shelf:
     generations: Callable[[int], int]
     state_generations: Callable[[int], int]
     counters: Counter
-    dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: one at a time
+    dialogues: dict[tuple[bytes, int], "SourceDialogue"]  # by fetch id and share: one at a time
     room: MirrorRoom | None  # of a pool on a GPU; None: its mirror needs no bound
     grace_s: float  # for which a ticket that another rank has minted may be known there alone
 
@@ -70,7 +70,7 @@ class _Prepared(NamedTuple):
     payload: Iterable[list[memoryview]]
 
 
-class Serving:
+class SourceDialogue:
     """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
 
     def __init__(self, shelf: Shelf, line: Line, transport: str, establish: Callable[[], None]):
@@ -113,7 +113,7 @@ class Serving:
     async def _serve(self) -> None:
         want = await self._first()
         lease = await self._authorise(want)
-        self._prepare(lease, want)
+        self._check_want(lease, want)
         name = (want.ticket.fetch_id, want.share)
         while (earlier := self._shelf.dialogues.get(name)) is not None:
             await self._take_over(earlier)
@@ -141,7 +141,7 @@ class Serving:
             raise ProtocolError("a dialogue begins with Want")
         return frame.want
 
-    async def _take_over(self, earlier: "Serving") -> None:
+    async def _take_over(self, earlier: "SourceDialogue") -> None:
         """Take over from a dialogue of the same ticket and share, whose taker has come back before its line was seen to
         break. Raises TicketRefused where that taker is still heard: then the ticket was overheard."""
         earlier._heard.clear()
@@ -157,7 +157,7 @@ class Serving:
             )
             raise TicketRefused("this ticket's taker is being served on another line")
         earlier._line.close()
-        for name in [name for name, serving in self._shelf.dialogues.items() if serving is earlier]:
+        for name in [name for name, dialogue in self._shelf.dialogues.items() if dialogue is earlier]:
             del self._shelf.dialogues[name]
 
     async def _authorise(self, want: kv_pb2.Want) -> Lease:
@@ -169,7 +169,7 @@ class Serving:
         self._shelf.leases.renew(lease.lease_id)
         return lease
 
-    def _prepare(self, lease: Lease, want: kv_pb2.Want) -> None:
+    def _check_want(self, lease: Lease, want: kv_pb2.Want) -> None:
         """Check and store what the taker asks for. Raises LayoutMismatch, ProtocolError, before anything is
         allocated."""
         shelf, taker = self._shelf, layout_from_proto(want.layout)
