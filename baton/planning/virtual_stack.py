@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
 from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, WaitingQueue, WaitingQueues, rank
-from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.latency_model import RecentLoad, WorkerRates
 from gateway.routing.routing import Candidate, Decision, RoutingRequest, WorkerLimits, choose
 from kvtransfer.naming import HASH_BYTES
 
@@ -82,7 +82,7 @@ class VirtualWorker:
     role: str
     engine: Engine
     rates: WorkerRates
-    recent: Recent = field(default_factory=Recent)
+    recent_load: RecentLoad = field(default_factory=RecentLoad)
     is_busy: bool = False
     busy_s: float = 0.0
     link_free_s: float = 0.0
@@ -184,10 +184,10 @@ class VirtualStack:
         self._leave(self._queues.credit, request)
         request.decision = decision
         taker.num_legs += 1
-        taker.recent.add(decision.decode_s, self.now)
+        taker.recent_load.add(decision.decode_s, self.now)
         if decision.prefill is None:
             taker.waiting_tokens += request.entry.num_prompt - request.num_cached
-            taker.recent.add(decision.prefill_s, self.now)
+            taker.recent_load.add(decision.prefill_s, self.now)
             taker.engine.admission.compute_rest(ask.key)
             self._wake(taker)
         else:
@@ -205,7 +205,7 @@ class VirtualStack:
         request.num_cached = accepted.num_cached_tokens
         source.num_legs += 1
         source.waiting_tokens += request.entry.num_prompt - request.num_cached
-        source.recent.add(request.decision.prefill_s, self.now)
+        source.recent_load.add(request.decision.prefill_s, self.now)
         self._wake(source)
 
     def _wait(self, queue: WaitingQueue, request: ServedRequest, again: Callable[[], None]) -> None:
@@ -266,7 +266,7 @@ class VirtualStack:
             worker.name, num_matched, worker.num_legs, worker.waiting_tokens, limits, _WORDS, _WORDS, _TRANSPORTS,
             "host" if self._device.cores else worker.name, round(self._times[worker.role].kv_token_bytes),
             ledger.num_available * config.block_size, config.max_num_seqs, self._slo.tpot_s,
-            worker.recent.share(self.now), worker.rates.pace(self.now),
+            worker.recent_load.utilization(self.now), worker.rates.pace(self.now),
         )  # fmt: skip
 
     def _engine_request(self, request: ServedRequest) -> Request:

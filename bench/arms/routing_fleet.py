@@ -20,7 +20,7 @@ from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
 from gateway.fleet.candidates import NUM_SEEN
 from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
-from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.latency_model import RecentLoad, WorkerRates
 from gateway.routing.routing import (
     NUM_HOLDERS,
     Candidate,
@@ -94,7 +94,7 @@ class Worker:
 
     def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: WorkerRates):
         self.number, self.name, self.machine = number, name, machine
-        self.rates, self.recent = WorkerRates(fleet), Recent()
+        self.rates, self.recent_load = WorkerRates(fleet), RecentLoad()
         self.num_waiting_tokens = self.num_sequences = 0
         self.in_free_s = self.out_free_s = 0.0
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -128,7 +128,7 @@ class Worker:
         machine = self.machine
         return Candidate(
             self.name, num_matched, self.num_sequences, self.num_waiting_tokens, WorkerLimits(1 << 20), _WORDS, _WORDS, _TRANSPORTS,
-            self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent.share(now),
+            self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent_load.utilization(now),
             self.rates.pace(now),
         )  # fmt: skip
 
@@ -238,7 +238,7 @@ class Fleet:
             request.predicted_s = now - request.at_s + decision.ttft_s
             request.is_local = decision.local
             taker.num_sequences += 1
-            taker.recent.add(self._mean_output * self._machine.sequence_s, now)
+            taker.recent_load.add(self._mean_output * self._machine.sequence_s, now)
             if decision.local:
                 self._read_here(request, taker, now)
             else:
@@ -276,7 +276,7 @@ class Fleet:
             request.num_cached = holder.num_matched_tokens
         request.num_read = entry.num_prompt - request.num_cached
         source.num_waiting_tokens += request.num_read
-        source.recent.add(request.num_read * self._machine.token_s, now)
+        source.recent_load.add(request.num_read * self._machine.token_s, now)
 
         def read(began: float, now: float) -> None:
             request.first_s = now + self._machine.hop_s
@@ -323,7 +323,7 @@ class Fleet:
         request.num_cached = worker.num_matched(entry)
         request.num_read = entry.num_prompt - request.num_cached
         worker.num_waiting_tokens += request.num_read
-        worker.recent.add(request.num_read * self._machine.token_s, now)
+        worker.recent_load.add(request.num_read * self._machine.token_s, now)
         worker.advance(now)
         worker.reading.append([request.num_read + self._machine.prompt_s / self._machine.token_s, request])
         self._plan(worker, now)

@@ -162,7 +162,7 @@ class LiveFleet(Fleet):
             self._count_sent(gateway, name, attempt)
         taker = self._named[decision.decode]
         taker.num_sequences += 1
-        taker.recent.add(decision.decode_s, self.now)
+        taker.recent_load.add(decision.decode_s, self.now)
         attempt.is_local = decision.local
         if decision.local:
             self._read_here(attempt, taker, self.now)

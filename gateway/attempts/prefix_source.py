@@ -53,7 +53,7 @@ class PrefixSource:
         """Take tokens, which were not asked for, as a refusal."""
         self._settle([], None)
 
-    def hurry(self) -> bool:
+    def flush(self) -> bool:
         """Return False: nothing is ever held back."""
         return False
 

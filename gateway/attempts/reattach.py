@@ -47,9 +47,9 @@ class Reattach:
         leg = link.open(new_key(self._key_id), self._mailbox)
         self._legs[leg] = worker_id
         if link.hello is not None:
-            self.rejoined(leg)
+            self.send_again(leg)
 
-    def rejoined(self, leg: WorkerLeg) -> None:
+    def send_again(self, leg: WorkerLeg) -> None:
         """Send Attach again, unless another worker answers at the same address: it knows nothing."""
         if leg.link.worker_id == self._legs[leg]:
             self._send(leg)

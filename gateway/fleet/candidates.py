@@ -191,7 +191,7 @@ class Candidates:
             load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
             facts.max_sequences,
             min(link.promised, default=None),
-            link.recent.share(at),
+            link.recent_load.utilization(at),
             link.rates.pace(at),
             _lacks_adapter(load, request),
         )

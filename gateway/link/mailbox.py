@@ -47,9 +47,9 @@ class EventSink(Protocol):
         """Take an event of `leg`."""
 
     def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
-        """Take a row of tokens that may wait for `hurry`."""
+        """Take a row of tokens that may wait for `flush`."""
 
-    def hurry(self) -> bool:
+    def flush(self) -> bool:
         """Pass on what has waited; return whether there is something."""
         ...
 
@@ -97,7 +97,7 @@ class Mailbox:
         self._call()
 
     def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
-        """Add a row of tokens without waking the reader: see `hurry`."""
+        """Add a row of tokens without waking the reader: see `flush`."""
         last_leg, last = self._entries[-1] if self._entries else (None, None)
         is_next = last_leg is leg and type(last) is Tokens and last.choice == choice and not last.finish_reason
         if is_next and last.first_index + len(last.token_ids) == first_index:
@@ -107,7 +107,7 @@ class Mailbox:
         else:
             self._entries.append((leg, Tokens(choice, first_index, token_ids, logprobs, finish_reason)))
 
-    def hurry(self) -> bool:
+    def flush(self) -> bool:
         """Wake the reader if there is something to read; return whether there is."""
         if self._entries:
             self._call()
@@ -120,7 +120,7 @@ class Mailbox:
         self._called = False
         return None
 
-    def woken(self, until: float) -> Awaitable[None]:
+    def wait(self, until: float) -> Awaitable[None]:
         """Return what is done once the reader is woken since it found nothing, or at `until` (time.monotonic()). No
         coroutine: that would be a quarter KB of an open stream."""
         if self._called:

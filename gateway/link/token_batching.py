@@ -44,7 +44,7 @@ class TokenBatching:
     def _send_some(self) -> None:
         num_left = _AT_ONCE
         while self._due and num_left:
-            num_left -= self._due.popleft().hurry()
+            num_left -= self._due.popleft().flush()
         if self._due:
             asyncio.get_running_loop().call_soon(self._send_some)
 
@@ -84,7 +84,7 @@ class MessageTurns:
         self._number += 1
         self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
-    def is_of(self, place: int) -> bool:
+    def is_turn_of(self, place: int) -> bool:
         """Return whether it is the turn of `place`, any number that is the same at every step."""
         return (self._number + place) % self._every == 0
 

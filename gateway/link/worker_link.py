@@ -31,7 +31,7 @@ from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
 from gateway.link.worker_clock import WorkerClock
 from gateway.link.worker_leg import Key, WorkerLeg
-from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.latency_model import RecentLoad, WorkerRates
 from gateway.routing.routing import WorkerLimits
 
 _HELLO_TIMEOUT_S = 5.0
@@ -83,7 +83,10 @@ class WorkerLink:
         self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.rates, self.recent = WorkerRates(), Recent()  # rates: among those of its model, once that is known
+        self.rates, self.recent_load = (
+            WorkerRates(),
+            RecentLoad(),
+        )  # rates: among those of its model, once that is known
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self.breaker = WorkerBreaker()
@@ -354,7 +357,7 @@ class WorkerLink:
             if leg := legs[index]:
                 ids = token_ids[token_at : token_at + num_ids]
                 its_logprobs = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
-                is_due = leg.post_tokens(choice, first, ids, its_logprobs, reason) or turns.is_of(leg.place)
+                is_due = leg.post_tokens(choice, first, ids, its_logprobs, reason) or turns.is_turn_of(leg.place)
                 (due if is_due else held).append(leg.mailbox)
             token_at += num_ids
             logprob_at += num_logprobs

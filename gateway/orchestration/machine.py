@@ -48,7 +48,7 @@ class RequestMachine:
         request = self.request
         while self.state is not RequestState.ENDED:
             until, act = self._next_wait()
-            await request.mailbox.woken(min(until, request.answer.due_at))
+            await request.mailbox.wait(min(until, request.answer.due_at))
             entry = request.mailbox.take()
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)

@@ -34,7 +34,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     # A later attempt may pull what others hold.
     request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
     _count_prefill(request, prefill_link or decode_link)
-    decode_link.recent.add(decision.decode_s, now())
+    decode_link.recent_load.add(decision.decode_s, now())
     return RequestState.ADMITTING
 
 
@@ -211,7 +211,7 @@ def _count_prefill(request: RequestContext, link: WorkerLink | None) -> None:
     if attempt.counted_prefill_link is not link:
         for each, seconds in ((attempt.counted_prefill_link, -prefill_s), (link, prefill_s)):
             if each is not None:
-                each.recent.add(seconds, now())
+                each.recent_load.add(seconds, now())
         attempt.counted_prefill_link = link
 
 
@@ -219,7 +219,7 @@ def _drop_decode(request: RequestContext) -> None:
     """Close the decode leg, and count nothing as work of the chosen workers any more."""
     attempt = request.attempt
     _count_prefill(request, None)
-    attempt.decode.link.recent.add(-request.record.decision.decode_s, now())
+    attempt.decode.link.recent_load.add(-request.record.decision.decode_s, now())
     attempt.drop_decode()
 
 

@@ -71,7 +71,7 @@ def reattach(request: RequestContext, occurred: Occurrence[Lost]) -> RequestStat
 
 def attach_again(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
     """The worker is back: send Attach. Raises BatonError."""
-    request.reattach.rejoined(occurred.message)
+    request.reattach.send_again(occurred.message)
     return _start_over_if_over(request, occurred)
 
 

@@ -107,7 +107,7 @@ class PromptReading:
         leg.send(prefill=pb.Prefill(spec=self._spec))
         until = self._silence_until() if GRANTS_POOLING in leg.link.limits.features else self._parts.deadline
         while True:
-            await self._mailbox.woken(until)
+            await self._mailbox.wait(until)
             entry = self._mailbox.take()
             self._check_deadline("prefilling")
             if entry is None and now() >= until:
@@ -122,7 +122,7 @@ class PromptReading:
                 until = self._parts.deadline
                 self._place.leave(served=True)
                 self._place.note_running()
-                leg.link.recent.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
+                leg.link.recent_load.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
                 self._place.leave(served=True)  # an older worker has sent no Granted
                 leg.note_success()

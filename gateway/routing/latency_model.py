@@ -149,7 +149,7 @@ class WorkerRates:
         self._factors[name].add(line.base + line.slope * x, seconds, at)
 
 
-class Recent:
+class RecentLoad:
     """Seconds of work given to a worker recently, as a share of its time: 1 is all of it."""
 
     __slots__ = ("_seconds", "_at")
@@ -161,7 +161,7 @@ class Recent:
         """Add work, or take it out again where `seconds` are negative."""
         self._seconds, self._at = max(0.0, self._left(at) + seconds), at
 
-    def share(self, at: float) -> float:
+    def utilization(self, at: float) -> float:
         # Work that comes evenly settles at half-life / ln 2 seconds of it.
         return self._left(at) * 0.693 / _HALF_LIFE_S
 

@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
     num_free_tokens: int | None = None  # that new KV has room for; None: it has not said
     max_sequences: int | None = None
     tightest_tpot_s: float | None = None  # promised to those that run there
-    share: float = 0.0  # of its time that it worked recently
+    utilization: float = 0.0  # the share of its time that it worked recently
     pace: LinearCost = LinearCost()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
 
@@ -276,7 +276,9 @@ def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
 
 def _remote_prefill_cost(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _PrefillCost:
     """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
-    cost = _prefill_cost(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+    cost = _prefill_cost(
+        request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.utilization
+    )
     return cost._replace(cost_s=cost.cost_s + _ADAPTER_S * worker.lacks_adapter)
 
 
@@ -315,7 +317,7 @@ def _is_ready(worker: Candidate, apart: _Route) -> bool:
     """Return whether `worker` does nothing and holds more of the prompt than the one that would read it `apart`.
 
     That one computes more, or waits for the rest from others; for those who may come to `worker` meanwhile, which its
-    recent share stands for, no request that is here pays."""
+    utilization stands for, no request that is here pays."""
     is_idle = not worker.num_sequences and not worker.num_waiting_tokens
     return is_idle and apart.prefill is not None and worker.num_matched_tokens > apart.prefill.num_matched_tokens
 
@@ -323,7 +325,7 @@ def _is_ready(worker: Candidate, apart: _Route) -> bool:
 def _alone(request: RoutingRequest, worker: Candidate, decode_s: float) -> _Route:
     """Return the route over one worker: all that runs there waits while the prompt is read, in one piece or in chunks
     between steps."""
-    cost = _prefill_cost(request, worker, 0.0, worker.num_sequences + worker.share)
+    cost = _prefill_cost(request, worker, 0.0, worker.num_sequences + worker.utilization)
     return _Route(cost.cost_s + decode_s, None, worker, cost.ttft_s, cost.prefill_s)
 
 
@@ -332,7 +334,7 @@ def _decode_cost_s(request: RoutingRequest, worker: Candidate) -> float:
     promise."""
     pace, num_beside = worker.pace, worker.num_sequences
     tpot_s = pace.tpot_s(num_beside + 1)
-    cost_s = request.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.share))
+    cost_s = request.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.utilization))
     bounds = [bound for bound in (request.slo.tpot_s, worker.tightest_tpot_s) if bound is not None]
     cost_s += _late_s(tpot_s, min(bounds, default=None), request.num_output * (num_beside + 1))
     needed = request.num_tokens - worker.num_matched_tokens

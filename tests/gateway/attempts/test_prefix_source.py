@@ -19,7 +19,7 @@ def test_tokens_in_place_of_an_offer():
     said = []
     source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)))
     source.add(None, 0, 0, [1], [], 0)
-    assert said == [([], None)] and not source.hurry()
+    assert said == [([], None)] and not source.flush()
 
 
 async def known(c, holder) -> None:

@@ -133,7 +133,7 @@ def test_work_that_was_given_is_spread():
     registry, chosen = fleet(4), []
     for _ in range(40):
         decision, source, _ = registry.fleets[0].router.route(ASK, Matches(), ())
-        source.recent.add(decision.prefill_s, now())
+        source.recent_load.add(decision.prefill_s, now())
         chosen.append(source)
     assert {chosen.count(link) for link in registry.prefill} == {10}
 

@@ -30,7 +30,7 @@ def flow(turns: MessageTurns, clock: Clock, tokens_per_s: float, seconds: float 
 
 
 def due(turns: MessageTurns, num: int = 12) -> list[int]:
-    return [place for place in range(num) if turns.is_of(place)]
+    return [place for place in range(num) if turns.is_turn_of(place)]
 
 
 def test_below_the_rate_nothing_waits(clock):
@@ -74,7 +74,7 @@ def test_after_a_rest_nothing_waits(clock):
 
 
 async def _next(mailbox: Mailbox, until: float) -> tuple | None:
-    await mailbox.woken(until)
+    await mailbox.wait(until)
     return mailbox.take()
 
 

@@ -284,7 +284,7 @@ async def test_a_client_that_does_not_read(cluster, monkeypatch):
         await reached(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
         # The request's reader waits, as it would in a write.
-        monkeypatch.setattr(Mailbox, "woken", lambda mailbox, until: asyncio.Event().wait())
+        monkeypatch.setattr(Mailbox, "wait", lambda mailbox, until: asyncio.Event().wait())
         c.decode[0].release("decode")
         await c.until(lambda: "cancel" in c.decode[0].kinds())
         assert 50 < leg.num_unread <= 54

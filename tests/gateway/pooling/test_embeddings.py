@@ -107,7 +107,7 @@ async def test_a_line_of_them_is_not_read_one_at_a_time(cluster):
         worker.refusals = ["queue_full"] * 3
         call = asyncio.create_task(embed(c, *IDS))
         await c.until(lambda: len(worker.held) == 3 and not line)
-        assert line._served_tokens and link.recent.share(now()) > 0
+        assert line._served_tokens and link.recent_load.utilization(now()) > 0
         worker.release("prefill")
         assert vectors(await call) == [expected(ids) for ids in IDS]
         await c.idle()

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.v1 import worker_pb2 as pb
-from gateway.routing.latency_model import Recent
+from gateway.routing.latency_model import RecentLoad
 from tests.gateway.discovery.test_registration import register
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
@@ -199,16 +199,16 @@ async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_who_refuses_has_no_more_work(cluster, monkeypatch, num_prefill):
     """It is asked many times, and would pass for busy beside a worker that joins."""
-    given = defaultdict[Recent, float](float)
-    monkeypatch.setattr(Recent, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
+    given = defaultdict[RecentLoad, float](float)
+    monkeypatch.setattr(RecentLoad, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
     async with cluster(num_prefill) as c:
         for worker in c.workers:
             worker.refusals = ["kv_full"] * 5
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
         ((record, _, _),) = c.gateway.recent._ended
         reader, writer = (c.gateway.registry.prefill or c.gateway.registry.decode)[0], c.gateway.registry.decode[0]
-        expected = Counter({reader.recent: record.decision.prefill_s}) + Counter(
-            {writer.recent: record.decision.decode_s}
+        expected = Counter({reader.recent_load: record.decision.prefill_s}) + Counter(
+            {writer.recent_load: record.decision.decode_s}
         )
         assert given == pytest.approx(expected)
 
@@ -353,8 +353,8 @@ async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluste
 @pytest.mark.parametrize("refusals", [["queue_full"], ["too_long", "too_long"]])
 async def test_a_prompt_is_counted_as_work_of_who_reads_it(cluster, monkeypatch, refusals):
     """Of the second prefill worker, or where both say that it is too long of the decode worker."""
-    given = defaultdict[Recent, float](float)
-    monkeypatch.setattr(Recent, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
+    given = defaultdict[RecentLoad, float](float)
+    monkeypatch.setattr(RecentLoad, "add", lambda recent, seconds, at: given.update({recent: given[recent] + seconds}))
     async with cluster(2) as c:
         for worker in c.prefill:
             worker.refusals = refusals  # of both together
@@ -362,7 +362,7 @@ async def test_a_prompt_is_counted_as_work_of_who_reads_it(cluster, monkeypatch,
         ((record, _, _),), (writer,) = c.gateway.recent._ended, c.gateway.registry.decode
         refused_by = [retry.worker for retry in record.retries]
         (reader, *_) = [link for link in c.gateway.registry.links if link.name not in refused_by]
-        expected = Counter({reader.recent: record.decision.prefill_s}) + Counter(
-            {writer.recent: record.decision.decode_s}
+        expected = Counter({reader.recent_load: record.decision.prefill_s}) + Counter(
+            {writer.recent_load: record.decision.decode_s}
         )
         assert {recent: seconds for recent, seconds in given.items() if seconds} == pytest.approx(expected)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.latency_model import Fit, LinearCost, Recent, WorkerRates
+from gateway.routing.latency_model import Fit, LinearCost, RecentLoad, WorkerRates
 
 
 def test_nothing_is_known_at_first():
@@ -107,8 +107,8 @@ def test_a_fit_is_never_negative_and_grows(samples):
 
 
 def test_recent_work():
-    recent = Recent()
+    recent_load = RecentLoad()
     for i in range(600):
-        recent.add(0.05, i / 10)  # half of the time
-    assert recent.share(60.0) == pytest.approx(0.4, abs=0.15)
-    assert recent.share(600.0) < 0.01
+        recent_load.add(0.05, i / 10)  # half of the time
+    assert recent_load.utilization(60.0) == pytest.approx(0.4, abs=0.15)
+    assert recent_load.utilization(600.0) < 0.01

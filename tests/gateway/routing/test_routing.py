@@ -77,7 +77,7 @@ def test_an_idle_decode_worker_that_holds_more_reads_the_rest(share, token_s):
     which had been the busier of the two."""
     pace = LinearCost(token_s=token_s, prompt_s=0.0)
     fields = {"pace": pace, "kv_token_bytes": 3_000}
-    prefill, decode = worker("p", matched=576, **fields), worker("d", matched=704, share=share, **fields)
+    prefill, decode = worker("p", matched=576, **fields), worker("d", matched=704, utilization=share, **fields)
     assert route(748, [prefill], [decode]) == Decision(None, "d", "hot_cache")
     assert route(748, [prefill], [decode._replace(num_sequences=8)]).prefill == "p", "others would wait for it"
     assert (
@@ -130,7 +130,7 @@ def test_a_promise_is_kept_where_it_can_be():
     """A tenth more a sequence: the eleventh breaks 40 ms a token, whether it is this request's promise or another's."""
     pace, tight = LinearCost(step_s=0.02, sequence_s=0.002), Slo(tpot_s=0.04)
     few, many = (
-        worker("few", sequences=9, share=0.0, pace=pace),
+        worker("few", sequences=9, utilization=0.0, pace=pace),
         worker("many", sequences=10, pace=pace._replace(step_s=0.0195)),
     )
     assert route(1000, [worker("p")], [few, many], "always", slo=tight).decode == "few"
@@ -273,7 +273,7 @@ def test_a_holder_gives_its_prefix_however_short_it_is():
 
 def test_equal_workers_are_chosen_by_name_and_rested_ones_first():
     assert route(1000, [worker("b"), worker("a")], [worker("d"), worker("c")], "always") == Decision("a", "c", "forced")
-    prefill, decode = [worker("b"), worker("a", share=0.1)], [worker("d"), worker("c", share=0.1)]
+    prefill, decode = [worker("b"), worker("a", utilization=0.1)], [worker("d"), worker("c", utilization=0.1)]
     assert route(1000, prefill, decode, "always") == Decision("b", "d", "forced")
 
 
@@ -311,7 +311,7 @@ def workers(prefix: str, least: int):
         kv_gives=st.sampled_from([WORDS, frozenset(["class"]), frozenset(["other"])]),
         host_id=st.sampled_from(["one", "two"]),
         transports=st.sampled_from([frozenset(["tcp", "shm"]), frozenset(["shm"])]),
-        share=st.floats(0, 1),
+        utilization=st.floats(0, 1),
         tightest_tpot_s=st.sampled_from([None, 0.05]),
     )
     return st.lists(made, min_size=least, max_size=8, unique_by=lambda each: each.name)
