@@ -13,9 +13,10 @@ class RequestLimits:
     """Limits of one request."""
 
     choices: int = 8
-    output_tokens: int = 65_536  # n x max_tokens
-    max_tokens: int = 65_536
+    output_tokens: int = 524_288  # n x max_tokens
+    max_tokens: int = 524_288  # more than any client is known to ask for (393,216)
     default_max_tokens: int = 65_536  # at most, whatever the model's own default is
+    output_logprobs: int = 1_376_256  # (k + 1) x n x max_tokens: 62 to 110 MiB of a whole answer
     logprobs: int = 20
     prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16
@@ -33,6 +34,7 @@ PRESETS = {
         output_tokens=4096,
         max_tokens=1024,
         default_max_tokens=128,
+        output_logprobs=24_576,
         logprobs=5,
         prompt_logprobs=16_384,
         stops=4,

@@ -137,6 +137,9 @@ _ID = {"type": "integer", "minimum": 0, "maximum": 0xFFFF_FFFF}
 BOOLEAN = ValueKind("true or false", {"type": "boolean"}, _boolean)
 NUMBER = ValueKind("a number", {"type": "number"}, _number)
 INTEGER = ValueKind("an integer, 0 to 4294967295", _ID, _integer)
+LENGTH = ValueKind(
+    "an integer, 0 to 4294967295; -1: to the end", {"type": "integer", "minimum": -1, "maximum": 0xFFFF_FFFF}, _integer
+)
 SEED = ValueKind("an integer of 64 bits", {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 64) - 1}, _seed)
 SIGNED = ValueKind("an integer", {"type": "integer", "minimum": -(1 << 31), "maximum": (1 << 31) - 1}, _integer)
 STRING = ValueKind("a string", {"type": "string"}, _string)
@@ -172,7 +175,13 @@ _KINDS = {
     FieldDescriptor.TYPE_BOOL: BOOLEAN,
     FieldDescriptor.TYPE_STRING: STRING,
 }
-_UNLIKE = {"top_k": TOP_K, "logit_bias": LOGIT_BIAS, "stop": STRINGS, "stop_token_ids": TOKEN_IDS}
+_UNLIKE = {
+    "top_k": TOP_K,
+    "logit_bias": LOGIT_BIAS,
+    "stop": STRINGS,
+    "stop_token_ids": TOKEN_IDS,
+    "max_tokens": LENGTH,
+}
 
 
 def _rows(message: Any, names: Iterable[str], before: str = "") -> tuple[Field, ...]:
@@ -192,7 +201,7 @@ _BOTH = (
 )
 CHAT = (
     *_BOTH,
-    Field("max_completion_tokens", "stopping.max_tokens", INTEGER),
+    Field("max_completion_tokens", "stopping.max_tokens", LENGTH),
     Field("top_logprobs", "sampling.logprobs", INTEGER),
 )
 RESPONSE = (

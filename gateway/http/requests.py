@@ -43,6 +43,7 @@ ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
 MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_LENGTHS = ("max_tokens", "max_completion_tokens")
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 
 # Words for fields of baton.v1 that no row of the table has.
@@ -102,6 +103,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
+    values = _without_endless(values)
     check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs", "prediction", "verbosity"))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
@@ -119,13 +121,13 @@ def read_chat(values: Mapping[str, Any]) -> Asked:
 
 def read_completion(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/completions. Raises InvalidRequest."""
+    names_length, values = "max_tokens" in values, _without_endless(values)
     check_known(values, COMPLETION, COMPLETION_NEUTRAL, (*_STREAMED, "prompt"))
     shared, names = pb.GenerateRequest(), dict(PROMPT_NAMES)
     fill(shared, values, COMPLETION, names)
-    if not shared.stopping.HasField("max_tokens"):
+    if not names_length:
         shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
-    is_prompt_alone = shared.stopping.max_tokens == 0
-    if is_prompt_alone:
+    if is_prompt_alone := values.get("max_tokens") == 0:
         if shared.stopping.min_tokens:
             raise InvalidRequest("min_tokens", f"{shared.stopping.min_tokens} is over max_tokens, 0")
         shared.stopping.max_tokens = 1  # the least that is computed
@@ -209,6 +211,12 @@ def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
     request = pb.DetokenizeRequest(model=read_value(values, "model", STRING, ""))
     write(request, Field("tokens", "token_ids", TOKEN_IDS), read_value(values, "tokens", TOKEN_IDS))
     return request
+
+
+def _without_endless(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without a length of -1, as llama.cpp and LM Studio have it: the answer ends where the model ends it,
+    as of a chat that names none."""
+    return {name: value for name, value in values.items() if not (name in _LENGTHS and value == -1)}
 
 
 def _prompts(values: Mapping[str, Any], name: str, most: int) -> Sequence[str | list[int]]:

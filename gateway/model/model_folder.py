@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.model_files import why_not_itself
 from baton.protocol import UNLIMITED_CONTEXT
-from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
+from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS, settle_temperature
 from baton.service.settings import SettingsError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -165,6 +165,8 @@ def _number(generation: dict, name: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {_shown(value)}, not a number")
+    if name == "temperature":
+        value = settle_temperature(value)
     if problem := SAMPLING_PARAMS[name].range.problem(value):
         raise ValueError(f"{name} is {_shown(value)}, and {problem}")
     return float(value)

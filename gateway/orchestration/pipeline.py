@@ -28,16 +28,10 @@ from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues, rank
+from gateway.request.answer_length import USUAL_TOKENS, resolve_max_tokens
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
-from gateway.request.validation import (
-    USUAL_TOKENS,
-    Checked,
-    check_input,
-    check_num_tokens,
-    check_token_ids,
-    resolve_max_tokens,
-)
+from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 

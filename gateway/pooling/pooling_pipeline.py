@@ -15,11 +15,12 @@ from gateway.orchestration.retry_budget import prompt_digest
 from gateway.pooling.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, rank
+from gateway.request.answer_length import room_behind
 from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import pooled_spec
 from gateway.request.timing import note_readings
-from gateway.request.validation import Checked, room_behind
+from gateway.request.validation import Checked
 from gateway.routing.routing import RoutingRequest
 
 

@@ -7,10 +7,11 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import MAX_DRAFT_TOKENS
-from baton.sampling_params import SAMPLING_PARAMS, SHIFT
+from baton.sampling_params import SAMPLING_PARAMS, SHIFT, settle_temperature
 from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound, Unavailable
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
@@ -22,7 +23,6 @@ from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
-USUAL_TOKENS = 256  # of an answer of which nobody has said how long it may get
 _NO_IDS: frozenset[int] = frozenset()
 _NO_SPECULATION = pb.Speculation()  # never changed: each message is 0.5 KB of an open stream
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -53,6 +53,7 @@ class Checked:
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
     suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and `text`
+    num_logprobs: int = 0  # of each token of the answer, its own with them; 0: not asked for
     num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
     # They are still to be had: a client that has a token of the answer has them too.
     asks_for_prompt_logprobs: bool = False
@@ -124,7 +125,7 @@ def check(
     text, token_ids, messages = check_input(request, served, may_be_empty=bool(request.suffix))
     stopping = request.stopping
     request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
-    resume_from = _resume_from(request, served)
+    resume_from = _resume_from(request, sampling)
     return Checked(
         request_id=request_id,
         key_id=_key_id(request_id, tenant),
@@ -147,6 +148,7 @@ def check(
         constraint=_constraint(request),
         echo=_echo(request),
         suffix=_suffix(request),
+        num_logprobs=sampling.logprobs + sampling.HasField("logprobs"),
         num_prompt_logprobs=sampling.prompt_logprobs,
         asks_for_prompt_logprobs=sampling.HasField("prompt_logprobs") and not any(resume_from),
         stream_interval_s=_stream_interval_s(request.stream_interval_ms),
@@ -172,7 +174,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: Served
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
     """Raises InvalidRequest for more tokens than the context, before they are looked at one by one."""
     if num_tokens > served.context:
-        _refuse_length(where, num_tokens, served.context, served)
+        refuse_length(where, num_tokens, served.context, served)
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
@@ -186,53 +188,10 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
     return array("I", ids)  # a tuple takes nine times as much
 
 
-def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
-    """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
-    room, max_tokens = room_behind(checked, num_prompt_tokens, served), checked.max_tokens
-    if max_tokens is None:
-        max_tokens = _default_max_tokens(checked, num_prompt_tokens, room, served)
-    elif max_tokens > room:
-        sums = f"{num_prompt_tokens} + {max_tokens} > {served.context}"
-        message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
-        raise ContextLengthExceeded("stopping.max_tokens", message)
-    elif checked.num_choices * max_tokens > served.limits.output_tokens:
-        _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
-    num_asked = (checked.num_prompt_logprobs + 1) * num_prompt_tokens
-    if checked.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
-        _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
-    for index, num_received in enumerate(checked.resume_from):
-        if num_received > max_tokens:
-            _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
-    if checked.min_tokens > max_tokens:
-        _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
-    return max_tokens
-
-
-def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
-    """Return max_tokens of a request that names none: the model's own, or all that the context leaves. Where decode
-    workers hold unlike lengths, it is what the shortest one leaves that has room for a usual answer: the others would
-    stand idle for what most answers never need. Nobody waits for a longer one who has not asked for that."""
-    limits, of_model = served.limits, served.defaults.max_tokens
-    asked = max(1, checked.min_tokens, *checked.resume_from)
-    if (known := max(served.lengths, default=served.context) - num_prompt_tokens) >= asked:
-        room = known
-    most = min(limits.default_max_tokens, room, limits.output_tokens // checked.num_choices)
-    if of_model is not None:
-        return min(most, of_model)
-    least = max(USUAL_TOKENS, asked)
-    rooms = (length - num_prompt_tokens for length in served.lengths)
-    return min(most, next((left for left in rooms if left >= least), room))
-
-
-def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
-    """Return how many tokens the context has behind a prompt. Raises InvalidRequest where there is none, or no
-    prompt."""
-    room = served.context - num_prompt_tokens
-    if num_prompt_tokens == 0:
-        _refuse(checked.input_field, "is an empty prompt")
-    if room < 1:
-        _refuse_length(checked.input_field, num_prompt_tokens, served.context - 1, served)
-    return room
+def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -> NoReturn:
+    """Raise ContextLengthExceeded for a prompt of more than `most` tokens."""
+    told = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
+    raise ContextLengthExceeded(field, told)
 
 
 def _request_id(request_id: str) -> str:
@@ -250,19 +209,16 @@ def _key_id(request_id: str, tenant: str) -> str:
     return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}.{request_id}"
 
 
-def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int, ...]:
+def _resume_from(request: pb.GenerateRequest, sampling: worker_pb2.WorkerSampling) -> tuple[int, ...]:
     """Return the tokens that the client has of each choice. Raises InvalidRequest if the answer might come out
     differently."""
     if not request.resume_from:
         return ()
-    sampling = request.sampling
-    num_choices = sampling.n if sampling.HasField("n") else 1
-    if len(request.resume_from) != num_choices:
-        _refuse("resume_from", f"has {len(request.resume_from)} entries for {num_choices} choices: one each is needed")
+    if len(request.resume_from) != sampling.n:
+        _refuse("resume_from", f"has {len(request.resume_from)} entries for {sampling.n} choices: one each is needed")
     if not request.request_id:
         _refuse("resume_from", "needs the request_id of the request that it continues")
-    temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.sampling["temperature"]
-    if temperature and not sampling.HasField("seed"):
+    if sampling.temperature and not request.sampling.HasField("seed"):
         _refuse(
             "resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ"
         )
@@ -280,6 +236,8 @@ def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampl
             _check_logit_bias(value, served)
             resolved.logit_bias.update(value)
             continue
+        if name == "temperature":
+            value = settle_temperature(value)
         if name in SAMPLING_PARAMS and (problem := SAMPLING_PARAMS[name].range.problem(value)):
             _refuse(f"sampling.{name}", problem)
         setattr(resolved, name, value)
@@ -386,10 +344,5 @@ def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int
     return ends.union(stopping.stop_token_ids)
 
 
-def _refuse_length(field: str, num_tokens: int, most: int, served: ServedModel):
-    told = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
-    raise ContextLengthExceeded(field, told)
-
-
-def _refuse(field: str, message: str):
+def _refuse(field: str, message: str) -> NoReturn:
     raise InvalidRequest(field, message)

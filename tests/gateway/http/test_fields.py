@@ -48,6 +48,7 @@ VALUES = {
     "true or false": (True, True),
     "a number": (0.5, 0.5),
     "an integer, 0 to 4294967295": (3, 3),
+    "an integer, 0 to 4294967295; -1: to the end": (3, 3),
     "an integer of 64 bits": (-1, (1 << 64) - 1),
     "an integer": (-2, -2),
     "a string": ("word", "word"),
@@ -301,6 +302,23 @@ def test_what_is_no_json_is_the_sender_s_fault(body):
     with pytest.raises(InvalidRequest) as caught:
         parse(body)
     assert caught.value.field == "body" and len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("door", ["chat", "completion"])
+@pytest.mark.parametrize("endless", [-1, -1.0])
+def test_a_length_of_minus_1_is_none(door, endless):
+    read, body = READERS[door]
+    assert not read({**body, "max_tokens": endless}).requests[0].stopping.HasField("max_tokens")
+    with pytest.raises(InvalidRequest) as caught:
+        read({**body, "max_tokens": -2})
+    assert caught.value.field == "max_tokens"
+
+
+def test_either_name_of_a_length_may_say_that_there_is_none():
+    body = READERS["chat"][1]
+    assert not read_chat({**body, "max_completion_tokens": -1}).requests[0].stopping.HasField("max_tokens")
+    assert read_chat({**body, "max_completion_tokens": 5, "max_tokens": -1}).requests[0].stopping.max_tokens == 5
+    assert read_completion({"prompt": "a"}).requests[0].stopping.max_tokens == 16
 
 
 def test_what_is_echoed_has_logprobs_where_the_answer_has_them():

@@ -46,6 +46,7 @@ def test_a_text_model_within_another(copied):
         ({"top_k": 0}, Defaults()),  # transformers'
         ({"temperature": -3.0, "do_sample": False}, Defaults()),  # is not looked at
         ({"temperature": 0, "do_sample": True}, Defaults()),
+        ({"temperature": 1e-06, "do_sample": True}, Defaults()),  # as Qwen2.5-VL has it
         ({"top_p": 1, "min_p": 0, "repetition_penalty": 1, "temperature": None, "top_k": None}, Defaults()),
         ({"max_new_tokens": 2**31 - 1}, Defaults(max_tokens=2**31 - 1)),
     ],

@@ -9,12 +9,13 @@ from baton.service.errors import InvalidRequest, NotFound
 from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.model.model_folder import Defaults
-from gateway.request.validation import check, check_size, resolve_max_tokens
+from gateway.request.answer_length import resolve_max_tokens
+from gateway.request.validation import check, check_size
 from tests.support.client import make_request
 
 MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
 SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults(), proposers=frozenset(["ngram"]))
-WIDE = ServedModel("wide", 100_000, 400, frozenset(), Defaults())
+WIDE = ServedModel("wide", 1 << 20, 400, frozenset(), Defaults())
 PROMPT = [10, 20, 30]
 
 
@@ -96,7 +97,7 @@ def test_what_is_too_long_is_told_so_that_clients_can_shorten_it(request_, words
 def test_other_limits_are_no_length_of_the_context():
     for request, served in (
         (make_request(PROMPT, max_tokens=0), SERVED),
-        (make_request(PROMPT, max_tokens=70_000), WIDE),
+        (make_request(PROMPT, max_tokens=MAX_OUTPUT_TOKENS + 1), WIDE),
     ):
         with pytest.raises(InvalidRequest) as caught:
             check(request, served)
@@ -140,6 +141,14 @@ def test_zero_is_a_value_and_unset_is_the_model_s():
     assert zeros.HasField("logprobs")
 
 
+@pytest.mark.parametrize("given, counts_as", [(1e-30, 0.0), (1e-8, 0.0), (0.0005, 0.0), (0.001, 0.001), (0.01, 0.01)])
+def test_a_temperature_that_programs_send_for_0_is_0(given, counts_as):
+    request = make_request(
+        PROMPT, request_id="a", temperature=given, resume_from=[1], seed=None if not counts_as else 1
+    )
+    assert check(request, SERVED).sampling.temperature == pytest.approx(counts_as)
+
+
 @pytest.mark.parametrize(
     "num_prompt_tokens, lengths, resume_from, most",
     [
@@ -162,10 +171,33 @@ def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengt
     assert resolve_max_tokens(check(request, served), num_prompt_tokens, served) == most
 
 
-@pytest.mark.parametrize("preset, n, most", [("normal", 1, 65_536), ("normal", 8, 8192), ("strict", 1, 128)])
-def test_it_is_within_the_limits(preset, n, most):
+@pytest.mark.parametrize(
+    "preset, asked, most",
+    [
+        ("normal", {}, 65_536),
+        ("normal", {"n": 8}, 65_536),
+        ("normal", {"n": 8, "logprobs": 0}, 65_536),
+        ("normal", {"n": 8, "logprobs": 20}, 8192),
+        ("strict", {}, 128),
+        ("strict", {"n": 4, "logprobs": 5}, 128),
+    ],
+    ids=str,
+)
+def test_it_is_within_the_limits(preset, asked, most):
     served = replace(WIDE, limits=PRESETS[preset])
-    assert resolve_max_tokens(check(make_request(PROMPT, n=n), served), 3, served) == most
+    assert resolve_max_tokens(check(make_request(PROMPT, **asked), served), 3, served) == most
+
+
+@pytest.mark.parametrize("asked", [81_920, 131_072, 393_216])  # Qwen3's card, Kimi Code, clients of DeepSeek
+def test_an_answer_may_be_asked_for_that_is_as_long_as_clients_want(asked):
+    assert resolve_max_tokens(check(make_request(PROMPT, max_tokens=asked), WIDE), 3, WIDE) == asked
+
+
+def test_a_long_answer_has_few_log_probabilities():
+    request = make_request(PROMPT, max_tokens=393_216, logprobs=2)
+    assert resolve_max_tokens(check(request, WIDE), 3, WIDE) == 393_216
+    assert field_of(make_request(PROMPT, max_tokens=393_216, logprobs=3), WIDE) == "sampling.logprobs"
+    assert resolve_max_tokens(check(make_request(PROMPT, max_tokens=65_536, logprobs=20), WIDE), 3, WIDE) == 65_536
 
 
 def test_stop_tokens_include_the_end_of_sequence_unless_ignored():

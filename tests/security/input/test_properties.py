@@ -17,7 +17,8 @@ from baton.v1 import worker_pb2
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.link.worker_link import WorkerLink
 from gateway.model.model_folder import Defaults
-from gateway.request.validation import check, resolve_max_tokens
+from gateway.request.answer_length import resolve_max_tokens
+from gateway.request.validation import check
 
 EDGES = (
     -1,
