@@ -1,16 +1,13 @@
 """Answers in OpenAI's form: one object, or the events of a stream."""
 
-import base64
 import itertools
-import math
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
-from gateway.http.wire.writing import Data, Json, event, to_bytes, to_bytes_in_turns, to_text
+from gateway.http.wire.writing import Data, Json, event, to_bytes_in_turns, to_text
 
 
 class SequenceDecoder(Protocol):
@@ -38,7 +35,6 @@ class TokenTexts(Protocol):
 
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
-_FLOAT_BYTES = 21  # of a number of a vector and its comma: 21.1 in the mean, of random ones of 768
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -187,6 +183,19 @@ class ChatForm(AnswerForm):
         super().__init__(asked, model, tokens)
         self._num_calls: dict[int, int] = {}  # of the choices so far
 
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
+        """Return the event for a message; empty, where it says nothing here."""
+        if self._asked.hides_reasoning:
+            message.ClearField("reasoning")
+        return super().chunk(prompt, message)
+
+    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
+        """Return the answer in one object, for `to_bytes_in_turns`."""
+        if self._asked.hides_reasoning:
+            for choice in (choice for response in responses for choice in response.choices):
+                choice.ClearField("reasoning")
+        return super().whole(responses)
+
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         delta: Json = {"role": "assistant", "content": message.text} if is_first else {}
         if message.text:
@@ -333,43 +342,6 @@ class _TextPlace:
         begin = self._offset
         self._offset += len(self._decoder.push([token_id]))
         return begin
-
-
-def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
-    """Return one of the objects of an answer of /v1/embeddings. base64 is of fp32, the lowest byte first."""
-    told: Any = list(values)
-    if encoding == "base64":
-        told = base64.b64encode(struct.pack(f"<{len(told)}f", *told)).decode()
-    return to_bytes({"object": "embedding", "index": index, "embedding": told})
-
-
-def embedding_bytes(num_numbers: int, encoding: str) -> int:
-    """Return how many bytes one of these objects has, as float about as many."""
-    return 52 + (4 * math.ceil(4 * num_numbers / 3) if encoding == "base64" else _FLOAT_BYTES * num_numbers)
-
-
-def embeddings(objects: Sequence[bytes], model: str, usage: pb.Usage) -> bytes:
-    """Return the answer of /v1/embeddings around its objects."""
-    told = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-    tail = to_bytes({"model": model, "usage": told})
-    return b'{"object":"list","data":[' + b",".join(objects) + b"]," + tail[1:]
-
-
-def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, model: str) -> Json:
-    """Return the answer of /v1/rerank, best first. `documents`: their texts, where they are told; else none."""
-    order = sorted(range(len(response.scores)), key=lambda index: -response.scores[index])[:top_n]
-    results: list[Json] = [{"index": index, "relevance_score": response.scores[index]} for index in order]
-    if documents:
-        results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
-    usage = {"prompt_tokens": response.usage.prompt_tokens, "total_tokens": response.usage.prompt_tokens}
-    return {"id": f"rerank-{response.request_id}", "model": model, "results": results, "usage": usage}
-
-
-def cohere_rerank(response: pb.ScoreResponse, top_n: int) -> Json:
-    """Return the answer of /v2/rerank, best first."""
-    ranked = rerank(response, (), top_n, "")
-    meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": response.usage.prompt_tokens}}
-    return {"id": ranked["id"], "results": ranked["results"], "meta": meta}
 
 
 def _call(call: pb.ToolCall) -> Json:

@@ -23,18 +23,7 @@ from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
-from gateway.http.answers import (
-    ChatForm,
-    CompletionForm,
-    Form,
-    StreamForm,
-    TokenTexts,
-    cohere_rerank,
-    embedding,
-    embedding_bytes,
-    embeddings,
-    rerank,
-)
+from gateway.http.answers import ChatForm, CompletionForm, Form, StreamForm, TokenTexts
 from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
 from gateway.http.call import BadCall, HttpCall, ToError
 from gateway.http.openapi import document
@@ -56,6 +45,7 @@ from gateway.http.requests import (
 )
 from gateway.http.responses import NUM_LEVELS, ResponseForm, read_input_tokens, read_response
 from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.readings import cohere_rerank, embedding, embedding_bytes, embeddings, rerank
 from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
 _INFERENCE = "/baton.v1.Inference/"

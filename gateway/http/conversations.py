@@ -2,12 +2,26 @@
 goes with them."""
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import BOOLEAN, EFFORT, OBJECT, OBJECT_TEXT, STRING, ValueKind, read_as, without_nulls
+from gateway.http.fields import (
+    ALL,
+    BOOLEAN,
+    EFFORT,
+    INTEGER,
+    OBJECT,
+    OBJECT_TEXT,
+    STRING,
+    SUMMARY,
+    THINKING_TYPE,
+    ValueKind,
+    read_as,
+    without_nulls,
+)
 from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, THINKING
 
 # Words for fields of baton.v1.Messages.
@@ -17,9 +31,45 @@ CONVERSATION_NAMES = {
     **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message", "tool_choice")},
     "messages.tool_name": "tool_choice.function.name",
 }
+
+
+class Wish(NamedTuple):
+    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
+    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
+
+    name: str
+    kind: ValueKind
+    about: str = ""
+
+
+_EFFORT_OF_OPENROUTER = Wish("reasoning.effort", EFFORT, "effort")
+EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
+WISHES = (
+    Wish("reasoning_effort", EFFORT, "effort"),
+    # DashScope's, SiliconFlow's
+    Wish("enable_thinking", BOOLEAN, "thinks"),
+    Wish("preserve_thinking", BOOLEAN, "keeps"),
+    Wish("thinking_budget", INTEGER),
+    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
+    Wish("thinking.type", THINKING_TYPE, "thinks"),
+    Wish("thinking.effort", EFFORT, "effort"),
+    Wish("thinking.keep", ALL, "keeps"),
+    Wish("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
+    Wish("thinking.budget_tokens", INTEGER),
+    # OpenRouter's
+    _EFFORT_OF_OPENROUTER,
+    Wish("reasoning.enabled", BOOLEAN, "thinks"),
+    Wish("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
+    Wish("reasoning.exclude", BOOLEAN),
+    Wish("reasoning.summary", SUMMARY),
+)
+_OBJECTS = {
+    parent: {wish.name.rpartition(".")[2] for wish in WISHES if wish.name.startswith(f"{parent}.")}
+    for parent in ("thinking", "reasoning")
+}
 CONVERSATION = (
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
-    "continue_final_message", "add_generation_prompt",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message",
+    "add_generation_prompt", *(wish.name for wish in WISHES if "." not in wish.name), *_OBJECTS,
 )  # fmt: skip
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
@@ -52,6 +102,8 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     if begins == continues:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=True)
+    for parent, known in _OBJECTS.items():
+        read_fields(parent, values.get(parent, {}), known)
     return pb.Messages(
         tool_choice=choice,
         tool_name=name,
@@ -61,7 +113,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
             _tool(f"tools[{index}]", tool)
             for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS))
         ],
-        chat_template_kwargs=read_template_kwargs(values, "reasoning_effort", values.get("reasoning_effort")),
+        chat_template_kwargs=read_template_kwargs(values, WISHES),
         continue_final_message=continues,
     )
 
@@ -99,14 +151,40 @@ def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> s
     return "" if text == "{}" else text
 
 
-def read_template_kwargs(values: Mapping[str, Any], where: str, effort: object) -> str:
+def read_template_kwargs(values: Mapping[str, Any], wishes: Sequence[Wish]) -> str:
     """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
-    words of templates how much the model is to reason. `where`: the field that `effort` is from, None: it is not given."""
-    if effort is None:
+    words of templates how the model is to reason."""
+    said = defaultdict[str, dict[str, Any]](dict)
+    for wish in wishes:
+        if (value := _value_at(values, wish.name)) is not None:
+            said[wish.about][wish.name] = read_as(wish.name, wish.kind, value)
+    variables = dict[str, Any]()
+    if (effort := _agreed(said["effort"])) is not None:
+        variables["reasoning_effort"] = effort
+    whether = {name: value != "none" for name, value in said["effort"].items()}
+    if (thinks := _agreed(whether | said["thinks"])) is not None:
+        variables |= dict.fromkeys(THINKING, thinks)
+    if (keeps := _agreed(said["keeps"])) is not None:
+        variables |= {"preserve_thinking": keeps, "clear_thinking": not keeps}  # Qwen's and Kimi's word, and GLM's
+    if not variables:
         return read_object_text("chat_template_kwargs", values)
-    thinks = read_as(where, EFFORT, effort) != "none"
-    own = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
-    return json.dumps({"reasoning_effort": effort, **dict.fromkeys(THINKING, thinks), **own})
+    return json.dumps(variables | read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {})))
+
+
+def _value_at(values: Mapping[str, Any], name: str) -> object:
+    """Return the value of a field, or of one of an object's; None: it is not given."""
+    parent, _, own = name.rpartition(".")
+    return values.get(parent, {}).get(own) if parent else values.get(own)
+
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    """Return what fields of these names say, None where there are none. Raises InvalidRequest where they say different
+    things."""
+    for name, value in said.items():
+        first = next(iter(said))
+        if value != said[first]:
+            raise InvalidRequest(name, f"is not what {first} says")
+    return next(iter(said.values()), None)
 
 
 def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:

@@ -116,6 +116,18 @@ def _one_of(words: Sequence[str]) -> ValueKind:
     return ValueKind(f"one of {', '.join(words)}", {"enum": [*words]}, read)
 
 
+def _thinking_type(value: object) -> bool:
+    if not isinstance(value, str) or value not in THINKING_TYPES:
+        raise ValueError
+    return THINKING_TYPES[value]
+
+
+def _all(value: object) -> bool:
+    if value != "all":
+        raise ValueError
+    return True
+
+
 def _true(value: object) -> bool:
     if value is not True:
         raise TypeError
@@ -152,6 +164,10 @@ POOLINGS = {name.removeprefix("POOLING_").lower(): number for name, number in pb
 POOLING = ValueKind(f"one of {', '.join(POOLINGS)}", {"enum": [*POOLINGS]}, _pooling)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 EFFORT = _one_of(EFFORTS)
+THINKING_TYPES = {"enabled": True, "adaptive": True, "disabled": False}
+THINKING_TYPE = ValueKind(f"one of {', '.join(THINKING_TYPES)}", {"enum": [*THINKING_TYPES]}, _thinking_type)
+ALL = ValueKind("all", {"const": "all"}, _all)
+SUMMARY = _one_of(("auto", "concise", "detailed"))  # of reasoning: none is made
 VERBOSITY = _one_of(("low", "medium", "high"))  # read by nobody: no chat template has a place for it
 TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)

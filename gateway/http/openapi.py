@@ -120,6 +120,7 @@ _OF_CHAT = {
     "logprobs": BOOLEAN.schema,
     "prediction": OBJECT,
     "verbosity": VERBOSITY.schema,
+    "include_reasoning": BOOLEAN.schema,
     **_STREAMED,
 }
 _OF_RESPONSE = {

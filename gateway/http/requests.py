@@ -45,6 +45,7 @@ MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
+_OF_CHAT = ("logprobs", "prediction", "verbosity", "include_reasoning")
 
 # Words for fields of baton.v1 that no row of the table has.
 CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
@@ -65,6 +66,7 @@ class Asked:
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
     is_prompt_alone: bool = False  # what is answered is not told
+    hides_reasoning: bool = False  # nor what was thought before it
     num_choices: int = field(init=False)  # of each request
 
     def __post_init__(self) -> None:
@@ -104,7 +106,7 @@ def parse(body: bytes) -> dict[str, Any]:
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
     values = _without_endless(values)
-    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs", "prediction", "verbosity"))
+    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, *_OF_CHAT))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
     fill(request, values, CHAT, names)
@@ -116,7 +118,10 @@ def read_chat(values: Mapping[str, Any]) -> Asked:
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
     elif "top_logprobs" in values:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
-    return _asked("chatcmpl", [request], values, names)
+    asked = _asked("chatcmpl", [request], values, names)
+    is_told = read_value(values, "include_reasoning", BOOLEAN, True)
+    asked.hides_reasoning = not is_told or bool(values.get("reasoning", {}).get("exclude"))
+    return asked
 
 
 def read_completion(values: Mapping[str, Any]) -> Asked:

@@ -13,6 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import TokenTexts, split_parts, token_logprobs
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
+    EFFORT_OF_RESPONSE,
     TOOL_FIELDS,
     in_namespace,
     read_fields,
@@ -30,6 +31,7 @@ from gateway.http.fields import (
     RESPONSE,
     RESPONSE_NEUTRAL,
     STRING,
+    SUMMARY,
     read_as,
     without_nulls,
 )
@@ -39,10 +41,7 @@ from gateway.request.messages import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes back as the text that it is
-SUMMARIES, SUMMARY_KINDS = (
-    ("summary", "generate_summary"),
-    ("auto", "concise", "detailed"),
-)  # of reasoning: none is made
+SUMMARIES = ("summary", "generate_summary")
 ELSEWHERE = ("web_search", "image_generation")  # how types of tools begin that a service runs, not the client
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
 _NAMES = {
@@ -94,11 +93,10 @@ def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, di
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     """Read a conversation, and its words for messages into `names`."""
     conversation = _tools(values, names)
-    fields = read_part_of(values, "reasoning", ("effort", *SUMMARIES))
-    for name in SUMMARIES:
-        if fields.get(name, SUMMARY_KINDS[0]) not in SUMMARY_KINDS:
-            raise InvalidRequest(f"reasoning.{name}", f"must be one of {', '.join(SUMMARY_KINDS)}")
-    conversation.chat_template_kwargs = read_template_kwargs(values, "reasoning.effort", fields.get("effort"))
+    for name, value in read_part_of(values, "reasoning", ("effort", *SUMMARIES)).items():
+        if name in SUMMARIES:
+            read_as(f"reasoning.{name}", SUMMARY, value)
+    conversation.chat_template_kwargs = read_template_kwargs(values, EFFORT_OF_RESPONSE)
     if "instructions" in values:
         conversation.messages.add(role="system", content=read_value(values, "instructions", STRING))
     read_input(values, conversation, names)

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from gateway.http.anthropic import THINKS, TOOL_CHOICES
-from gateway.http.conversations import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS, REPEATED
+from gateway.http.conversations import (
+    CALL_FIELDS,
+    ITEM_FIELDS,
+    ITEM_PARTS,
+    ITEM_ROLES,
+    OUTPUT_FIELDS,
+    REPEATED,
+    WISHES,
+)
 from gateway.http.fields import (
     BOOLEAN,
     CONSTRAINTS,
@@ -12,10 +20,11 @@ from gateway.http.fields import (
     INTEGER,
     JSON_SCHEMA,
     STRING,
+    SUMMARY,
     TOKEN_IDS,
     VERBOSITY,
 )
-from gateway.http.responses import ELSEWHERE, SUMMARIES, SUMMARY_KINDS
+from gateway.http.responses import ELSEWHERE, SUMMARIES
 from gateway.http.wire.writing import Json
 
 OBJECT = {"type": "object"}
@@ -138,7 +147,7 @@ OF_RESPONSES = {
     "input": {"anyOf": [STRING.schema, _ITEMS]},
     "instructions": STRING.schema,
     "chat_template_kwargs": OBJECT,
-    "reasoning": closed([], effort=EFFORT.schema, **{key: {"enum": SUMMARY_KINDS} for key in SUMMARIES}),
+    "reasoning": closed([], effort=EFFORT.schema, **dict.fromkeys(SUMMARIES, SUMMARY.schema)),
     "tools": _list_of(
         _ITEM_TOOL,
         closed(
@@ -194,13 +203,25 @@ _MESSAGES = _conversation(
 )
 _TOOL = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], **_FUNCTION))
 _NAMED_CHOICE = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], name=_NAME))
+
+
+def _wishes() -> Json:
+    """Return the schemas of fields that say how the model is to reason."""
+    found: Json = {}
+    for name, kind, _ in WISHES:
+        parent, _, own = name.rpartition(".")
+        of_object = found.setdefault(parent, closed([]))["properties"] if parent else found
+        of_object[own] = kind.schema
+    return found
+
+
 CONVERSATION = {
     "messages": _MESSAGES,
     "tools": _list_of(_TOOL),
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
     "parallel_tool_calls": BOOLEAN.schema,
     "chat_template_kwargs": OBJECT,
-    "reasoning_effort": EFFORT.schema,
+    **_wishes(),
     "continue_final_message": BOOLEAN.schema,
     "add_generation_prompt": BOOLEAN.schema,
 }

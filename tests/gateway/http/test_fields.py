@@ -450,6 +450,86 @@ def test_an_effort_to_reason_is_told_in_the_words_of_templates(effort, own, vari
         assert json.loads(asked.messages.chat_template_kwargs) == variables
 
 
+ON, OFF = ({"enable_thinking": each, "thinking": each} for each in (True, False))
+KEPT, CLEARED = ({"preserve_thinking": each, "clear_thinking": not each} for each in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("said", "variables"),
+    [
+        ({"thinking": {"type": "enabled"}}, ON),
+        ({"thinking": {"type": "adaptive"}}, ON),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, ON),
+        ({"thinking": {"type": "enabled", "effort": "high", "keep": "all"}}, {"reasoning_effort": "high", **ON, **KEPT}),
+        ({"thinking": {"type": "enabled", "keep": None}, "reasoning_effort": "max"}, {"reasoning_effort": "max", **ON}),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, ON | KEPT),
+        ({"thinking": {"clear_thinking": True}}, CLEARED),
+        ({"enable_thinking": False}, OFF),
+        ({"enable_thinking": True, "thinking_budget": 500, "preserve_thinking": True}, ON | KEPT),
+        ({"preserve_thinking": False}, CLEARED),
+        ({"reasoning": {"effort": "low", "summary": "auto", "exclude": False}}, {"reasoning_effort": "low", **ON}),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", **OFF}),
+        ({"reasoning": {"enabled": True}}, ON),
+        ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": {"max_tokens": 2000}}, ON),
+        ({"reasoning": {"exclude": True}}, None),
+        ({"reasoning": {}, "thinking": {}}, None),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}, "enable_thinking": False,
+             "thinking": {"type": "disabled"}, "reasoning_effort": "none"},
+            {"reasoning_effort": "none", **OFF},
+        ),
+        ({"chat_template_kwargs": {"thinking": False}, "enable_thinking": True}, ON | {"thinking": False}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_word_for_thinking_is_told_in_the_words_of_templates(said, variables):
+    chat = {**READERS["chat"][1], **said}
+    for messages in (
+        read_chat(chat).requests[0].messages,
+        read_tokenize({name: value for name, value in chat.items() if name in CONVERSATION}).messages,
+    ):
+        assert (json.loads(messages.chat_template_kwargs) if messages.chat_template_kwargs else None) == variables
+
+
+@pytest.mark.parametrize(
+    ("said", "field", "why"),
+    [
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking.type", "enable_thinking"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "thinking.type", "reasoning_effort"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort", "reasoning_effort"),
+        ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled", "reasoning.effort"),
+        ({"preserve_thinking": True, "thinking": {"clear_thinking": True}}, "thinking.clear_thinking", "preserve_thinking"),
+        ({"thinking": {"type": "on"}}, "thinking.type", "enabled, adaptive, disabled"),
+        ({"thinking": {"type": []}}, "thinking.type", "enabled, adaptive, disabled"),
+        ({"thinking": {"type": "enabled", "depth": 1}}, "thinking.depth", "not supported"),
+        ({"thinking": {"keep": "last"}}, "thinking.keep", "must be all"),
+        ({"thinking": {"budget_tokens": "few"}}, "thinking.budget_tokens", "integer"),
+        ({"thinking": True}, "thinking", "an object"),
+        ({"thinking_budget": "much"}, "thinking_budget", "integer"),
+        ({"enable_thinking": "true"}, "enable_thinking", "true or false"),
+        ({"reasoning": "low"}, "reasoning", "an object"),
+        ({"reasoning": {"exclude": 1}}, "reasoning.exclude", "true or false"),
+        ({"include_reasoning": 1}, "include_reasoning", "true or false"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_words_for_thinking_that_say_different_things_are_refused(said, field, why):
+    with pytest.raises(InvalidRequest, match=why) as caught:
+        read_chat({**READERS["chat"][1], **said})
+    assert caught.value.field == field
+
+
+def test_reasoning_is_hidden_where_that_is_asked_for():
+    chat = READERS["chat"][1]
+    for said, hides in (
+        ({}, False), ({"include_reasoning": True, "reasoning": {"exclude": False}}, False),
+        ({"include_reasoning": False}, True), ({"include_reasoning": True, "reasoning": {"exclude": True}}, True),
+    ):  # fmt: skip
+        assert read_chat({**chat, **said}).hides_reasoning is hides
+
+
 @pytest.mark.parametrize("num_chars", [1, 61, 62, 63, 64])
 def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
     for num_prompts in (2, 128):

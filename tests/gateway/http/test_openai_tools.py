@@ -58,6 +58,21 @@ async def test_calls_streamed(saying):
         assert ids[0] == call.id and len(ids) > 2 and not any(ids[1:])
 
 
+@pytest.mark.parametrize("more", [{"reasoning": {"exclude": True}}, {"include_reasoning": False}], ids=str)
+async def test_reasoning_is_left_out_where_nobody_wants_it(saying, more):
+    ask = {**ASK, "extra_body": more}
+    async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
+        whole = await client.chat.completions.create(**ask)
+        assert whole.choices[0].message.content == "One moment." and len(whole.choices[0].message.tool_calls) == 2
+        assert "reasoning_content" not in whole.choices[0].message.model_extra
+        assert whole.usage.completion_tokens_details.reasoning_tokens > 0
+        content, chunks = "", [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+        for delta in (chunk.choices[0].delta for chunk in chunks):
+            assert "reasoning_content" not in (delta.model_extra or {})
+            content += delta.content or ""
+        assert content == "One moment." and chunks[0].choices[0].delta.role == "assistant"
+
+
 async def test_usage_tells_how_many_tokens_the_reasoning_took(saying):
     async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
         whole = (await client.chat.completions.create(**ASK)).usage
