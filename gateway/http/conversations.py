@@ -80,6 +80,7 @@ _RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the cal
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
 REPEATED = ("role", "tool_calls", *_REASONING)
+THOUGHT_FIELDS = ("type", "thinking", "signature")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # Of an item of a response's input; an answer comes back with all of them.
 ITEM_ROLES = ("system", "developer", "user", "assistant")
@@ -159,10 +160,11 @@ def read_template_kwargs(values: Mapping[str, Any], wishes: Sequence[Wish]) -> s
         if (value := _value_at(values, wish.name)) is not None:
             said[wish.about][wish.name] = read_as(wish.name, wish.kind, value)
     variables = dict[str, Any]()
+    # Any other effort is one of a model that reasons, unless that is turned off.
+    thinks = _agreed({name: False for name, value in said["effort"].items() if value == "none"} | said["thinks"])
     if (effort := _agreed(said["effort"])) is not None:
-        variables["reasoning_effort"] = effort
-    whether = {name: value != "none" for name, value in said["effort"].items()}
-    if (thinks := _agreed(whether | said["thinks"])) is not None:
+        variables["reasoning_effort"], thinks = effort, thinks is not False
+    if thinks is not None:
         variables |= dict.fromkeys(THINKING, thinks)
     if (keeps := _agreed(said["keeps"])) is not None:
         variables |= {"preserve_thinking": keeps, "clear_thinking": not keeps}  # Qwen's and Kimi's word, and GLM's
@@ -233,27 +235,42 @@ def _message(where: str, message: object) -> pb.Message:
     parts = content if role == "assistant" and isinstance(content, list) else []
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
     content = "" if content is None and calls else content
+    text, thought = _said(f"{where}.content", parts) if parts else (read_content(f"{where}.content", content), "")
     return pb.Message(
         role=read_as(f"{where}.role", STRING, role),
-        content=read_content(f"{where}.content", content, others=REPEATED if parts else ()),
+        content=text,
         tool_calls=[_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)],
         tool_call_id=read_as(f"{where}.tool_call_id", STRING, fields.get("tool_call_id", own_id)),
-        reasoning=_reasoning(where, fields, parts),
+        reasoning=_reasoning(where, fields, parts, thought),
     )
 
 
-def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object]) -> str:
+def _said(where: str, parts: Sequence[object]) -> tuple[str, str]:
+    """Return the text and the reasoning in the parts of an answer, the latter in Anthropic's blocks, as LiteLLM sends them:
+    those that are encrypted nobody here can read."""
+    texts, thoughts = list[str](), list[str]()
+    for index, part in enumerate(parts):
+        here, kind = f"{where}[{index}]", part.get("type") if isinstance(part, dict) else None
+        if kind == "thinking":
+            fields = read_fields(here, part, THOUGHT_FIELDS)
+            thoughts.append(read_as(f"{here}.thinking", STRING, fields.get("thinking")))
+        elif kind != "redacted_thinking":
+            texts.append(read_part(here, part, others=REPEATED))
+    return "".join(texts), "".join(thoughts)
+
+
+def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], thought: str) -> str:
     """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of them, or
-    both with the same."""
+    more with the same."""
     said = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
-    found = {
+    found = ({thought} if thought else set()) | {
         read_as(f"{place}.{name}", STRING, each[name])
         for place, each in said.items()
         for name in _REASONING
         if each.get(name) is not None
     }
     if len(found) > 1:
-        raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
+        raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content or a thinking part is")
     return found.pop() if found else ""
 
 

@@ -44,9 +44,9 @@ def _parts(*kinds: str, **others: Json) -> Json:
     return closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=OBJECT, **others)
 
 
-def _content(*kinds: str, **others: Json) -> Json:
+def _content(*kinds: str, besides: Sequence[Json] = (), **others: Json) -> Json:
     notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
-    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others))]}
+    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others), *besides)]}
 
 
 _CONTENT = _content("text")
@@ -186,13 +186,15 @@ _CALL = closed(
     type={"const": "function"},
     function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
 )
+_REDACTED = {"type": "object", "required": ["type"], "properties": {"type": {"const": "redacted_thinking"}}}
+_SAID = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(
     closed(
         ["role"],
         role={"enum": ["system", "developer", "user", "assistant", "tool"]},
         name=_TEXT_OR_NULL,
-        content={"anyOf": [_content("text", **{name: {} for name in REPEATED}), {"type": "null"}]},
+        content={"anyOf": [_SAID, {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},

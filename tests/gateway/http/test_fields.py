@@ -420,6 +420,43 @@ def test_a_system_message_of_anthropic_s_stands_in_its_place():
     assert [(each.role, each.content) for each in request.messages.messages] == [("user", "hi"), ("system", "be short")]
 
 
+THOUGHT = {"type": "thinking", "thinking": "Where?"}
+
+
+@pytest.mark.parametrize(
+    ("message", "content", "reasoning"),
+    [
+        ({"content": [THOUGHT, {"type": "text", "text": "I look."}]}, "I look.", "Where?"),
+        ({"content": [THOUGHT | {"signature": "unsigned"}, {**THOUGHT, "thinking": " Here?"}]}, "", "Where? Here?"),
+        ({"content": [{"type": "redacted_thinking", "data": "xyz"}, {"type": "text", "text": "I look."}]}, "I look.", ""),
+        ({"content": [THOUGHT], "reasoning_content": "Where?"}, "", "Where?"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_reasoning_may_be_parts_of_an_answer(message, content, reasoning):
+    """As LiteLLM's hosted_vllm makes them of the blocks of Anthropic's clients."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **message}]
+    said = read_chat({"messages": messages}).requests[0].messages.messages[1]
+    assert (said.content, said.reasoning) == (content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "content": [THOUGHT]}, "messages[0].content[0]"),
+        ({"role": "assistant", "content": [THOUGHT], "reasoning": "Here?"}, "messages[0].reasoning"),
+        ({"role": "assistant", "content": [{"type": "thinking"}]}, "messages[0].content[0].thinking"),
+        ({"role": "assistant", "content": [THOUGHT | {"text": "a"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "content": [THOUGHT, {"type": "image_url"}]}, "messages[0].content[1]"),
+    ],
+    ids=str,
+)
+def test_parts_of_reasoning_that_cannot_be_are_told_by_their_place(message, field):
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat({"messages": [message]})
+    assert caught.value.field == field
+
+
 def test_template_variables_of_a_response_are_those_of_a_chat():
     variables = {"chat_template_kwargs": {"enable_thinking": False}}
     asked, chat = read_response({"input": "hi", **variables}), read_chat({**READERS["chat"][1], **variables})
@@ -465,6 +502,7 @@ KEPT, CLEARED = ({"preserve_thinking": each, "clear_thinking": not each} for eac
         ({"thinking": {"type": "enabled", "keep": None}, "reasoning_effort": "max"}, {"reasoning_effort": "max", **ON}),
         ({"thinking": {"type": "enabled", "clear_thinking": False}}, ON | KEPT),
         ({"thinking": {"clear_thinking": True}}, CLEARED),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, {"reasoning_effort": "high", **OFF}),
         ({"enable_thinking": False}, OFF),
         ({"enable_thinking": True, "thinking_budget": 500, "preserve_thinking": True}, ON | KEPT),
         ({"preserve_thinking": False}, CLEARED),
@@ -497,7 +535,7 @@ def test_each_word_for_thinking_is_told_in_the_words_of_templates(said, variable
     ("said", "field", "why"),
     [
         ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking.type", "enable_thinking"),
-        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "thinking.type", "reasoning_effort"),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "thinking.type", "reasoning_effort"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort", "reasoning_effort"),
         ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled", "reasoning.effort"),
         ({"preserve_thinking": True, "thinking": {"clear_thinking": True}}, "thinking.clear_thinking", "preserve_thinking"),
