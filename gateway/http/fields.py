@@ -265,15 +265,31 @@ NOTES: Mapping[str, ValueKind] = {
 }
 
 # Fields that are accepted where they ask for what is done anyway, with the values that do.
-_TIERS = ("auto", "default", "flex", "priority")  # there is one
+_TIERS = ("auto", "default", "flex", "scale", "priority")  # there is one
 _NEUTRAL = {
     "service_tier": _TIERS,
     "store": (False,),
+    "best_of": (1,),
+    # Of vLLM, whose clients may send all parameters there are.
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    # Of SGLang, and of llama.cpp.
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
 }
 CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
     "modalities": (["text"],),
+    "echo": (False,),
+    "add_special_tokens": (False,),  # the template has them
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek", "parsed"),  # llama.cpp's two words for it, and Groq's
 }
 RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),
@@ -285,7 +301,7 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "truncation": ("disabled",),
 }
 INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
-COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,)}
+COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "add_special_tokens": (True,)}
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

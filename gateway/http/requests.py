@@ -116,8 +116,10 @@ def read_chat(values: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
     if read_value(values, "logprobs", BOOLEAN, False):
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
-    elif "top_logprobs" in values:
+    elif values.get("top_logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    else:
+        request.sampling.ClearField("logprobs")
     asked = _asked("chatcmpl", [request], values, names)
     is_told = read_value(values, "include_reasoning", BOOLEAN, True)
     asked.hides_reasoning = not is_told or bool(values.get("reasoning", {}).get("exclude"))

@@ -399,6 +399,44 @@ def test_notes_of_the_sender_change_nothing(door, name, note):
         read({**body, name: 3})
 
 
+ANYWAY = {
+    "include_stop_str_in_output": False, "spaces_between_special_tokens": True, "skip_special_tokens": True, "use_beam_search": False,
+    "length_penalty": 1.0, "early_stopping": False, "bad_words": [], "best_of": 1, "echo": False, "no_stop_trim": False,
+    "cache_prompt": True, "service_tier": "scale", "n": 1, "min_tokens": 0,
+}  # fmt: skip
+ANYWAY_IN_CHAT = {
+    "add_special_tokens": False, "include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True,
+    "reasoning_format": "deepseek", "logprobs": False, "top_logprobs": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "more"), [("chat", ANYWAY_IN_CHAT), ("completion", {"add_special_tokens": True})])
+def test_what_asks_for_what_is_done_anyway_is_taken(door, more):
+    read, body = READERS[door]
+    body = {name: value for name, value in body.items() if name != "logprobs"}
+    told, plain = read({**body, **ANYWAY, **more}).requests[0], read(body).requests[0]
+    checked, bare = (check(each, SERVED) for each in (told, plain))
+    assert (checked.num_logprobs, checked.num_choices, checked.min_tokens, checked.echo) == (0, 1, 0, False)
+    assert checked.messages == bare.messages and checked.text == bare.text
+
+
+@pytest.mark.parametrize(
+    ("door", "name", "other"),
+    [
+        ("chat", "include_stop_str_in_output", True), ("chat", "spaces_between_special_tokens", False), ("chat", "use_beam_search", True),
+        ("chat", "length_penalty", 1.2), ("chat", "length_penalty", True), ("chat", "early_stopping", 0), ("chat", "bad_words", ["no"]),
+        ("chat", "best_of", 2), ("chat", "add_special_tokens", True), ("completion", "add_special_tokens", False),
+        ("chat", "separate_reasoning", False), ("chat", "stream_reasoning", False), ("chat", "no_stop_trim", True),
+        ("chat", "cache_prompt", False), ("chat", "reasoning_format", "none"), ("completion", "separate_reasoning", True),
+    ],
+)  # fmt: skip
+def test_what_asks_for_something_else_is_refused(door, name, other):
+    read, body = READERS[door]
+    with pytest.raises(InvalidRequest) as caught:
+        read({**body, name: other})
+    assert caught.value.field == name
+
+
 def test_what_is_predicted_of_an_answer_changes_nothing():
     body = {**READERS["chat"][1], "seed": 1, "request_id": "r"}
     given = {"prediction": {"type": "content", "content": "hi"}}
