@@ -228,7 +228,6 @@ def read_list(where: str, value: object, most: int) -> list[Any]:
 def _message(where: str, message: object) -> pb.Message:
     is_result = isinstance(message, dict) and message.get("role") == "tool"
     fields = read_fields(where, message, _RESULT if is_result else _MESSAGE)
-    read_as(f"{where}.name", STRING, fields.get("name", ""))  # of a tool, as its call has it, or of who speaks
     read_as(f"{where}.extra", OBJECT, fields.get("extra", {}))
     own_id = read_as(f"{where}.id", STRING, fields.get("id", ""))
     role, content = fields.get("role"), fields.get("content")
@@ -238,6 +237,7 @@ def _message(where: str, message: object) -> pb.Message:
     text, thought = _said(f"{where}.content", parts) if parts else (read_content(f"{where}.content", content), "")
     return pb.Message(
         role=read_as(f"{where}.role", STRING, role),
+        name=read_as(f"{where}.name", STRING, fields.get("name", "")),
         content=text,
         tool_calls=[_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)],
         tool_call_id=read_as(f"{where}.tool_call_id", STRING, fields.get("tool_call_id", own_id)),

@@ -75,7 +75,7 @@ def _message(where: str, message: pb.Message, called: set[str]) -> ChatMessage:
     if message.tool_call_id and message.tool_call_id not in called:
         _refuse(f"{where}.tool_call_id", f"{message.tool_call_id[:40]!r} is no call of an earlier message")
     calls = _calls(f"{where}.tool_calls", message.tool_calls, called)
-    return ChatMessage(role, _content(where, message), calls, message.tool_call_id, message.reasoning)
+    return ChatMessage(role, _content(where, message), calls, message.tool_call_id, message.reasoning, message.name)
 
 
 def _content(where: str, message: pb.Message) -> str:

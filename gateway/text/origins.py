@@ -86,8 +86,9 @@ class _Marker:
             ChatToolCall(self.text(call.id), self.text(call.name), self.value(call.arguments))
             for call in message.tool_calls
         )
-        content, reasoning, id_ = map(self.text, (message.content, message.reasoning, message.tool_call_id))
-        return ChatMessage(message.role, content, tuple(calls), id_, reasoning)
+        texts = message.content, message.tool_call_id, message.reasoning, message.name
+        content, *others = map(self.text, texts)
+        return ChatMessage(message.role, content, tuple(calls), *others)
 
     def _key(self, key: str) -> str:
         return f"{self._text_begin}{key}{self._text_end}" if self.controls.may_name(key) else key

@@ -50,6 +50,7 @@ class ChatMessage(NamedTuple):
     tool_calls: tuple[ChatToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    name: str = ""
 
     @property
     def parts(self) -> tuple["ChatMessage", ...]:
@@ -68,6 +69,8 @@ class ChatMessage(NamedTuple):
             ]
         if self.tool_call_id:
             values["tool_call_id"] = self.tool_call_id
+        if self.name:
+            values["name"] = self.name
         if self.reasoning:
             values["reasoning_content"] = self.reasoning
             # As gpt-oss calls it, whose template refuses it beside a text before calls.
@@ -111,7 +114,7 @@ class Conversation(NamedTuple):
         texts, keys = list[str](), list[str]()
         rest: list[object] = [self.options.tools, self.options.kwargs]
         for message in self.messages:
-            rest += message.content, message.reasoning, message.tool_call_id, message.tool_calls
+            rest += message.content, message.reasoning, message.tool_call_id, message.name, message.tool_calls
         while rest:
             value = rest.pop()
             if isinstance(value, str):
@@ -239,7 +242,7 @@ def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     turns = list[ChatMessage]()
     for role, group in itertools.groupby([*head, *as_users], lambda message: message.role):
         each = list(group)
-        is_one = role in ("system", "user")
+        is_one = len(each) > 1 and role in ("system", "user")
         turns += [ChatMessage(role, "\n\n".join(message.content for message in each))] if is_one else each
     return turns
 

@@ -49,6 +49,11 @@ def test_every_option_of_a_score_is_a_keyword():
             make_score_request("q", documents, options)
 
 
+def test_messages_have_what_the_contract_has():
+    given = {"role": "tool", "content": "sunny", "tool_call_id": "c", "name": "weather"}
+    assert make_request([given]).messages.messages[0] == pb.Message(**given)
+
+
 def test_options_are_where_the_contract_has_them():
     request = make_request(
         "a", {"temperature": 0.0, "top_k": 3, "stop": ["x"], "max_tokens": 4, "logit_bias": {1: 2.0}, "priority": 0}

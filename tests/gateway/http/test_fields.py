@@ -373,7 +373,9 @@ def test_each_field_of_a_rerank_lands_in_its_own(row):
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 def test_a_message_may_have_a_name(role):
     message = {"role": role, "content": "here"}
-    told, plain = (read_chat({"messages": [each]}).requests[0] for each in ({**message, "name": "find"}, message))
+    (told,), (plain,) = (read_chat({"messages": [each]}).requests for each in ({**message, "name": "find"}, message))
+    assert told.messages.messages[0].name == "find"
+    told.messages.messages[0].name = ""
     assert told.messages == plain.messages
 
 

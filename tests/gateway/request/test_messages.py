@@ -109,14 +109,16 @@ def test_what_is_given_arrives():
         messages=[
             pb.Message(role="developer", parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")]),
             CALLING,
-            pb.Message(role="tool", tool_call_id="c1", content="found"),
+            pb.Message(role="tool", tool_call_id="c1", content="found", name="search"),
             pb.Message(role="assistant", content="It is", reasoning="hm"),
         ],
         tools=[pb.Tool(name="find", description="Find it.", parameters='{"type": "object"}'), pb.Tool(name="stop")],
         chat_template_kwargs='{"enable_thinking": false}',
         continue_final_message=True,
     )
-    messages, options = check_conversation(given, RequestLimits())
+    conversation = check_conversation(given, RequestLimits())
+    messages, options = conversation
+    assert messages[2].name == "search" and "search" in conversation.words.texts
     assert [message.role for message in messages] == ["developer", "assistant", "tool", "assistant"]
     assert messages[0].content == "ab"
     assert messages[1].tool_calls == (ChatToolCall("c1", "find", json.loads(CALL.arguments)),)
