@@ -20,6 +20,7 @@ class GenerateOptions(TypedDict, total=False):
     slo_class: str
     constraint: pb.Constraint
     echo: bool
+    echo_token_ids: bool
     suffix: str
     stream_interval_ms: int
 

@@ -96,7 +96,7 @@ class AnswerForm:
         head = to_text(self._head(self.names.chunk))
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
         self._before = f'data: {head[:-1]},"choices":['
-        self._behind = '],"usage":null}\n\n' if asked.include_usage else "]}\n\n"
+        self._behind = ',"usage":null}\n\n' if asked.include_usage else "}\n\n"
         self._so_far: dict[int, pb.Usage] = {}  # by prompt, where each event tells it
         self._begun: set[int] = set()
 
@@ -113,7 +113,8 @@ class AnswerForm:
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         behind = self._behind
         if self._asked.continuous_usage_stats:
-            behind = f'],"usage":{to_text(_usage(self._so_far.values()))}}}\n\n'
+            behind = f',"usage":{to_text(_usage(self._so_far.values()))}}}\n\n'
+        behind = f"]{self._beside(message)}{behind}"
         if choice.get("logprobs") or "prompt_logprobs" in choice:
             return self._in_turns(choice, behind)
         return f"{self._before}{to_text(choice)}{behind}".encode()
@@ -156,6 +157,10 @@ class AnswerForm:
     def _shows_tokens(self, message: pb.GenerateResponse) -> bool:
         return bool(message.logprobs or (self._asked.return_token_ids and message.token_ids))
 
+    def _beside(self, message: pb.GenerateResponse) -> str:
+        """Return what stands in the event beside its choice, as JSON, with a comma before it."""
+        return ""
+
     def _end(self, part: pb.GenerateResponse | pb.Choice) -> Json:
         found: Json = {"finish_reason": None}
         if part.finish_reason:
@@ -191,10 +196,16 @@ class ChatForm(AnswerForm):
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object, for `to_bytes_in_turns`."""
+        (response,) = responses
         if self._asked.hides_reasoning:
-            for choice in (choice for response in responses for choice in response.choices):
+            for choice in response.choices:
                 choice.ClearField("reasoning")
-        return super().whole(responses)
+        told = super().whole(responses)
+        return told | {"prompt_token_ids": list(response.prompt.token_ids)} if self._asked.return_token_ids else told
+
+    def _beside(self, message: pb.GenerateResponse) -> str:
+        is_told = self._asked.return_token_ids and message.HasField("prompt")
+        return f',"prompt_token_ids":{to_text(list(message.prompt.token_ids))}' if is_told else ""
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         delta: Json = {"role": "assistant", "content": message.text} if is_first else {}
@@ -237,7 +248,7 @@ class CompletionForm(AnswerForm):
         super().__init__(asked, model, tokens)
         self._places: dict[int, _TextPlace] = {}  # of choices
         self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in asked.requests]
-        self._has_logprobs = asked.requests[0].sampling.HasField("logprobs")
+        self._has_logprobs, self._echoes = asked.requests[0].sampling.HasField("logprobs"), asked.requests[0].echo
         self._firsts: dict[
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
@@ -275,8 +286,10 @@ class CompletionForm(AnswerForm):
     ) -> Json:
         """Return a choice from its beginning, behind the prompt where that is echoed, with iterators. `first` has what is
         of the prompt."""
-        logprobs = self._logprobs(part.logprobs, index, first if first.HasField("prompt") else None)
+        logprobs = self._logprobs(part.logprobs, index, first if self._echoes else None)
         found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
+        if self._asked.return_token_ids:
+            found["prompt_token_ids"] = list(first.prompt.token_ids)
         if first.prompt_logprobs:
             found["prompt_logprobs"] = itertools.chain((None,), map(self._by_token, first.prompt_logprobs))
         return found

@@ -261,6 +261,8 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     check_notes(values)
     usage, at_once = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
+    for request in requests:
+        request.echo_token_ids = return_token_ids
     return Asked(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
 
 

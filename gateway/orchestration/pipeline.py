@@ -133,9 +133,10 @@ class Pipeline:
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
-        if checked.echo and not any(checked.resume_from):
-            text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
-            answer.prompt = pb.EchoedPrompt(text=text, token_ids=prompt_ids)
+        if (checked.echo or checked.echo_token_ids) and not any(checked.resume_from):
+            answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
+            if checked.echo:
+                answer.prompt.text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
         is_resumed = bool(checked.resume_from) and not checked.asks_for_prompt_logprobs

@@ -52,6 +52,7 @@ class Checked:
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
+    echo_token_ids: bool = False
     suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and `text`
     num_logprobs: int = 0  # of each token of the answer, its own with them; 0: not asked for
     num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
@@ -147,6 +148,7 @@ def check(
         resume_from=resume_from,
         constraint=_constraint(request),
         echo=_echo(request),
+        echo_token_ids=request.echo_token_ids,
         suffix=_suffix(request),
         num_logprobs=sampling.logprobs + sampling.HasField("logprobs"),
         num_prompt_logprobs=sampling.prompt_logprobs,

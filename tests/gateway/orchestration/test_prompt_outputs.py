@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.v1 import inference_pb2 as pb
 from gateway.link.worker_breaker import BreakerState
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.gateway.orchestration.test_endings import refused
@@ -32,6 +33,21 @@ async def test_echo(cluster):
         again = await c.stub.Complete(asked, timeout=patience(20))
         assert again.prompt.token_ids == token_ids and again.prompt.text.strip() == text
         assert len(again.prompt_logprobs) == len(token_ids) - 1
+
+
+@pytest.mark.parametrize("prompt", [[("user", "a quick brown fox")], "a quick brown fox"], ids=["messages", "text"])
+async def test_token_ids_of_a_prompt_alone(cluster, prompt):
+    async with cluster() as c:
+        asked = make_request(prompt, max_tokens=4)
+        asked.echo_token_ids = True
+        whole = await c.stub.Complete(asked, timeout=patience(20))
+        asked = (
+            pb.TokenizeRequest(text=asked.text)
+            if isinstance(prompt, str)
+            else pb.TokenizeRequest(messages=asked.messages)
+        )
+        tokenized = await c.stub.Tokenize(asked, timeout=patience(20))
+        assert whole.prompt == pb.EchoedPrompt(token_ids=tokenized.token_ids)
 
 
 async def test_a_resumed_answer_has_them_once(cluster):

@@ -85,6 +85,45 @@ async def test_chat_says_what_grpc_says(served):
         assert usage.total_tokens == whole.usage.total_tokens
 
 
+@pytest.mark.parametrize(
+    "usage", [{}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}], ids=["", "usage"]
+)
+async def test_token_ids_of_the_prompt_come_with_those_of_the_answer(served, usage):
+    """As vLLM tells them, for training: of a chat beside the choices, of a completion in each."""
+    async with served() as (_, client):
+        ask = {"model": "fake", "seed": 7, "n": 2, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+        chat = {**ask, "messages": MESSAGES, "max_completion_tokens": 3}
+        body = {"model": "fake", "messages": MESSAGES}
+        prompt_ids = (
+            await client.post(f"{str(client.base_url).removesuffix('v1/')}tokenize", body=body, cast_to=object)
+        )["tokens"]
+        whole = await client.chat.completions.create(**chat)
+        assert whole.model_extra["prompt_token_ids"] == prompt_ids
+        assert [len(each.model_extra["token_ids"]) for each in whole.choices] == [3, 3]
+        first, *rest = [chunk async for chunk in await client.chat.completions.create(**chat, stream=True, **usage)]
+        assert first.model_extra["prompt_token_ids"] == prompt_ids
+        assert not any("prompt_token_ids" in chunk.model_extra for chunk in rest)
+        assert (
+            "prompt_token_ids"
+            not in (await client.chat.completions.create(model="fake", messages=MESSAGES)).model_extra
+        )
+
+        several = {**ask, "prompt": [PROMPT, PROMPT[:5]], "max_tokens": 3}
+        for more, echoes in (({}, False), ({"echo": True, "logprobs": 0}, True)):
+            whole = (await client.completions.create(**several, **more)).choices
+            assert [each.model_extra["prompt_token_ids"] for each in whole] == [PROMPT] * 2 + [PROMPT[:5]] * 2
+            assert (len(whole[2].logprobs.tokens) == 8) if echoes else whole[2].logprobs is None
+            told, texts = {}, [""] * 4
+            async for chunk in await client.completions.create(**several, **more, stream=True, **usage):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    if "prompt_token_ids" in choice.model_extra:
+                        assert choice.index not in told
+                        told[choice.index] = choice.model_extra["prompt_token_ids"]
+            assert told == {n: each.model_extra["prompt_token_ids"] for n, each in enumerate(whole)}
+            assert texts == [each.text for each in whole]
+
+
 async def test_each_event_tells_the_usage_so_far(served):
     """As vLLM's continuous_usage_stats, by which load generators count tokens."""
     async with served() as (_, client):
