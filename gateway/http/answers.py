@@ -92,6 +92,7 @@ class AnswerForm:
 
     def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
         self._asked, self._model, self._tokens = asked, model, tokens
+        self._stop_token_ids = frozenset(asked.requests[0].stopping.stop_token_ids)
         self._created = int(time.time())
         head = to_text(self._head(self.names.chunk))
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
@@ -166,10 +167,17 @@ class AnswerForm:
         if part.finish_reason:
             name = pb.FinishReason.Name(part.finish_reason)
             found = {"finish_reason": name.removeprefix("FINISH_REASON_").lower()}
-            found["stop_reason"] = part.matched_stop or None
+            found["stop_reason"] = part.matched_stop or self._stop_token(part)
         if self._asked.return_token_ids:
             found["token_ids"] = list(part.token_ids)
         return found
+
+    def _stop_token(self, part: pb.GenerateResponse | pb.Choice) -> int | None:
+        """Return which of the tokens that the client named has ended a choice; None: none of them."""
+        is_named = part.finish_reason != pb.FINISH_REASON_LENGTH and self._stop_token_ids.intersection(
+            part.token_ids[-1:]
+        )
+        return part.token_ids[-1] if is_named else None
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         """Return the event's own part of the choice, with iterators where it has logprobs."""

@@ -386,6 +386,32 @@ async def test_stop_strings_and_the_cache_are_told(served):
         assert whole.usage.prompt_tokens_details.cached_tokens == 256
 
 
+@pytest.mark.parametrize("door", ["chat", "completion"])
+async def test_a_token_that_was_named_to_stop_at_is_told(served, door):
+    """As vLLM tells it; the end of a sequence is no reason to tell, and neither is a length."""
+    async with served() as (_, client):
+        ask = (
+            {"prompt": PROMPT, "max_tokens": 9}
+            if door == "completion"
+            else {"messages": MESSAGES, "max_completion_tokens": 9}
+        )
+        create = client.completions.create if door == "completion" else client.chat.completions.create
+        ask |= {"model": "fake", "seed": 7}
+
+        async def ends(**more) -> list:
+            body = {"return_token_ids": True, **more}
+            (whole,) = (await create(**ask, extra_body=body)).choices
+            chunks = [chunk async for chunk in await create(**ask, extra_body=body, stream=True)]
+            last = next(chunk.choices[0] for chunk in reversed(chunks) if chunk.choices)
+            assert (last.finish_reason, last.stop_reason) == (whole.finish_reason, whole.stop_reason)
+            return [whole.finish_reason, whole.stop_reason, whole.token_ids]
+
+        reason, stop, token_ids = await ends()
+        assert (reason, stop) == ("length", None)
+        assert await ends(stop_token_ids=[token_ids[3], 399]) == ["stop", token_ids[3], token_ids[:4]]
+        assert (await ends(stop_token_ids=[token_ids[8]], min_tokens=9))[:2] == ["length", None]
+
+
 async def test_the_first_token_does_not_wait_for_the_second(served):
     async with served() as (c, client):
         c.decode[0].hold("decode")
