@@ -58,8 +58,11 @@ class AnswerSource:
         self.good = 0  # everything before it is settled: what follows is read again where it turns out to be no call
 
     def add(self, piece: str) -> None:
-        """Add what follows."""
-        self.text += piece
+        """Add what follows. The text grows where it is, as nothing else has it meanwhile: copied for each token, one call of
+        120,000 took 1.2 to 24 s."""
+        text, self.text = self.text, ""
+        text += piece
+        self.text = text
 
     def forget(self) -> None:
         """Drop what was read, once that is the larger part: the rest is copied."""
