@@ -33,7 +33,7 @@ CONVERSATION_NAMES = {
 }
 
 
-class Wish(NamedTuple):
+class ReasoningOption(NamedTuple):
     """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
     it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
 
@@ -42,34 +42,34 @@ class Wish(NamedTuple):
     about: str = ""
 
 
-_EFFORT_OF_OPENROUTER = Wish("reasoning.effort", EFFORT, "effort")
+_EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
 EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
-WISHES = (
-    Wish("reasoning_effort", EFFORT, "effort"),
+REASONING_OPTIONS = (
+    ReasoningOption("reasoning_effort", EFFORT, "effort"),
     # DashScope's, SiliconFlow's
-    Wish("enable_thinking", BOOLEAN, "thinks"),
-    Wish("preserve_thinking", BOOLEAN, "keeps"),
-    Wish("thinking_budget", INTEGER),
+    ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
+    ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
+    ReasoningOption("thinking_budget", INTEGER),
     # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
-    Wish("thinking.type", THINKING_TYPE, "thinks"),
-    Wish("thinking.effort", EFFORT, "effort"),
-    Wish("thinking.keep", ALL, "keeps"),
-    Wish("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
-    Wish("thinking.budget_tokens", INTEGER),
+    ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
+    ReasoningOption("thinking.effort", EFFORT, "effort"),
+    ReasoningOption("thinking.keep", ALL, "keeps"),
+    ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
+    ReasoningOption("thinking.budget_tokens", INTEGER),
     # OpenRouter's
     _EFFORT_OF_OPENROUTER,
-    Wish("reasoning.enabled", BOOLEAN, "thinks"),
-    Wish("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
-    Wish("reasoning.exclude", BOOLEAN),
-    Wish("reasoning.summary", SUMMARY),
+    ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
+    ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
+    ReasoningOption("reasoning.exclude", BOOLEAN),
+    ReasoningOption("reasoning.summary", SUMMARY),
 )
 _OBJECTS = {
-    parent: {wish.name.rpartition(".")[2] for wish in WISHES if wish.name.startswith(f"{parent}.")}
+    parent: {option.name.rpartition(".")[2] for option in REASONING_OPTIONS if option.name.startswith(f"{parent}.")}
     for parent in ("thinking", "reasoning")
 }
 CONVERSATION = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message",
-    "add_generation_prompt", *(wish.name for wish in WISHES if "." not in wish.name), *_OBJECTS,
+    "add_generation_prompt", *(option.name for option in REASONING_OPTIONS if "." not in option.name), *_OBJECTS,
 )  # fmt: skip
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
@@ -114,7 +114,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
             _tool(f"tools[{index}]", tool)
             for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS))
         ],
-        chat_template_kwargs=read_template_kwargs(values, WISHES),
+        chat_template_kwargs=read_template_kwargs(values, REASONING_OPTIONS),
         continue_final_message=continues,
     )
 
@@ -152,13 +152,13 @@ def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> s
     return "" if text == "{}" else text
 
 
-def read_template_kwargs(values: Mapping[str, Any], wishes: Sequence[Wish]) -> str:
+def read_template_kwargs(values: Mapping[str, Any], options: Sequence[ReasoningOption]) -> str:
     """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
     words of templates how the model is to reason."""
     said = defaultdict[str, dict[str, Any]](dict)
-    for wish in wishes:
-        if (value := _value_at(values, wish.name)) is not None:
-            said[wish.about][wish.name] = read_as(wish.name, wish.kind, value)
+    for option in options:
+        if (value := _value_at(values, option.name)) is not None:
+            said[option.about][option.name] = read_as(option.name, option.kind, value)
     variables = dict[str, Any]()
     # Any other effort is one of a model that reasons, unless that is turned off.
     thinks = _agreed({name: False for name, value in said["effort"].items() if value == "none"} | said["thinks"])

@@ -9,8 +9,8 @@ from gateway.http.conversations import (
     ITEM_PARTS,
     ITEM_ROLES,
     OUTPUT_FIELDS,
+    REASONING_OPTIONS,
     REPEATED,
-    WISHES,
 )
 from gateway.http.fields import (
     BOOLEAN,
@@ -207,10 +207,10 @@ _TOOL = closed(["type", "function"], type={"const": "function"}, function=closed
 _NAMED_CHOICE = closed(["type", "function"], type={"const": "function"}, function=closed(["name"], name=_NAME))
 
 
-def _wishes() -> Json:
+def _reasoning_options() -> Json:
     """Return the schemas of fields that say how the model is to reason."""
     found: Json = {}
-    for name, kind, _ in WISHES:
+    for name, kind, _ in REASONING_OPTIONS:
         parent, _, own = name.rpartition(".")
         of_object = found.setdefault(parent, closed([]))["properties"] if parent else found
         of_object[own] = kind.schema
@@ -223,7 +223,7 @@ CONVERSATION = {
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
     "parallel_tool_calls": BOOLEAN.schema,
     "chat_template_kwargs": OBJECT,
-    **_wishes(),
+    **_reasoning_options(),
     "continue_final_message": BOOLEAN.schema,
     "add_generation_prompt": BOOLEAN.schema,
 }
