@@ -122,7 +122,7 @@ class HttpApi:
         await call.reply_json(embeddings(objects, self._name(asked.requests[0].model), usage))
 
     async def rerank(self, call: HttpCall) -> None:
-        """POST /v1/rerank."""
+        """POST /v1/rerank, and /rerank."""
         asked, response = await self._score(call, read_rerank)
         documents = asked.request.documents if asked.return_documents else ()
         await call.reply(rerank(response, documents, asked.top_n, self._name(asked.request.model)))
@@ -298,6 +298,7 @@ def make_app(
         route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
+        route("/rerank", api.rerank, "Score"),  # as vLLM has it too, and LiteLLM asks alone
         route("/v2/rerank", api.cohere_rerank, "Score"),
         route("/v1/models", api.models, "ListModels", "GET"),
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),

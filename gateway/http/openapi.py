@@ -149,6 +149,7 @@ def document() -> Json:
     }
     told: Json = {"return_documents": BOOLEAN.schema, "user": STRING.schema}
     rerank = _body({**ranked, **told}, ["query", "documents"], RERANK)
+    rank = {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)}
     cohere = _body(ranked, ["query", "documents"], COHERE_RERANK)
     tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
@@ -176,7 +177,8 @@ def document() -> Json:
         "/v1/responses": {"post": _operation("Answer; nothing is stored.", _RESPONSE, response, streams=True)},
         "/v1/responses/input_tokens": {"post": _operation("How many tokens an input has.", counted, count_input)},
         "/v1/embeddings": {"post": _operation("Vectors of texts.", _EMBEDDINGS, embeddings)},
-        "/v1/rerank": {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)},
+        "/v1/rerank": rank,
+        "/rerank": rank,
         "/v2/rerank": {"post": _operation("The same in Cohere's form.", _RANKED_COHERE, cohere)},
         "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},
         "/detokenize": {"post": _operation("Text of token ids.", {"type": "object"}, detokenize)},

@@ -335,6 +335,8 @@ async def test_rerank(served, monkeypatch):
         assert [each["index"] for each in whole["results"]] == best
         assert [each["relevance_score"] for each in whole["results"]] == [said.scores[index] for index in best]
         assert whole["results"][0]["document"] == {"text": documents[best[0]]}
+        bare = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))  # as LiteLLM asks vLLM
+        assert (await bare.post("/rerank", body=body, cast_to=object))["results"] == whole["results"]
         body |= {"top_n": 1, "return_documents": False}
         (only,) = (await client.post("/rerank", body=body, cast_to=object))["results"]
         assert only["index"] == best[0] and "document" not in only
