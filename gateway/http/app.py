@@ -134,18 +134,16 @@ class HttpApi:
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
-        listed = []
-        for info in (await self._handler.models()).models:
-            listed.append(self._described(info, info.name))
-            listed += [self._described(info, name) | {"parent": info.name} for name in info.adapters]
+        models = (await self._handler.models()).models
+        names = [(name, info) for info in models for name in (info.name, *info.adapters)]
+        listed = [self._described(name, info.name, info.context) for name, info in names]
         await call.reply({"object": "list", "data": listed})
 
     async def model(self, call: HttpCall) -> None:
         """GET /v1/models/{model}."""
         asked = call.path_params["model"]
         info, model = await self._handler.model_info(pb.GetModelInfoRequest(model=asked)), self._handler.model(asked)
-        parent = {"parent": model.name} if model.find(asked) else {}
-        await call.reply(self._described(info, info.name) | parent)
+        await call.reply(self._described(info.name, model.name, info.context))
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize."""
@@ -255,9 +253,11 @@ class HttpApi:
         data = form.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 
-    def _described(self, info: pb.GetModelInfoResponse, name: str) -> Json:
+    def _described(self, name: str, model: str, context: int) -> Json:
+        """Describe the model, or the adapter of it, that is called so."""
+        parent = {} if name == model else {"parent": model}
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "baton"}
-        return {**known, "max_model_len": info.context}
+        return {**known, "root": model, **parent, "max_model_len": context}
 
 
 class _Endpoint:

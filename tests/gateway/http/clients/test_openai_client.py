@@ -34,6 +34,7 @@ async def test_models(served):
     async with served() as (_, client):
         (model,) = (await client.models.list()).data
         assert (model.id, model.owned_by) == ("fake", "baton") and model.model_dump()["max_model_len"] == 1024
+        assert model.model_dump()["root"] == "fake"  # where `vllm bench serve` finds the name of a tokenizer
         assert (await client.models.retrieve("fake")).id == "fake"
 
 
@@ -46,6 +47,7 @@ async def test_an_adapter_has_its_own_name_and_that_of_its_model(served, monkeyp
         for name, parent in (*listed, ("fake:tabs", "fake")):
             model = await client.models.retrieve(name)
             assert (model.id, model.model_dump().get("parent")) == (name, parent)
+            assert model.model_dump()["root"] == "fake"
             of = {"model": name}
             answers = [
                 await client.chat.completions.create(messages=MESSAGES, max_completion_tokens=2, **of),
