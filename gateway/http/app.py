@@ -52,6 +52,8 @@ _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
 _MAX_VECTOR_BYTES = 32 << 20  # of an answer: 2,048 vectors of 2,048 numbers in base64
 _MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
+# Of an answer, to scripts of pages, which by themselves see none of these.
+_SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 T = TypeVar("T")
 
 
@@ -309,7 +311,13 @@ def make_app(
     ]
     middleware = [Middleware(HostCheck, names=host_names, refuse=_refuse_host)] if host_names else []
     if origins:
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_SHOWN_HEADERS,
+        )
         middleware.insert(0, cors)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={404: _elsewhere, 405: _elsewhere})
     app.router.redirect_slashes = False

@@ -24,6 +24,7 @@ from tests.support.pace import patience
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ASK = json.dumps({"prompt": [20, 21, 22], "max_tokens": 2}).encode()
+_ID_NAMES, _RETRY_NAMES = {"x-request-id", "request-id"}, {"retry-after", "retry-after-ms"}
 
 
 async def said(c, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -312,6 +313,18 @@ async def test_pages_of_other_origins_are_let_in_by_name_alone(served):
     async with served(http_origins=("https://app.example",)) as (c, _):
         assert b"access-control-allow-origin: https://app.example" in await said(c, ask)
         assert b"access-control-allow-origin" not in await said(c, ask.replace(b"app.example", b"evil.example"))
+
+
+async def test_pages_see_the_id_of_a_request_and_when_to_come_again(served):
+    """Scripts see few headers by themselves: OpenAI's client in a browser waited as long as it guessed."""
+    async with served(http_origins=("https://app.example",)) as (c, _):
+        ask = with_length(ASK).replace(b"host:", b"origin: https://app.example\r\nhost:")
+        answers = [decoded(await said(c, ask))]
+        c.gateway.handler.is_draining = True
+        answers.append(decoded(await said(c, ask)))
+    for (status, headers, _), names in zip(answers, (_ID_NAMES, _RETRY_NAMES), strict=True):
+        assert names <= headers.keys(), status
+        assert names <= set(headers["access-control-expose-headers"].split(", "))
 
 
 async def test_a_prompt_is_not_kept_for_the_length_of_its_answer(served):
