@@ -217,7 +217,7 @@ class HttpCall:
 
 
 class BadCall(InvalidRequest):
-    """The head or the body of a call is not acceptable; HTTP has a status of its own for the reason."""
+    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its own."""
 
     def __init__(self, field: str, message: str, reason: str):
         super().__init__(field, message)

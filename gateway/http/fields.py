@@ -266,9 +266,10 @@ NOTES: Mapping[str, ValueKind] = {
 
 # Fields that are accepted where they ask for what is done anyway, with the values that do.
 _TIERS = ("auto", "default", "flex", "scale", "priority")  # there is one
+_STORE = (False, True)  # nothing is stored, as a response says: to it leaving the field out is true
 _NEUTRAL = {
     "service_tier": _TIERS,
-    "store": (False,),
+    "store": _STORE,
     "best_of": (1,),
     # Of vLLM, whose clients may send all parameters there are.
     "skip_special_tokens": (True,),
@@ -293,11 +294,11 @@ CHAT_NEUTRAL: Mapping[str, tuple] = {
 }
 RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),
-    "conversation": (),  # nothing is stored
+    "conversation": (),
     "previous_response_id": (),
     "prompt": (),
     "service_tier": _TIERS,
-    "store": (False,),
+    "store": _STORE,
     "truncation": ("disabled",),
 }
 INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}

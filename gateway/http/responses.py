@@ -11,6 +11,7 @@ from typing import Any
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import TokenTexts, split_parts, token_logprobs
+from gateway.http.call import BadCall
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
     EFFORT_OF_RESPONSE,
@@ -63,6 +64,7 @@ _TOLD = (
 
 def read_response(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/responses. Raises InvalidRequest."""
+    _check_previous(values)
     others = (*_CONVERSATION, "include", "stream", "stream_options", "client_metadata", *NOTES)
     check_known(values, RESPONSE, RESPONSE_NEUTRAL, others)
     names = dict(_NAMES)
@@ -83,11 +85,19 @@ def read_response(values: Mapping[str, Any]) -> Asked:
 def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
     """Read the body of /v1/responses/input_tokens; return the request and the words for its fields. Raises
     InvalidRequest."""
+    _check_previous(values)
     check_known(values, (), INPUT_NEUTRAL, (*_CONVERSATION, "model"))
     read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
     names = dict(_NAMES)
     model = read_value(values, "model", STRING, "")
     return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
+
+
+def _check_previous(values: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest, by whose reason clients know that they have to send the whole conversation."""
+    if "previous_response_id" in values:
+        told = "is not known here: nothing is stored, so input has the whole conversation"
+        raise BadCall("previous_response_id", told, "PREVIOUS_RESPONSE_NOT_FOUND")
 
 
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:

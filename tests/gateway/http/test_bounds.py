@@ -96,7 +96,7 @@ async def test_what_is_refused_before_its_endpoint_has_the_form_of_its_path(serv
     [
         ("/v1/chat/completions", {"messages": []}, "chat"),
         ("/v1/completions", {"prompt": "a", "nonsense": 1, "model": "fake"}, "text_completion"),
-        ("/v1/responses", {"input": "a", "store": True}, "chat"),
+        ("/v1/responses", {"input": "a", "background": True}, "chat"),
         ("/v1/messages", {"messages": []}, "chat"),
         ("/v1/embeddings", {"input": []}, "embeddings"),
         ("/v1/rerank", {"query": "a", "model": 7}, "rerank"),

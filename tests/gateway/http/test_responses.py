@@ -92,8 +92,7 @@ async def test_an_answer_that_ends_by_itself_is_completed(served):
 @pytest.mark.parametrize(
     "change, param",
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
     ],
@@ -103,6 +102,22 @@ async def test_what_is_refused_is_named(served, change, param):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{**ASK, **change})
         assert caught.value.param == param
+
+
+async def test_who_wants_an_answer_stored_is_told_that_it_is_not(served):
+    """As VS Code asks with a key of one's own: the next request refers to the answer, and the one after has all."""
+    async with served() as (_, client):
+        first = await client.responses.create(**ASK, store=True)
+        assert first.model_extra["store"] is False
+        for ask in (client.responses.create, client.responses.input_tokens.count):
+            with pytest.raises(openai.BadRequestError, match="nothing is stored") as caught:
+                await ask(model="fake", input="on", previous_response_id=first.id)
+            told = caught.value
+            assert (told.status_code, told.code, told.param) == (
+                400,
+                "previous_response_not_found",
+                "previous_response_id",
+            )
 
 
 async def test_who_refers_to_what_is_not_stored_is_told_what_to_do(served):
