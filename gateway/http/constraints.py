@@ -37,8 +37,13 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
 
 def _of_format(value: object) -> dict[str, Any]:
     """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
-    fields = _given("response_format", value, {"type", "json_schema"})
+    fields = _given("response_format", value, {"type", "json_schema", "schema"})
     kind = _kind("response_format", fields)
+    if "schema" in fields:  # where llama.cpp and others have it, of both types
+        if kind == "text" or "json_schema" in fields:
+            other = "type text" if kind == "text" else "json_schema"
+            raise InvalidRequest("response_format.schema", f"is given beside {other}")
+        return {"response_format.schema": fields["schema"]}
     if kind != "json_schema":
         if "json_schema" in fields:
             raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")

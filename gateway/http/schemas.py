@@ -240,7 +240,7 @@ def prompts(most: int) -> Json:
 _NAMED_SCHEMA = closed(
     ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
 )
-FORMAT = closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA)
+FORMAT = closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA, schema=JSON_SCHEMA.schema)
 STRUCTURED = {
     **closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
     "minProperties": 1,

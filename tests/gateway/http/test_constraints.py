@@ -26,6 +26,10 @@ FORMS = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
         pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
     ),
+    "response_format.schema": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
     "text.format.type": ({"text": {"format": {"type": "json_object"}}}, pb.Constraint(json_object=True)),
     "text.format.schema": (
         {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}},
@@ -71,6 +75,13 @@ def test_none_is_none(body):
     assert not asked.requests[0].HasField("constraint")
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_its_type(kind):
+    """As llama.cpp documents it, and clients of Fireworks and Together send it."""
+    asked = read_chat({**PLAIN, "response_format": {"type": kind, "schema": SCHEMA}})
+    assert json.loads(asked.requests[0].constraint.json_schema) == SCHEMA
+
+
 def test_a_schema_may_come_as_its_text():
     asked = read_chat({**PLAIN, "structured_outputs": {"json": '{"type": "null"}'}})
     assert asked.requests[0].constraint.json_schema == '{"type": "null"}'
@@ -84,6 +95,12 @@ def test_a_schema_may_come_as_its_text():
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": 7}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
+            "response_format.schema",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}},
