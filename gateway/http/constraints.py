@@ -1,14 +1,25 @@
 """What an answer may be, in OpenAI's forms (response_format, and text.format of a response), in Anthropic's
-(output_config.format) and in vLLM's (structured_outputs)."""
+(output_config.format), in vLLM's (structured_outputs) and in the older ones of vLLM, SGLang and llama.cpp."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, VERBOSITY, put, read_as, without_nulls
+from gateway.http.fields import (
+    BARE_CONSTRAINTS,
+    CONSTRAINTS,
+    FORMAT_TYPES,
+    FORMATS,
+    STRING,
+    VERBOSITY,
+    put,
+    read_as,
+    without_nulls,
+)
 
-CONSTRAINED = ("response_format", "structured_outputs")
+_BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
+CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
 
 
@@ -16,16 +27,16 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
     """Read the constraint of a body, if it has one, and its words for it into `names`. A format is of the answer's text,
     which one that has to be calls has not. Raises InvalidRequest."""
     must_call = request.messages.tool_choice == pb.TOOL_CHOICE_REQUIRED or bool(request.messages.tool_name)
-    found = _of_format(values["response_format"]) if "response_format" in values else {}
-    if "text" in values:
-        found = _of_text(values["text"])
-    if "output_config" in values:
-        found = _of_output_config(values["output_config"])
-    if "structured_outputs" in values:
-        if found:
-            raise InvalidRequest("structured_outputs", "is given beside response_format: send one of them")
-        found = _of_vllm(values["structured_outputs"])
-    for row in (*FORMATS, *CONSTRAINTS):
+    found = dict[str, Any]()
+    for name, read in _READERS.items():
+        if name in values:
+            found |= read(values[name])
+    found |= {row.name: values[row.name] for row in BARE_CONSTRAINTS if row.name in values}
+    if len(found) > 1:
+        first, second = (name.partition(".")[0] for name in (*found,)[:2])
+        raise InvalidRequest(second, f"is given beside {first}: send one of them")
+    read_as(_BACKEND, STRING, values.get(_BACKEND, ""))
+    for row in (*FORMATS, *CONSTRAINTS, *BARE_CONSTRAINTS):
         if row.name in found:
             value = read_as(row.name, row.kind, found[row.name])
             if must_call and row in FORMATS:
@@ -102,3 +113,12 @@ def _given(where: str, value: object, known: set[str]) -> dict[str, Any]:
     if unknown := fields.keys() - known:
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
     return fields
+
+
+# Each returns what one row reads, by its name, or nothing.
+_READERS = {
+    "response_format": _of_format,
+    "text": _of_text,
+    "output_config": _of_output_config,
+    "structured_outputs": _of_vllm,
+}

@@ -257,6 +257,17 @@ CONSTRAINTS = (
     Field("structured_outputs.choice", "constraint.choice.texts", TEXTS),
     Field("structured_outputs.grammar", "constraint.grammar", STRING),
 )
+# The same as fields of the body itself: of older vLLM, of SGLang, of llama.cpp.
+BARE_CONSTRAINTS = (
+    Field("guided_json", "constraint.json_schema", JSON_SCHEMA),
+    Field("guided_regex", "constraint.regex", STRING),
+    Field("guided_choice", "constraint.choice.texts", TEXTS),
+    Field("guided_grammar", "constraint.grammar", STRING),
+    Field("regex", "constraint.regex", STRING),
+    Field("ebnf", "constraint.grammar", STRING),
+    Field("json_schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("grammar", "constraint.grammar", STRING),
+)
 
 # Fields that nobody reads: their sender's business, or of a cache and of speculation that need no hint.
 NOTES: Mapping[str, ValueKind] = {

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from baton.protocol import MAX_INPUTS
 from gateway.http.anthropic import MESSAGES, MESSAGES_NEUTRAL
 from gateway.http.fields import (
+    BARE_CONSTRAINTS,
     BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
@@ -108,6 +109,8 @@ _NOTES = {name: kind.schema for name, kind in NOTES.items()}
 _STREAMED = {
     "response_format": FORMAT,
     "structured_outputs": STRUCTURED,
+    "guided_decoding_backend": STRING.schema,
+    **{row.name: row.kind.schema for row in BARE_CONSTRAINTS},
     "stream": BOOLEAN.schema,
     "stream_options": closed(
         [], include_usage=BOOLEAN.schema, continuous_usage_stats=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema

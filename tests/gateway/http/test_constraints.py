@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import read_request
-from gateway.http.fields import CONSTRAINTS, FORMATS
+from gateway.http.fields import BARE_CONSTRAINTS, CONSTRAINTS, FORMATS
 from gateway.http.requests import parse, read_chat, read_completion
 from gateway.http.responses import read_response
 from gateway.http.wire.errors import rename
@@ -50,10 +50,20 @@ FORMS = {
     "structured_outputs.grammar": (
         {"structured_outputs": {"grammar": 'start: "a"', "regex": None}}, pb.Constraint(grammar='start: "a"')
     ),
+    **{
+        name: ({name: SCHEMA}, pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)))
+        for name in ("guided_json", "json_schema")
+    },
+    **{name: ({name: "[a-c]+"}, pb.Constraint(regex="[a-c]+")) for name in ("guided_regex", "regex")},
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, pb.Constraint(choice=pb.TextChoices(texts=["yes", "no"]))),
+    **{
+        name: ({name: 'start: "a"', "guided_decoding_backend": "xgrammar"}, pb.Constraint(grammar='start: "a"'))
+        for name in ("guided_grammar", "ebnf", "grammar")
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [*FORMATS, *CONSTRAINTS], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*FORMATS, *CONSTRAINTS, *BARE_CONSTRAINTS], ids=lambda row: row.name)
 def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
     body, wanted = FORMS[row.name]
     if "text" in body:
@@ -121,6 +131,13 @@ def test_a_schema_may_come_as_its_text():
         ({"structured_outputs": {"choice": ["yes", 1]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "\ud800"}}, "structured_outputs.grammar"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"grammar": 'start: "a"', "json_schema": {}}, "grammar"),
+        ({"guided_json": 7}, "guided_json"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"regex": ["a"]}, "regex"),
+        ({"ebnf": 7}, "ebnf"),
+        ({"guided_decoding_backend": 7}, "guided_decoding_backend"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(body, field):

@@ -77,7 +77,7 @@ OF_PATHS = {
 REQUIRED = {("messages", "max_tokens"): {"max_tokens": 1}}  # nothing is read without it
 OBJECTS = (
     "metadata", "client_metadata", "cache_control", "context_management", "chat_template_kwargs", "prompt_cache_options",
-    "prediction",
+    "prediction", "guided_json", "json_schema",
 )  # fmt: skip
 TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "messages": MESSAGES}
 ROWS = [(door, row) for door, table in TABLES.items() for row in table]
@@ -677,7 +677,7 @@ def test_the_document_has_every_field_and_no_other():
         assert {row.name for row in table} | neutral.keys() <= body.keys()
         for name in body:
             with pytest.raises(InvalidRequest) as caught:
-                read({**given, name: {"no": "such value"} if name not in OBJECTS else "no object"})
+                read({**given, name: {"no": "such value"} if name not in OBJECTS else 7})
             assert caught.value.field.startswith(name)
 
 
