@@ -57,8 +57,7 @@ def write_constraint(message, constraint: Constraint) -> None:
 def grammar_of(constraint: Constraint) -> str:
     """Return the grammar, in the words of llguidance. Raises BadConstraint."""
     kind, text = constraint
-    if (num_bytes := len(text.encode())) > MAX_BYTES:
-        raise BadConstraint("", f"has {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+    check_size(text)
     if kind == "choice":
         return LLMatcher.grammar_from_lark(_choices(json.loads(text)))
     if kind == "json_object":
@@ -72,6 +71,12 @@ def grammar_of(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex(text)
     _check_directives(text)
     return LLMatcher.grammar_from_lark(text)
+
+
+def check_size(text: str, where: str = "") -> None:
+    """Raises BadConstraint for a constraint that is too long. `where`: in words that are not its sender's."""
+    if (num_bytes := len(text.encode())) > MAX_BYTES:
+        raise BadConstraint("", f"has {num_bytes} bytes{where}, at most {MAX_BYTES} are allowed")
 
 
 def _choices(texts: list[str]) -> str:

@@ -158,10 +158,11 @@ class Pipeline:
             prompt = (checked.text, checked.token_ids, checked.messages)
             prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
-        if checked.constraint is not None:
-            await self.text.check_constraint(checked.constraint, record.tenant, deadline)
+        constraint = checked.constraint
+        if constraint is not None:
+            constraint = await self.text.check_constraint(constraint, record.tenant, deadline)
         search = FormSearch(self.reader, self.text, record.tenant, deadline)
-        form = await search.find(checked.messages, prompt_ids, checked.constraint)
+        form = await search.find(checked.messages, prompt_ids, constraint)
         if form.constraint != checked.constraint:
             checked = replace(checked, constraint=form.constraint)
         return checked, prompt_ids, form

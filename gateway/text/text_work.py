@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.constraints.constraint import Constraint
+from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.gbnf import in_lark
 from baton.service.clock import now
 from baton.service.errors import ContextLengthExceeded, DeadlineExceeded, FailedPrecondition, InvalidRequest
 from baton.service.security.guard import DEFAULT_TENANT
@@ -104,16 +105,23 @@ class TextWork:
 
     async def check_constraint(
         self, constraint: Constraint, tenant: str, deadline: float, field: str | None = None
-    ) -> None:
-        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; Unavailable,
-        DeadlineExceeded. `field`: of the request that it comes from, if not its own."""
-        problem = self._constraints.known(constraint)
-        if problem is None:
-            work = partial(self._constraints.check, constraint)
-            problem = await self._in_thread(work, tenant, deadline, self._checks)
+    ) -> Constraint:
+        """Return the constraint as workers take it: a grammar in Lark. Raises InvalidRequest for one that no answer can be
+        kept to within bounds; Unavailable, DeadlineExceeded. `field`: of the request that it comes from, if not its own."""
+        try:
+            if constraint.kind == "grammar" and "::=" in constraint.text:
+                lark = await self._in_thread(partial(in_lark, constraint.text), tenant, deadline)
+                constraint = constraint._replace(text=lark)
+            problem = self._constraints.known(constraint)
+            if problem is None:
+                work = partial(self._constraints.check, constraint)
+                problem = await self._in_thread(work, tenant, deadline, self._checks)
+        except BadConstraint as error:
+            problem = error.place, error.reason
         place, reason = problem
         if reason:
             raise InvalidRequest(field or f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)
+        return constraint
 
     def expect_constraints(self) -> None:
         """Start a process that checks constraints, if none was started: that takes seconds with a large vocabulary, which

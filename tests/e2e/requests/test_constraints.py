@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from baton.constraints.constraint import Constraint
+from baton.constraints.gbnf import in_lark
 from baton.v1 import inference_pb2 as pb
 from tests.e2e.requests.test_split_equals_whole import EOS, assert_same
 from tests.support import bare
@@ -24,10 +25,12 @@ SCHEMA = {
     "required": ["name", "tags", "ok"],
     "additionalProperties": False,
 }
+GBNF = 'root ::= "(" root ")" | [a-c]{2,9} "-"'
 CASES = [
     (pb.Constraint(json_schema=json.dumps(SCHEMA)), Constraint("json_schema", json.dumps(SCHEMA))),
     (pb.Constraint(regex="[a-c]{2,9}(-[0-9]+)?"), Constraint("regex", "[a-c]{2,9}(-[0-9]+)?")),
     (pb.Constraint(choice=pb.TextChoices(texts=["yes", "no"])), Constraint("choice", '["yes", "no"]')),
+    (pb.Constraint(grammar=GBNF), Constraint("grammar", in_lark(GBNF))),
 ]
 SAMPLING = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1}]
 
@@ -60,6 +63,9 @@ def check(constraint: Constraint, text: str) -> None:
         jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(text))
     elif constraint.kind == "regex":
         assert re.fullmatch(constraint.text, text)
+    elif constraint.kind == "grammar":
+        inner = text.lstrip("(")
+        assert re.fullmatch(r"[a-c]{2,9}-\)*", inner) and inner.count(")") == len(text) - len(inner)
     else:
         assert text in ("yes", "no")
 

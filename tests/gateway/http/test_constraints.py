@@ -6,6 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from baton.constraints.gbnf import in_lark
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic import read_request
@@ -171,6 +172,18 @@ async def test_the_client_s_own_helpers_reach_both_workers(served, capable):
         assert {spec.constraint.WhichOneof("kind") for kind, spec in admitted(c)} == {"json_schema", "choice"}
 
 
+@pytest.mark.parametrize("name", ["ebnf", "grammar", "guided_grammar", "structured_outputs"])
+async def test_a_grammar_in_gbnf_reaches_workers_in_lark(served, capable, name):
+    """Workers of an older version know no other."""
+    grammar = 'root ::= [a-z]+ "ing"'
+    async with served() as (c, client):
+        body = {name: grammar if name != "structured_outputs" else {"grammar": grammar}}
+        await client.chat.completions.create(**ASK, extra_body=body)
+        specs = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
+        assert [spec.constraint.grammar for spec in specs] == [in_lark(grammar)] and "::=" not in in_lark(grammar)
+        assert [spec.constraint.grammar for _, spec in admitted(c)] == [in_lark(grammar)]
+
+
 def admitted(c):
     return [(kind, message.spec) for kind, message in c.decode[0].commands if kind == "admit"]
 
@@ -184,6 +197,8 @@ BAD = {
     "nothing satisfies it": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json", "nsatisfiable"),
     "explodes": ({"regex": "((a{1000}){1000}){1000}"}, "regex", "too much"),
     "left recursion": ({"grammar": 'start: start "a"'}, "grammar", "no text"),
+    "GBNF cut off": ({"grammar": 'root ::= "a" b\nb ::= ('}, "grammar", "line 2: a bracket is not closed"),
+    "GBNF that nothing satisfies": ({"grammar": 'root ::= root "a"'}, "grammar", "no text"),
     "no choice": ({"choice": []}, "choice", "is empty"),
 }
 
