@@ -1,11 +1,11 @@
-"""Anthropic's Messages API in the same words of baton.v1: its requests, its answers and its errors."""
+"""Anthropic's Messages API in the same words of baton.v1: its requests and its answers."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from baton.service.errors import BatonError, InvalidRequest
+from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import split_parts
 from gateway.http.constraints import read_constraint
@@ -24,7 +24,7 @@ from gateway.http.fields import (
     without_nulls,
 )
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
-from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.errors import ThreadRefused
 from gateway.http.wire.writing import Json, named_event
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, THINKING
 
@@ -69,7 +69,6 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 _NAMES = {"messages.tool_name": "tool_choice.name"}
 _STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
-_ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _MOST = sys.float_info.max
 _SIGNATURE = "unsigned"  # of reasoning: that is another service's, but clients send none back that has no signature
 
@@ -77,7 +76,7 @@ _SIGNATURE = "unsigned"  # of reasoning: that is another service's, but clients 
 def read_request(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/messages. Raises InvalidRequest."""
     if "thread" in values:
-        raise _ThreadRefused
+        raise ThreadRefused
     check_known(values, MESSAGES, MESSAGES_NEUTRAL, (*_CONVERSATION, "stream", "metadata"))
     names = {**CHAT_NAMES, **_NAMES}
     request = pb.GenerateRequest(request_id=new_id(), messages=_conversation(values, names))
@@ -333,24 +332,6 @@ class MessageForm:
     def _message(self, content: list[Json], usage: Json) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, "usage": usage}
-
-
-class _ThreadRefused(InvalidRequest):
-    """A conversation is to be stored, or one that was is to go on."""
-
-    def __init__(self) -> None:
-        super().__init__("thread", "is not supported here: nothing is stored, so messages have the whole conversation")
-
-
-def to_error(error: BatonError, names: Mapping[str, str]) -> Json:
-    """Return the body of an error; its types are the same words as OpenAI's, but for some. That of a thread has what
-    lets clients go on without one, as they run tools."""
-    told = to_json(error, names)["error"]
-    kind = _ERROR_TYPES.get(status_of(error), told["type"])
-    body: Json = {"type": kind, "message": told["message"]}
-    if isinstance(error, _ThreadRefused):
-        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": body}
 
 
 def _event(kind: str, **values: object) -> bytes:

@@ -24,7 +24,7 @@ from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.answers import ChatForm, CompletionForm, Form, StreamForm, TokenTexts
-from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
+from gateway.http.anthropic import MessageForm, read_count, read_request
 from gateway.http.call import BadCall, HttpCall, ToError
 from gateway.http.openapi import document
 from gateway.http.prompts import serve_each
@@ -44,7 +44,7 @@ from gateway.http.requests import (
     read_tokenize,
 )
 from gateway.http.responses import NUM_LEVELS, ResponseForm, read_input_tokens, read_response
-from gateway.http.wire.errors import status_of, to_json
+from gateway.http.wire.errors import status_of, to_anthropic, to_json
 from gateway.http.wire.readings import cohere_rerank, embedding, embedding_bytes, embeddings, rerank
 from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
@@ -296,8 +296,8 @@ def make_app(
         route("/v1/completions", api.completions, "Generate"),
         route("/v1/responses", api.responses, "Generate"),
         route("/v1/responses/input_tokens", api.input_tokens, "Tokenize"),
-        route(_MESSAGES, api.messages, "Generate", tell=to_error),
-        route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
+        route(_MESSAGES, api.messages, "Generate", tell=to_anthropic),
+        route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_anthropic),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
         route("/rerank", api.rerank, "Score"),  # as vLLM has it too, and LiteLLM asks alone
@@ -347,7 +347,7 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
 
 
 def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    tell = to_error if f"{path}/".startswith(f"{_MESSAGES}/") else to_json
+    tell = to_anthropic if f"{path}/".startswith(f"{_MESSAGES}/") else to_json
     return Response(to_bytes(tell(error, {})), status_of(error), headers, media_type="application/json")
 
 

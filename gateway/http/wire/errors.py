@@ -1,11 +1,12 @@
-"""Errors in the form of OpenAI's API: a status, a type, the field of the client's own request, and when to come back."""
+"""Errors in the form of OpenAI's API, and of Anthropic's: a status, a type, the field of the client's own request, and when
+to come back."""
 
 import math
 from collections.abc import Mapping
 
 import grpc
 
-from baton.service.errors import BatonError
+from baton.service.errors import BatonError, InvalidRequest
 
 Code = grpc.StatusCode
 
@@ -38,6 +39,16 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
+# Of Anthropic's API, where they are not the same words.
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+class ThreadRefused(InvalidRequest):
+    """A conversation of Anthropic's API is to be stored, or one that was is to go on."""
+
+    def __init__(self) -> None:
+        super().__init__("thread", "is not supported here: nothing is stored, so messages have the whole conversation")
+
 
 def status_of(error: BatonError) -> int:
     """Return the HTTP status."""
@@ -54,6 +65,15 @@ def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
         if message.startswith(error.field):
             message = param + message.removeprefix(error.field)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def to_anthropic(error: BatonError, names: Mapping[str, str]) -> dict:
+    """Return the body in Anthropic's form. That of a thread has what lets clients go on without one, as they run tools."""
+    told = to_json(error, names)["error"]
+    body = {"type": _ANTHROPIC_TYPES.get(status_of(error), told["type"]), "message": told["message"]}
+    if isinstance(error, ThreadRefused):
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def rename(path: str, names: Mapping[str, str]) -> str:
