@@ -9,7 +9,15 @@ from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import split_parts
 from gateway.http.constraints import read_constraint
-from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
+from gateway.http.conversations import (
+    DOCUMENT,
+    read_block,
+    read_blocks,
+    read_content,
+    read_fields,
+    read_list,
+    read_tool,
+)
 from gateway.http.fields import (
     BOOLEAN,
     EFFORT,
@@ -25,6 +33,7 @@ from gateway.http.fields import (
 )
 from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 from gateway.http.wire.errors import ThreadRefused
+from gateway.http.wire.signatures import hidden_in, sign
 from gateway.http.wire.writing import Json, named_event
 from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, THINKING
 
@@ -38,14 +47,16 @@ MESSAGES = (
 )
 MESSAGES_NEUTRAL: Mapping[str, tuple] = {"service_tier": ("auto", "standard_only")}
 _CONVERSATION = (
-    "messages", "system", "cache_control", "tools", "tool_choice", "thinking", "output_config", "context_management",
+    "messages", "system", "cache_control", "tools", "tool_choice", "thinking", "output_config", "output_format",
+    "context_management",
 )  # fmt: skip
-# Fields of each type of thinking; how much a budget or a display asks for changes nothing.
+# Fields of each type of thinking; how much a budget asks for changes nothing.
 THINKS: Mapping[str, tuple[str, ...]] = {
     "enabled": ("type", "budget_tokens", "display"),
     "adaptive": ("type", "display"),
     "disabled": ("type",),
 }
+DISPLAYS = ("summarized", "omitted")  # of reasoning: as it is, or not
 TOOL_CHOICES = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "any": pb.TOOL_CHOICE_REQUIRED,
@@ -60,17 +71,17 @@ _TEXT = ("type", "text", "cache_control", "citations")
 _RESULT = ("type", "tool_use_id", "content", "is_error", "cache_control")
 _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "system": {"text": _TEXT},
-    "user": {"text": _TEXT, "tool_result": _RESULT},
+    "user": {"text": _TEXT, "document": DOCUMENT, "tool_result": _RESULT},
     "assistant": {
         "text": _TEXT,
         "thinking": ("type", "thinking", "signature"),
+        "redacted_thinking": ("type", "data"),
         "tool_use": ("type", "id", "name", "input", "caller", "cache_control"),
     },
 }
 _NAMES = {"messages.tool_name": "tool_choice.name"}
 _STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
 _MOST = sys.float_info.max
-_SIGNATURE = "unsigned"  # of reasoning: that is another service's, but clients send none back that has no signature
 
 
 def read_request(values: Mapping[str, Any]) -> Asked:
@@ -132,8 +143,8 @@ def _thinking(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("thinking", f"must be an object of type {' or '.join(THINKS)}")
     fields = read_fields("thinking", given, THINKS[kind])
     read_as("thinking.budget_tokens", INTEGER, fields.get("budget_tokens", 0))
-    if fields.get("display", "summarized") != "summarized":
-        raise InvalidRequest("thinking.display", "is not supported here: reasoning is told as it is")
+    if fields.get("display", DISPLAYS[0]) not in DISPLAYS:
+        raise InvalidRequest("thinking.display", f"must be {' or '.join(DISPLAYS)}")
     return dict.fromkeys(THINKING, kind != "disabled")
 
 
@@ -183,6 +194,8 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     for index, block in enumerate(content):
         here = f"{where}.content[{index}]"
         kind, fields = _fields(here, role, block)
+        if kind == "redacted_thinking":  # another service's, which alone can read it
+            continue
         if kind == "tool_result":
             if said is not None:
                 yield said.message(), words
@@ -207,10 +220,11 @@ class _Said:
         self._texts, self._thoughts = list[str](), list[str]()
 
     def add(self, where: str, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind == "text":
-            self._texts.append(read_part(where, fields))
+        if kind in ("text", "document"):
+            self._texts.append(read_block(where, fields))
         elif kind == "thinking":
-            self._thoughts.append(read_as(f"{where}.thinking", STRING, fields.get("thinking")))
+            shown = read_as(f"{where}.thinking", STRING, fields.get("thinking"))
+            self._thoughts.append(shown or hidden_in(fields.get("signature")))
         else:
             self.calls.append(_call(where, fields))
 
@@ -243,7 +257,7 @@ def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
     read_as(f"{where}.is_error", BOOLEAN, fields.get("is_error", False))
     return pb.Message(
         role="tool",
-        content=read_content(f"{where}.content", fields.get("content", "")),
+        content=read_blocks(f"{where}.content", fields.get("content", "")),
         tool_call_id=read_as(f"{where}.tool_use_id", STRING, fields.get("tool_use_id")),
     )
 
@@ -257,10 +271,13 @@ def _check_objects(values: Mapping[str, Any], *names: str) -> None:
 class MessageForm:
     """The form of one answer."""
 
-    def __init__(self, asked: Asked, model: str, tells_edits: bool = False):
-        """`tells_edits`: of the conversation, as clients ask for them by `context_management`: there are none."""
+    def __init__(self, asked: Asked, model: str, values: Mapping[str, Any] = {}):
+        """`values`: of the body, which may ask for the edits of the conversation, of which there are none, and that
+        reasoning be not displayed."""
         self._id, self._model = asked.id, model
-        self._edits: Json = {"context_management": {"applied_edits": []}} if tells_edits else {}
+        self._edits: Json = {"context_management": {"applied_edits": []}} if "context_management" in values else {}
+        self._hides = values.get("thinking", {}).get("display") == DISPLAYS[1]
+        self._thoughts = list[str]()  # that are not displayed, of the block that is open
         self._has_begun = False
         self._blocks: list[str] = []  # types of those of a stream, the last one open
         self._end: Json = {}
@@ -279,8 +296,13 @@ class MessageForm:
         if arguments:
             data += self._arguments(arguments)
         for kind, text in (("thinking", message.reasoning), ("text", message.text)):
-            if text:
-                data += self._within(kind) + self._delta({"type": f"{kind}_delta", kind: text})
+            if not text:
+                continue
+            data += self._within(kind)
+            if kind == "thinking" and self._hides:
+                self._thoughts.append(text)
+            else:
+                data += self._delta({"type": f"{kind}_delta", kind: text})
         for call in calls:
             data += self._begin("tool_use", {**_use(call), "input": {}}) + self._arguments(call.arguments)
         return data
@@ -302,7 +324,7 @@ class MessageForm:
         (choice,) = response.choices
         content = [_block("text", choice.text)] if choice.text or not (choice.reasoning or choice.tool_calls) else []
         if choice.reasoning:
-            content.insert(0, _block("thinking", choice.reasoning))
+            content.insert(0, _block("thinking", choice.reasoning, self._hides))
         content += [{**_use(call), "input": _input(call)} for call in choice.tool_calls]
         return {**self._message(content, _usage(response.usage)), **_end(choice), **self._edits}
 
@@ -325,8 +347,10 @@ class MessageForm:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> bytes:
-        is_thinking = self._blocks[-1] == "thinking"
-        signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE}) if is_thinking else b""
+        signed = b""
+        if self._blocks[-1] == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": sign("".join(self._thoughts), self._hides)})
+            self._thoughts.clear()
         return signed + _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _message(self, content: list[Json], usage: Json) -> Json:
@@ -338,10 +362,10 @@ def _event(kind: str, **values: object) -> bytes:
     return named_event(kind, {"type": kind, **values})
 
 
-def _block(kind: str, text: str) -> Json:
+def _block(kind: str, text: str, hides: bool = False) -> Json:
     """Return a block of content; in a stream the signature of a thinking one comes at its end."""
-    signature = {"signature": _SIGNATURE if text else ""} if kind == "thinking" else {}
-    return {"type": kind, kind: text, **signature}
+    signature = {"signature": sign(text, hides) if text else ""} if kind == "thinking" else {}
+    return {"type": kind, kind: "" if hides else text, **signature}
 
 
 def _use(call: pb.ToolCall) -> Json:

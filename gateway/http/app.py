@@ -92,7 +92,7 @@ class HttpApi:
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
         asked, context = self._read(call, "chat", read_request)
-        form = MessageForm(asked, self._known(asked)[0], "context_management" in call.values)
+        form = MessageForm(asked, self._known(asked)[0], call.values)
         await self._answer(call, context, asked, form)
 
     async def count_tokens(self, call: HttpCall) -> None:

@@ -84,10 +84,15 @@ def _of_output_config(value: object) -> dict[str, Any]:
     fields = _given("output_config", value, {"format", "effort"})
     if "format" not in fields:
         return {}
-    fields = _given("output_config.format", fields["format"], {"type", "schema"})
+    return _of_output_format(fields["format"], "output_config.format")
+
+
+def _of_output_format(value: object, where: str = "output_format") -> dict[str, Any]:
+    """As _of_output_config, which had this name before."""
+    fields = _given(where, value, {"type", "schema"})
     if fields.get("type") != "json_schema":
-        raise InvalidRequest("output_config.format.type", "must be json_schema")
-    return {"output_config.format.schema": fields.get("schema")}
+        raise InvalidRequest(f"{where}.type", "must be json_schema")
+    return {f"{where}.schema": fields.get("schema")}
 
 
 def _kind(where: str, fields: Mapping[str, Any]) -> str:
@@ -120,5 +125,6 @@ _READERS = {
     "response_format": _of_format,
     "text": _of_text,
     "output_config": _of_output_config,
+    "output_format": _of_output_format,
     "structured_outputs": _of_vllm,
 }

@@ -88,6 +88,9 @@ ITEM_PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")
 CALL_FIELDS = ("type", "call_id", "name", "namespace", "arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
+# Of a document of Anthropic's, and of each source that is text.
+DOCUMENT = ("type", "source", "title", "context", "citations", "cache_control")
+_SOURCES = {"text": ("type", "media_type", "data"), "content": ("type", "content")}
 _MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 
 
@@ -374,3 +377,28 @@ def _item_message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Messa
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ITEM_ROLES)}")
     role = "system" if item["role"] == "developer" else item["role"]
     return pb.Message(role=role, content=read_content(f"{where}.content", item.get("content"), ITEM_PARTS))
+
+
+def read_block(where: str, block: object) -> str:
+    """Return the text of a part, or of a document of Anthropic's: its title, what is said of it and its own text, each with a
+    blank line behind it."""
+    if not isinstance(block, dict) or block.get("type") != "document":
+        return read_part(where, block)
+    fields = read_fields(where, block, DOCUMENT)
+    if read_fields(f"{where}.citations", fields.get("citations", {}), ("enabled",)).get("enabled"):
+        raise InvalidRequest(f"{where}.citations", "is not supported here: an answer cites nothing")
+    place, source = f"{where}.source", fields.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(kind, str) or kind not in _SOURCES:
+        raise InvalidRequest(place, f"must be of type {' or '.join(_SOURCES)}: a document is text here")
+    name = _SOURCES[kind][-1]
+    text = read_content(f"{place}.{name}", read_fields(place, source, _SOURCES[kind]).get(name))
+    before = [read_as(f"{where}.{each}", STRING, fields.get(each, "")) for each in ("title", "context")]
+    return "".join(f"{each}\n\n" for each in (*before, text) if each)
+
+
+def read_blocks(where: str, content: object) -> str:
+    """As read_content, of parts and documents."""
+    if not isinstance(content, list):
+        return read_content(where, content)
+    return "".join(read_block(f"{where}[{index}]", block) for index, block in enumerate(content))

@@ -249,6 +249,7 @@ FORMATS = (
     Field("text.format.type", "constraint.json_object", TRUE),
     Field("text.format.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("output_config.format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("output_format.schema", "constraint.json_schema", JSON_SCHEMA),
 )
 CONSTRAINTS = (
     Field("structured_outputs.json", "constraint.json_schema", JSON_SCHEMA),

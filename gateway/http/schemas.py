@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.http.anthropic import THINKS, TOOL_CHOICES
+from gateway.http.anthropic import DISPLAYS, THINKS, TOOL_CHOICES
 from gateway.http.conversations import (
     CALL_FIELDS,
     ITEM_FIELDS,
@@ -60,11 +60,25 @@ def _message(*roles: str, content: Json, **others: Json) -> Json:
     return closed(["role", "content"], role={"enum": roles}, content=content, **others)
 
 
+_DOCUMENT = closed(
+    ["type", "source"],
+    type={"const": "document"},
+    source={
+        "anyOf": [
+            closed(["type", "data"], type={"const": "text"}, media_type=STRING.schema, data=STRING.schema),
+            closed(["type", "content"], type={"const": "content"}, content=_CONTENT),
+        ]
+    },
+    title=STRING.schema,
+    context=STRING.schema,
+    citations=closed([], enabled={"const": False}),
+    cache_control=OBJECT,
+)
 _TOOL_RESULT = closed(
     ["type", "tool_use_id"],
     type={"const": "tool_result"},
     tool_use_id=STRING.schema,
-    content=_CONTENT,
+    content={"anyOf": [STRING.schema, _list_of(_parts("text"), _DOCUMENT)]},
     is_error=BOOLEAN.schema,
     cache_control=OBJECT,
 )
@@ -77,28 +91,29 @@ _TOOL_USE = closed(
     cache_control=OBJECT,
 )
 _THINKING = closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
+_REDACTED = closed(["type"], type={"const": "redacted_thinking"}, data=STRING.schema)
+_OUTPUT_FORMAT = closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema)
 
 
 def _thinking(kind: str, *names: str) -> Json:
-    fields: Json = {"budget_tokens": INTEGER.schema, "display": {"const": "summarized"}, "type": {"const": kind}}
+    fields: Json = {"budget_tokens": INTEGER.schema, "display": {"enum": DISPLAYS}, "type": {"const": kind}}
     return closed(["type"], **{name: fields[name] for name in names})
 
 
 ANTHROPIC = {
     "messages": _conversation(
         _message("system", content=_CONTENT),
-        _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _TOOL_RESULT)]}),
-        _message("assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _TOOL_USE)]}),
+        _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _DOCUMENT, _TOOL_RESULT)]}),
+        _message(
+            "assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _REDACTED, _TOOL_USE)]}
+        ),
     ),
     "system": _CONTENT,
     "cache_control": OBJECT,
     "context_management": OBJECT,
     "thinking": {"anyOf": [_thinking(kind, *names) for kind, names in THINKS.items()]},
-    "output_config": closed(
-        [],
-        format=closed(["type", "schema"], type={"const": "json_schema"}, schema=JSON_SCHEMA.schema),
-        effort=EFFORT.schema,
-    ),
+    "output_config": closed([], format=_OUTPUT_FORMAT, effort=EFFORT.schema),
+    "output_format": _OUTPUT_FORMAT,
     "tools": _list_of(
         closed(
             ["name", "input_schema"],

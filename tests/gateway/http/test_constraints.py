@@ -40,6 +40,10 @@ FORMS = {
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
     ),
+    "output_format.schema": (
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
     "structured_outputs.json": (
         {"structured_outputs": {"json": SCHEMA}}, pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False))
     ),
@@ -69,7 +73,7 @@ def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
     body, wanted = FORMS[row.name]
     if "text" in body:
         doors = [read_response({"input": "a", **body})]
-    elif "output_config" in body:
+    elif body.keys() & {"output_config", "output_format"}:
         doors = [read_request({**PLAIN, "max_tokens": 4, **body})]
     else:
         doors = [read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})]
@@ -96,6 +100,18 @@ def test_a_schema_may_stand_beside_its_type(kind):
 def test_a_schema_may_come_as_its_text():
     asked = read_chat({**PLAIN, "structured_outputs": {"json": '{"type": "null"}'}})
     assert asked.requests[0].constraint.json_schema == '{"type": "null"}'
+
+
+def test_a_format_of_a_message_has_one_of_its_two_names():
+    form = {"type": "json_schema", "schema": SCHEMA}
+    for body, field in (
+        ({"output_format": form, "output_config": {"format": form}}, "output_format"),
+        ({"output_format": {"type": "json_object"}}, "output_format.type"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            read_request({**PLAIN, "max_tokens": 4, **body})
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,32 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
             anthropic_blocks("user", type="tool_result", tool_use_id="a", content=[{"type": "image"}]),
             "messages[0].content[0].content[0]",
         ),
+        (
+            read_request,
+            {**READERS["messages"][1], "thinking": {"type": "enabled", "display": "all"}},
+            "thinking.display",
+        ),
+        (read_request, anthropic_blocks("user", type="document"), "messages[0].content[0].source"),
+        (
+            read_request,
+            anthropic_blocks("user", type="document", source={"type": "base64", "data": ""}),
+            "messages[0].content[0].source",
+        ),
+        (
+            read_request,
+            anthropic_blocks("user", type="document", source={"type": "text", "data": 7}),
+            "messages[0].content[0].source.data",
+        ),
+        (
+            read_request,
+            anthropic_blocks("user", type="document", source={"type": "content", "content": [{"type": "image"}]}),
+            "messages[0].content[0].source.content[0]",
+        ),
+        (
+            read_request,
+            anthropic_blocks("user", type="document", source={"type": "text", "data": ""}, citations={"enabled": True}),
+            "messages[0].content[0].citations",
+        ),
         (read_count, READERS["messages"][1], "max_tokens"),
         (read_request, {**READERS["messages"][1], "messages": [7] * 1025}, "messages"),
         (read_request, {**READERS["messages"][1], "tools": [7] * 129}, "tools"),
@@ -498,6 +524,58 @@ def test_parts_of_reasoning_that_cannot_be_are_told_by_their_place(message, fiel
     with pytest.raises(InvalidRequest) as caught:
         read_chat({"messages": [message]})
     assert caught.value.field == field
+
+
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Foxes are red."}}
+
+
+@pytest.mark.parametrize(
+    ("document", "wanted"),
+    [
+        (DOCUMENT, "Foxes are red.\n\n"),
+        (
+            {**DOCUMENT, "title": "Foxes", "context": "From 1920.", "citations": {"enabled": False}},
+            "Foxes\n\nFrom 1920.\n\nFoxes are red.\n\n",
+        ),
+        ({"type": "document", "source": {"type": "content", "content": "Foxes."}}, "Foxes.\n\n"),
+        (
+            {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Fox"}] * 2}},
+            "FoxFox\n\n",
+        ),
+    ],
+)
+def test_a_document_of_anthropic_s_that_is_text_is_read(document, wanted):
+    question = {"type": "text", "text": "What are they?"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [document, question]}
+    for content, role in (([document, question], "user"), ([result], "tool")):
+        (request,) = read_request({"messages": [{"role": "user", "content": content}], "max_tokens": 1}).requests
+        assert [(each.role, each.content) for each in request.messages.messages] == [(role, wanted + "What are they?")]
+
+
+def test_reasoning_that_another_service_alone_can_read_is_left_out():
+    redacted = {"type": "redacted_thinking", "data": "EmwKAhgB"}
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [redacted, {"type": "text", "text": "ho"}]},
+    ]
+    said += [{"role": "assistant", "content": [redacted]}, {"role": "user", "content": "on"}]
+    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    assert [(each.role, each.content) for each in request.messages.messages] == [
+        ("user", "hi"), ("assistant", "ho"), ("user", "on"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "signature", [None, 7, "EmwKAhgB", "unsigned", "unsigned:", "unsigned:!", "unsigned:/w=="], ids=str
+)
+def test_reasoning_that_was_not_displayed_elsewhere_is_none(signature):
+    block = {"type": "thinking", "thinking": "", "signature": signature}
+    said = [
+        {"role": "assistant", "content": [block, {"type": "text", "text": "ho"}]},
+        {"role": "user", "content": "on"},
+    ]
+    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    assert (request.messages.messages[0].content, request.messages.messages[0].reasoning) == ("ho", "")
 
 
 def test_template_variables_of_a_response_are_those_of_a_chat():

@@ -79,7 +79,7 @@ def test_thinking_and_effort_are_variables_of_the_template(given, kwargs):
         ({"thinking": "on"}, "thinking: "),
         ({"thinking": {"type": "adaptive", "budget_tokens": 1024}}, "thinking.budget_tokens: "),
         ({"thinking": {"type": "enabled", "budget_tokens": "all"}}, "thinking.budget_tokens: "),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display: "),
+        ({"thinking": {"type": "adaptive", "display": "hidden"}}, "thinking.display: "),
         ({"output_config": {"effort": "some"}}, "output_config.effort: "),
         ({"context_management": []}, "context_management: "),
     ],

@@ -10,7 +10,7 @@ from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.anthropic import MessageForm
+from gateway.http.anthropic import MessageForm, read_request
 from gateway.http.requests import Asked
 from gateway.http.wire.writing import to_bytes
 from tests.gateway.http.clients.test_openai_client import over_grpc
@@ -173,6 +173,30 @@ async def test_reasoning_is_a_block_before_the_text(saying):
         assert final.content[0] == whole.content[0] and final.content[1].text == "A fox."
         messages = [*ask["messages"], {"role": "assistant", "content": final.content}, *ask["messages"]]
         assert (await client.messages.create(**{**ask, "messages": messages})).content[1].text == "A fox."
+
+
+async def test_reasoning_that_is_not_displayed_comes_back_in_its_signature(saying):
+    """As the Agent SDK asks; models that call tools go on from what they thought."""
+    ask = {"model": "fake", "max_tokens": 400, "messages": [{"role": "user", "content": "a fox"}]}
+    ask["thinking"] = {"type": "adaptive", "display": "omitted"}
+    async with (
+        saying("<think>\nI look: ü.\n</think>\n\nA fox.", http="127.0.0.1:0") as c,
+        anthropic_client(c) as client,
+    ):
+        whole = await client.messages.create(**ask)
+        assert [(block.type, getattr(block, "thinking", None)) for block in whole.content] == [
+            ("thinking", ""),
+            ("text", None),
+        ]
+        assert whole.content[1].text == "A fox." and whole.usage.output_tokens_details.thinking_tokens > 0
+        async with client.messages.stream(**ask) as stream:
+            deltas = [event.delta.type async for event in stream if event.type == "content_block_delta"]
+            final = await stream.get_final_message()
+        assert deltas[0] == "signature_delta" and set(deltas[1:]) == {"text_delta"}
+        assert final.content[0] == whole.content[0] and final.content[1].text == "A fox."
+        content = [block.model_dump() for block in final.content]
+        said = read_request({**ask, "messages": [{"role": "assistant", "content": content}, *ask["messages"]]})
+        assert said.requests[0].messages.messages[0].reasoning == "I look: ü."
 
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
