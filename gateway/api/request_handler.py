@@ -114,6 +114,10 @@ class RequestHandler:
         """Return what knows the text of tokens of the model that a request names."""
         return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.detokenizer
 
+    def own_ids(self, asked: str) -> tuple[list[int], list[int]]:
+        """Return the special tokens before a text, and behind it, of the model that a request names."""
+        return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.own_ids
+
     def not_ready(self) -> str | None:
         """Return why no request can be served now, None if one can."""
         return "draining" if self.is_draining else self._registry.not_ready()

@@ -152,6 +152,9 @@ class HttpApi:
         request = read_tokenize(call.values)
         call.names = TOKENIZE_NAMES
         token_ids = list((await self._handler.tokenize(request, call.context)).token_ids)
+        if request.HasField("text") and call.values.get("add_special_tokens") is False:
+            before, behind = self._handler.own_ids(request.model)
+            token_ids = token_ids[len(before) : len(token_ids) - len(behind)]
         context = self._handler.model(request.model).context
         await call.reply({"count": len(token_ids), "max_model_len": context, "tokens": token_ids})
 

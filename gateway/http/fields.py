@@ -315,6 +315,7 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "truncation": ("disabled",),
 }
 INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
+TOKENIZE_NEUTRAL: Mapping[str, tuple] = {"return_token_strs": (False,)}
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "add_special_tokens": (True,)}
 
 

@@ -22,6 +22,7 @@ from gateway.http.fields import (
     STRING,
     TEXTS,
     TOKEN_IDS,
+    TOKENIZE_NEUTRAL,
     VERBOSITY,
     Field,
 )
@@ -154,7 +155,8 @@ def document() -> Json:
     rerank = _body({**ranked, **told}, ["query", "documents"], RERANK)
     rank = {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)}
     cohere = _body(ranked, ["query", "documents"], COHERE_RERANK)
-    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **CONVERSATION}, [])
+    text: Json = {"model": STRING.schema, "prompt": STRING.schema, "add_special_tokens": BOOLEAN.schema}
+    tokenize = _body({**text, **CONVERSATION}, [], neutral=TOKENIZE_NEUTRAL)
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
     response = _body(_OF_RESPONSE, ["input"], RESPONSE, RESPONSE_NEUTRAL)
     count_input = _body({**OF_RESPONSES, "model": STRING.schema}, ["input"], neutral=INPUT_NEUTRAL)

@@ -28,6 +28,7 @@ from gateway.http.fields import (
     STRING,
     TEXTS,
     TOKEN_IDS,
+    TOKENIZE_NEUTRAL,
     VERBOSITY,
     Field,
     ValueKind,
@@ -201,13 +202,16 @@ def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collectio
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
     """Read the body of /tokenize. Raises InvalidRequest."""
-    check_known(values, (), {}, ("model", "prompt", *CONVERSATION))
+    check_known(values, (), TOKENIZE_NEUTRAL, ("model", "prompt", "add_special_tokens", *CONVERSATION))
     request = pb.TokenizeRequest(model=read_value(values, "model", STRING, ""))
     if "messages" in values and "prompt" in values:
         raise InvalidRequest("prompt", "is given beside messages: send one of them")
     if "messages" in values:
         request.messages.CopyFrom(read_conversation(values))
+        if read_value(values, "add_special_tokens", BOOLEAN, False):
+            raise InvalidRequest("add_special_tokens", "is for a prompt: beside messages the chat template has them")
     else:
+        read_value(values, "add_special_tokens", BOOLEAN, True)
         request.text = read_value(values, "prompt", STRING)
     return request
 

@@ -39,7 +39,7 @@ class Infilling:
 
     def encode(self, prefix: str, suffix: str) -> list[int]:
         """Return the token ids of a prompt, in which neither text spells a control token. Raises CannotEncode."""
-        token_ids = self._tokenizer.first_ids
+        token_ids = self._tokenizer.own_ids[0]
         for part in self._parts:
             if isinstance(part, int):
                 token_ids.append(part)

@@ -98,6 +98,11 @@ class TextWork:
             raise FailedPrecondition(f"this model has no single token for each of {', '.join(labels)}")
         return [token_id for token_id in ids if token_id is not None]
 
+    @property
+    def own_ids(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that stand before a text, and behind it."""
+        return self._tokenizer.own_ids
+
     async def decode(self, token_ids: Sequence[int], tenant: str, deadline: float) -> str:
         """Return the text of token ids. Raises DeadlineExceeded."""
         work = partial(self.detokenizer.decode, token_ids)

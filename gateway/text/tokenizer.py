@@ -90,9 +90,9 @@ class Tokenizer:
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     @property
-    def first_ids(self) -> list[int]:
-        """Return the tokenizer's own special tokens before a text."""
-        return _around(self._plain)[0]
+    def own_ids(self) -> tuple[list[int], list[int]]:
+        """Return the tokenizer's own special tokens before a text, and behind it."""
+        return _around(self._plain)
 
     def encode_plain(self, text: str, continues: bool = False) -> list[int]:
         """Return the token ids of a user's text alone, none of which is a control token. `continues`: it goes on with

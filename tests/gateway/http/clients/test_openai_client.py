@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -16,6 +17,7 @@ from gateway.http.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
+from tests.gateway.http.conftest import openai_client
 from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import FakeWorker
@@ -351,6 +353,34 @@ async def test_rerank(served, monkeypatch):
         with pytest.raises(BadRequestError) as caught:
             await client.post("/rerank", body={**body, "documents": ["a", ""]}, cast_to=object)
         assert caught.value.param == "documents[1]"
+
+
+async def test_a_text_is_tokenized_with_or_without_what_the_tokenizer_puts_around_it(cluster, folder, tmp_path):
+    """As vLLM has it, also to the programs that count and join texts by it."""
+    shutil.copytree(folder, model := tmp_path / "fake")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    around = {"add_bos_token": True, "bos_token": "<|user|>", "add_eos_token": True, "eos_token": "<|end|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, **around}))
+    async with cluster(model=model, http="127.0.0.1:0") as c, openai_client(c) as client:
+        bare = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+
+        async def tokens(**body) -> list[int]:
+            return (await bare.post("/tokenize", body={"model": "fake", **body}, cast_to=object))["tokens"]
+
+        whole = await tokens(prompt="a fox", return_token_strs=False)
+        assert whole == await tokens(prompt="a fox", add_special_tokens=True)
+        plain = c.pipeline.text._tokenizer.encode_plain("a fox")
+        assert len(whole) == len(plain) + 2 and whole[1:-1] == plain
+        assert await tokens(prompt="a fox", add_special_tokens=False) == plain
+        assert await tokens(messages=MESSAGES, add_special_tokens=False) == await tokens(messages=MESSAGES)
+        for wrong, param in (
+            ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+            ({"prompt": "a", "add_special_tokens": "no"}, "add_special_tokens"),
+            ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ):
+            with pytest.raises(BadRequestError) as caught:
+                await tokens(**wrong)
+            assert caught.value.param == param
 
 
 LONG = [{"role": "user", "content": "zyx" * 1000}]
