@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from baton.engine import native
+from baton.engine import kernels, native
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import Memory, find_device, memory_share, wait_for_memory
 from baton.engine.core.model_spec import ModelSpec
@@ -67,8 +67,10 @@ def load(
     make: MakeProposers | None, joining: Joining | None, rank_program: str | None,
 ) -> EngineParts:  # fmt: skip
     """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts. `rank_program`: in place of PROGRAM."""
-    if config.num_ranks > 1 and find_device(config.device).type == "cuda":
-        return load_on_gpus(config, gpu_memory_for, make, rank_program)
+    if find_device(config.device).type == "cuda":
+        kernels.prepare()
+        if config.num_ranks > 1:
+            return load_on_gpus(config, gpu_memory_for, make, rank_program)
     return load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself reads it, when it is first imported
 
@@ -11,3 +12,19 @@ def unavailable(device: str) -> str:
     if device != "cuda" and not INTERPRETED:
         return "needs a CUDA device"
     return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install 'baton-llm[gpu]'"
+
+
+def prepare() -> None:
+    """Have Triton build now what it launches kernels with, by a C compiler of this machine, or take it from its cache. Raises
+    ValueError, one line, where it cannot: at the first launch that would be a traceback, after a model was read."""
+    if INTERPRETED or unavailable("cuda"):
+        return
+    from triton.runtime import driver  # an extra
+
+    try:
+        _ = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
+    except (RuntimeError, AssertionError, ImportError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            "Triton cannot build what launches its kernels: it needs gcc or clang, Python's headers (python3-dev) and "
+            f"libcuda.so.1 in `ldconfig -p`; or give device cpu ({' '.join(str(error).split())[:160]})"
+        ) from None
