@@ -17,6 +17,7 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _NON_BLOCKING = 1  # streams that do not wait for the default stream
 _NO_TIMING = 2  # events that are only asked whether they have passed
 _LAZY_PEER_ACCESS = 1
+_CAPABILITY = (75, 76)  # cudaDevAttrComputeCapabilityMajor, -Minor
 _NAMES = ("libcudart.so.13", "libcudart.so.12")
 _FOLDERS = ("cu13/lib", "cuda_runtime/lib")  # below site-packages/nvidia: of CUDA 13 wheels, of CUDA 12 wheels
 
@@ -38,6 +39,7 @@ _SIGNATURES = {
     "cudaIpcGetMemHandle": (POINTER(IpcHandle), c_void_p),
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), IpcHandle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),
+    "cudaDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cudaDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cudaDeviceGetByPCIBusId": (POINTER(c_int), c_char_p),
     "cudaDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
@@ -121,6 +123,13 @@ class CudaRuntime:
 
     def close_handle(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
+
+    def capability(self, device: int) -> tuple[int, int]:
+        """Return the compute capability, (major, minor)."""
+        major, minor = c_int(), c_int()
+        for out, attribute in zip((major, minor), _CAPABILITY, strict=True):
+            self._call("cudaDeviceGetAttribute", byref(out), attribute, device)
+        return major.value, minor.value
 
     def pci_id(self, device: int) -> str:
         """Names a GPU whatever number each process gives it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.launch.hub import find_model, name_on_hub
+from baton.cli.launch.placing.gpus import visible_gpus
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
@@ -35,7 +36,6 @@ from baton.service.settings import (
 )
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
-from kvtransfer.memory.cuda_runtime import find_runtime
 
 # What `baton up` sets itself.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
@@ -361,7 +361,7 @@ def _worker_values(
         for role, each in engines.items()
     }
     # Workers of one process that compute on the CPU, and whose number of threads nobody gave, divide the cores by themselves.
-    on_gpus = len(cpu_roles) < len(ROLES) and find_runtime() is not None
+    on_gpus = len(cpu_roles) < len(ROLES) and bool(visible_gpus())
     is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
     if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it
         threads = divide_cores(num_ranks, threads)

@@ -15,6 +15,7 @@ KV_DTYPES = ("auto", *KV_FORMS, "fp8")  # fp8 is fp8_e4m3
 # As weights/formats/registry.py has them, which needs torch.
 QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
 DEVICES = ("auto", "cpu", "cuda")
+MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mtp")
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")

@@ -8,9 +8,8 @@ import torch
 
 from baton.engine import native
 from baton.engine.core import cpu
-from baton.engine.core.config import DEVICES, EngineConfig
+from baton.engine.core.config import DEVICES, MIN_CAPABILITY, EngineConfig
 
-MIN_CAPABILITY = (8, 0)  # bf16 products
 UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
 CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured

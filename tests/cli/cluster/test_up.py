@@ -320,7 +320,7 @@ def test_workers_share_the_cores(folder, monkeypatch):
     assert threads("--tensor-parallel", "2") == (["--threads=4"], ["--threads=4"]), "of each rank"
     assert threads("--prefill.tensor-parallel", "4", "--decode.threads", "4") == (["--threads=3"], ["--threads=4"])
     with monkeypatch.context() as gpus:
-        gpus.setattr(up_settings, "find_runtime", object)
+        gpus.setattr(up_settings, "visible_gpus", lambda: ["0"])
         assert threads() == (["--threads=8"], ["--threads=8"]), "on GPUs nobody else divides what the host computes"
         assert threads("--device", "cpu") == ([], [])
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

@@ -1,7 +1,8 @@
-"""GPUs are dealt out to the workers of `baton up`, without asking a driver."""
+"""GPUs are dealt out to the workers of `baton up`: those that they compute on, and no others."""
 
 import pytest
 
+from baton.cli.launch.placing import gpus as dealt
 from baton.cli.launch.placing import local
 from baton.cli.launch.placing.gpus import VISIBLE, GpuSlots, deal_gpus, visible_gpus
 from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
@@ -9,23 +10,40 @@ from baton.cli.launch.placing.ports import PortError
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import UTILIZATION, memory_share
 from baton.protocol import ROLES
+from kvtransfer.memory.cuda_runtime import CudaRuntime
+from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
+
+NEW, OLD = (9, 0), (7, 5)
+
+
+def show(monkeypatch, named: str | None, *capabilities: tuple[int, int]) -> None:
+    """Have CUDA show this process GPUs of these `capabilities`, the variable being `named`; without any there is no driver."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(VISIBLE, named)
+    host = Host(pci_ids=tuple(f"0000:0{number}:00.0" for number in range(len(capabilities))), capabilities=capabilities)
+    monkeypatch.setattr(dealt, "find_runtime", lambda: CudaRuntime(Cudart(host)) if capabilities else None)
 
 
 @pytest.mark.parametrize(
-    ("named", "found"),
-    [("0,1", ["0", "1"]), ("", []), ("-1", []), ("3, 1,-1,2", ["3", "1"]), ("GPU-5ebe,MIG-7", ["GPU-5ebe", "MIG-7"])],
+    ("named", "capabilities", "found"),
+    [
+        ("0,1", (NEW, NEW), ["0", "1"]),
+        ("3, 1,-1,2", (NEW, NEW), ["3", "1"]),
+        ("GPU-5ebe,GPU-77aa", (NEW, NEW), ["GPU-5ebe", "GPU-77aa"]),
+        (None, (NEW, NEW, NEW), ["0", "1", "2"]),  # under WSL2 too, where there is no /dev/nvidia0
+        ("0,7", (NEW,), ["0"]),  # CUDA reads no further than to what it does not know
+        ("MIG-7,MIG-9", (NEW,), ["MIG-7", "MIG-9"]),  # it shows one part of a divided GPU alone
+        (None, (NEW, OLD), ["0"]),
+        ("4,2,0", (OLD, NEW, NEW), ["2", "0"]),
+        (None, (OLD,), []),
+        ("0", (), []),  # a driver that is too old, a torch for CPUs
+        (None, (), []),
+    ],
 )
-def test_what_the_variable_names_is_there(monkeypatch, named, found):
-    monkeypatch.setenv(VISIBLE, named)
+def test_gpus_that_workers_compute_on_are_there(monkeypatch, named, capabilities, found):
+    show(monkeypatch, named, *capabilities)
     assert visible_gpus() == found
-
-
-def test_without_the_variable_each_device_file_is_one(monkeypatch, tmp_path):
-    monkeypatch.delenv(VISIBLE, raising=False)
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    assert visible_gpus(tmp_path) == ["0", "1"]
-    assert visible_gpus(tmp_path / "none") == []
 
 
 def test_each_worker_has_its_own_first():
@@ -67,7 +85,7 @@ def test_workers_of_one_gpu_divide_its_memory(tmp_path):
 async def programs(monkeypatch, tmp_path, gpus: str, *cpu_roles: str) -> list[tuple[list[str], dict[str, str]]]:
     """Arguments and variables of a prefill and a decode worker, as a stack would start them."""
     started = []
-    monkeypatch.setenv(VISIBLE, gpus)
+    show(monkeypatch, gpus, *(NEW for name in gpus.split(",") if name))
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append((argv, env)))
     launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 2, cpu_roles, 2 - len(cpu_roles))
     for role in ROLES:
@@ -93,13 +111,22 @@ async def test_a_role_on_the_cpu_takes_none(monkeypatch, tmp_path):
     assert not any("--workers-per-gpu" in argv for argv, _ in found)
 
 
+async def test_workers_on_the_cpu_of_a_machine_with_an_old_gpu_are_not_bounded_by_it(monkeypatch, tmp_path):
+    show(monkeypatch, None, OLD)
+    monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 2, (), 2)
+    await launcher.start("decode", 3)
+    assert launcher.gpus.num_used == 0
+    launcher._ports.release_all()
+
+
 async def test_a_worker_without_a_port_leaves_its_gpu(monkeypatch, tmp_path):
     """Where no port is free; the next worker has both."""
 
     def refuse(address: str) -> str:
         raise PortError("no port is free")
 
-    monkeypatch.setenv(VISIBLE, "0")
+    show(monkeypatch, "0", NEW)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)
     launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 1, (), 1)
     with monkeypatch.context() as without, pytest.raises(PortError):

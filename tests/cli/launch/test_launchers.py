@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.cli.launch.control import ControlServer, RemoteLauncher
+from baton.cli.launch.placing import gpus
 from baton.cli.launch.placing.gpus import VISIBLE
 from baton.cli.launch.placing.keeper import Life
 from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram, scale
@@ -16,6 +17,8 @@ from baton.cli.launch.placing.ports import HeldPorts, PortError
 from baton.cli.launch.stack import _all_serve
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
+from kvtransfer.memory.cuda_runtime import CudaRuntime
+from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.launch.launchers import all_serve, check_launcher, until
 from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.pace import patience
@@ -174,6 +177,7 @@ async def test_what_the_control_port_refuses(folder):
 
 async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
     monkeypatch.setenv(VISIBLE, "0,1")
+    monkeypatch.setattr(gpus, "find_runtime", lambda: CudaRuntime(Cudart(Host())))
     async with local(folder, num_first=1, num_on_gpus=1) as launcher:
         await launcher.start("decode", 2)
         await launcher.start("prefill", 1)  # on the CPU

@@ -26,10 +26,13 @@ class Host:
         num_bytes=1 << 26,
         driver=13000,
         built_for=13000,
+        capabilities=(),
     ):
-        """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's."""
+        """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's; `capabilities`: of
+        each GPU (default: 9.0)."""
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes
         self.driver, self.built_for = driver, built_for
+        self.capabilities = capabilities or ((9, 0),) * len(pci_ids)
         self._own_folder = None if folder else tempfile.TemporaryDirectory()
         self.folder = Path(folder or self._own_folder.name)
         self.serial = itertools.count(1)
@@ -156,6 +159,12 @@ class Cudart:
 
     def cudaIpcCloseMemHandle(self, address):
         return 0 if self.opened.pop(address, None) else INVALID_VALUE
+
+    def cudaDeviceGetAttribute(self, out, attribute, device):
+        if attribute not in (75, 76) or not 0 <= device < len(self.host.pci_ids):
+            return INVALID_VALUE
+        out._obj.value = self.host.capabilities[device][attribute - 75]
+        return 0
 
     def cudaDeviceGetPCIBusId(self, text, size, device):
         if not 0 <= device < len(self.host.pci_ids):

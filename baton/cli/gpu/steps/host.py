@@ -9,9 +9,9 @@ import sysconfig
 from pathlib import Path
 
 from baton.cli.gpu.check import Say
+from baton.engine.core.config import MIN_CAPABILITY
 from kvtransfer.memory.cuda_runtime import gpu_refusal
 
-MIN_CAPABILITY = (8, 0)
 MIN_FREE = 0.5  # of a GPU's memory
 MIN_SHM_BYTES = 64 << 20
 _FIELDS = (

@@ -3,8 +3,10 @@
 import os
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from baton.engine.core.config import MIN_CAPABILITY
+from kvtransfer.memory.cuda_runtime import find_runtime
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -22,13 +24,20 @@ class GpuShare(NamedTuple):
         return {VISIBLE: ",".join(self.visible)}
 
 
-def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs by the names that CUDA_VISIBLE_DEVICES has for them; without it, one for each /dev/nvidiaN.
+def visible_gpus() -> list[str]:
+    """Return the GPUs that workers compute on, by the names that CUDA_VISIBLE_DEVICES has for them, or by their numbers. The
+    driver is asked as workers' settings ask it, which takes no memory of a GPU."""
+    runtime = find_runtime()
+    if runtime is None:
+        return []
+    count = runtime.num_devices()
+    names = _named(os.environ.get(VISIBLE, ",".join(map(str, range(count)))))
+    fit = [name for index, name in enumerate(names[:count]) if runtime.capability(index) >= MIN_CAPABILITY]
+    # CUDA shows a process one part of a divided GPU, however many are named.
+    return fit + [name for name in names[count:] if name.startswith("MIG-")]
 
-    The driver is not asked: that would take a second, and memory of each GPU."""
-    named = os.environ.get(VISIBLE)
-    if named is None:
-        return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]
+
+def _named(named: str) -> list[str]:
     found: list[str] = []
     for name in (part.strip() for part in named.split(",")):
         if name in ("", "-1"):

@@ -13,6 +13,7 @@ from baton.cli.launch.placing.gpus import GpuShare, GpuSlots, visible_gpus
 from baton.cli.launch.placing.keeper import Keeper, Life
 from baton.cli.launch.placing.launcher import DRAIN_S, LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.ports import HeldPorts
+from baton.protocol import ROLES
 
 
 class _Kept(NamedTuple):
@@ -37,7 +38,8 @@ class LocalLauncher:
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
         self._num_left = num_first  # of the first
-        self._board, self._ports, self.gpus = WorkerBoard(), HeldPorts(), GpuSlots(visible_gpus(), num_on_gpus)
+        self._board, self._ports = WorkerBoard(), HeldPorts()
+        self.gpus = GpuSlots(visible_gpus() if {*ROLES} - {*cpu_roles} else [], num_on_gpus)
         self._kept: dict[str, _Kept] = {}
         self._drains: dict[str, asyncio.Task[bool]] = {}
 
