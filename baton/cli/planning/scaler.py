@@ -216,7 +216,7 @@ def _table(found: DayResult) -> str:
 
 async def _serve(args: argparse.Namespace, access: Access, model: StepModel, times_in: TimesIn, scaler: Scaler) -> None:
     from baton.planning.scaling.lease import LeaderLease
-    from baton.planning.scaling.live import FleetWatch, dtypes_of
+    from baton.planning.scaling.live import FleetWatch, device_of, dtypes_of
     from baton.planning.scaling.loop import ScalerLoop
 
     owner = (
@@ -232,12 +232,25 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     async def look() -> dict[str, GatewayLook | None]:
         targets = sorted({address for target in args.target for address in await _addresses(target)})
         found = await asyncio.gather(*(_look(target, access) for target in targets))
+        if why := _unlike(device_of(filter(None, found)), model):
+            print(f"baton scaler: nothing is decided: {why}", file=sys.stderr, flush=True)
+            return {}
         if (dtypes := dtypes_of(filter(None, found))) is not None:
             model.times = await _times(times_in, dtypes) or model.times
         return dict(zip(targets, found, strict=True))
 
     print("deciding once a minute; the first look is to compare with", flush=True)
     await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()
+
+
+def _unlike(device: str, model: StepModel) -> str:
+    """Return why steps on the `device` that workers name are not those of the model; "" where they may be, as without a name."""
+    from baton.engine.core.device import names_gpu
+
+    planned = model.times.device
+    if not device or names_gpu(device) == (planned.kind == "cuda"):
+        return ""
+    return f"workers compute on {device}, and --device is {'cpu' if planned.kind == 'cpu' else planned.name}"
 
 
 async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None:

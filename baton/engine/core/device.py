@@ -117,6 +117,11 @@ def device_name(device: torch.device) -> str:
     return f"{cpu.name()}, {instruction_set(device)}"
 
 
+def names_gpu(words: str) -> bool:
+    """Return whether these words of `device_name` are of a GPU."""
+    return ", " not in words
+
+
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
     """Raise ValueError where weights leave nothing of the share; it names what would fit. `num_bytes`: of their files;
     `quantization`: none, a rounding of them (a key of SMALLER), or auto for files that are quantized already."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from baton.engine.core.device import names_gpu
 from baton.loadgen.summary import percentile
 from baton.planning.scaling.counters import NAN, FleetCounters, Placed
 from baton.planning.scaling.load_model import LoadModel
@@ -134,6 +135,13 @@ def dtypes_of(looks: Iterable[GatewayLook]) -> tuple[str, str] | None:
     cards = (view.hello.model for look in looks for view in look.workers.workers)
     known = ((card.dtype, card.kv_dtype) for card in cards if card.dtype and card.kv_dtype in KV_FORMS)
     return next((dtypes for dtypes, _ in Counter(known).most_common(1)), None)
+
+
+def device_of(looks: Iterable[GatewayLook]) -> str:
+    """Return what computes in most workers that say it, in the words of one of them: a GPU, or a CPU; "": none says it."""
+    devices = [view.hello.model.device for look in looks for view in look.workers.workers]
+    gpus, cpus = ([name for name in devices if name and names_gpu(name) == is_gpu] for is_gpu in (True, False))
+    return next(iter(max(gpus, cpus, key=len)), "")
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float]:

@@ -347,6 +347,42 @@ def test_steps_are_those_of_the_dtypes_that_workers_say(folder_dtype, tmp_path, 
     assert seen == [first, first, ("fp32", int8), *[("none", bf16)] * 3]
 
 
+@pytest.mark.parametrize(
+    ("given", "devices", "told"),
+    [
+        ([], ["NVIDIA H100 80GB HBM3"], "workers compute on NVIDIA H100 80GB HBM3, and --device is cpu"),
+        (
+            ["--device", "H100"],
+            ["AMD EPYC, avx512+vnni"],
+            "workers compute on AMD EPYC, avx512+vnni, and --device is H100",
+        ),
+        ([], ["NVIDIA L4", "AMD EPYC, avx512", "NVIDIA L40S"], "workers compute on NVIDIA L4, and --device is cpu"),
+        ([], ["AMD EPYC, avx512+vnni", "", "NVIDIA L4", "AMD EPYC, avx512+vnni"], ""),
+        (["--device", "H100"], ["NVIDIA H100 PCIe"], ""),
+        (["--device", "H100"], [""], ""),
+    ],
+)
+def test_nothing_is_decided_by_steps_of_what_workers_do_not_compute_on(given, devices, told, monkeypatch, capsys):
+    """A fleet of GPUs was planned as this machine's CPU, and scaled to its bounds."""
+    looks = []
+
+    async def look_at(target, access):
+        views = [worker(number) for number in range(len(devices))]
+        for view, device in zip(views, devices, strict=True):
+            view.hello.model.device = device
+        return look(views)
+
+    async def run(loop: ScalerLoop):
+        looks.append(await loop._look())
+
+    monkeypatch.setattr(scaler_command, "_look", look_at)
+    monkeypatch.setattr(ScalerLoop, "run", run)
+    assert main(["scaler", "--target", "x:1", *given]) == 0
+    said = capsys.readouterr().err
+    assert bool(looks[0]) is not bool(told)
+    assert said == (f"baton scaler: nothing is decided: {told}\n" if told else "")
+
+
 def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, monkeypatch, capsys):
     """They are read beside the loop, which renews the lease and takes Ctrl-C meanwhile."""
     published.dense_folder(tmp_path)
