@@ -1,7 +1,10 @@
 """The steps of `baton doctor --gpu` on stand-ins: what each calls right, and what it finds wrong."""
 
 import argparse
+import json
 import os
+import sys
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from baton.cli.gpu.random_engine import RandomEngine
 from baton.cli.gpu.steps import copies, engine, faults, graphs, groups, host, kernels, workers
 from baton.cli.gpu.steps import model as model_step
 from baton.engine import kernels as triton_kernels
+from baton.engine.core.device import GIB
 from kvtransfer.memory.cuda_runtime import CudaRuntime
 from kvtransfer.memory.device_memory import DeviceRegion
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
@@ -52,8 +56,11 @@ class Machine(host.Probe):
         self._folder, self._changed = folder, changed
 
     def smi(self, *arguments):
-        rows = [self.gpu] if "--query-gpu" in arguments[0] else ["4711, 900, python"]
+        rows = self.gpu.splitlines() if "--query-gpu" in arguments[0] else ["4711, 900, python"]
         return [[cell.strip() for cell in row.split(",")] for row in rows]
+
+    def bus_ids(self):
+        return self._changed.get("bus_ids", ["0000:01:00.0"])
 
     def driver_refusal(self):
         return self._changed.get("driver", "")
@@ -130,12 +137,44 @@ def test_a_gpu_in_instances(tmp_path):
     assert not table.wrong and "through host memory" in table["GPU 0: MIG"][1]
 
 
+@pytest.mark.parametrize(
+    "was, becomes",
+    [
+        ("81559, 80000", "[Insufficient Permissions], [Insufficient Permissions]"),  # a container with a part of a GPU
+        ("81559, 80000", "[N/A], [N/A]"),  # a GB10, whose memory is the host's
+    ],
+)
+def test_memory_of_which_nvidia_smi_says_nothing(tmp_path, was, becomes):
+    machine = Machine(tmp_path)
+    machine.gpu = machine.gpu.replace(was, becomes).replace(", 0, Not", f", {becomes.split(', ')[0]}, Not")
+    table = on_host(machine)
+    assert not table.wrong and table["GPU 0: memory"] == (None, f"nvidia-smi says {becomes.split(', ')[0]}")
+    assert table["GPU 0: clocks"] == (True, "free")
+
+
+def test_gpus_that_this_process_does_not_use_are_another_ones(tmp_path):
+    """A colleague's that is busy, an old display card."""
+    machine = Machine(tmp_path, bus_ids=["0000:01:00.0"])
+    others = (("0, N", "1, N"), ("80000", "100"), ("9.0", "6.1"), ("00000000:01", "00000000:02"))
+    other = machine.gpu
+    for was, becomes in others:
+        other = other.replace(was, becomes, 1)
+    machine.gpu += f"\n{other}"
+    table = on_host(machine)
+    assert not table.wrong and "GPU 0" in table and "GPU 1" not in table
+    machine = Machine(tmp_path, bus_ids=[], driver="the NVIDIA driver serves CUDA up to 12.2")
+    machine.gpu += f"\n{other}"
+    assert on_host(machine).wrong == ["driver and torch", "GPU 1", "GPU 1: memory"], "nothing is known of them"
+
+
 # ---- copies ----
 
 
-def on_gpus(gpus: Host) -> Table:
+def on_gpus(gpus: Host, held: list[int] | None = None) -> Table:
     @contextmanager
     def hold(device, num_bytes):
+        if held is not None:
+            held.append(device)
         region = DeviceRegion(CudaRuntime(Cudart(gpus)), device, num_bytes)
         yield region.handle
         region.close()
@@ -148,6 +187,13 @@ def on_gpus(gpus: Host) -> Table:
 def test_copies_between_gpus():
     table = on_gpus(Host())
     assert len(table) == 4 and not table.wrong and "GB/s; opened in" in table["GPU 0 to GPU 1"][1]
+
+
+def test_a_process_holds_a_region_for_all_that_take_from_it():
+    """Each takes a second to have a CUDA context: of 8 GPUs it was 64 of them, and the step has 50 s."""
+    held: list[int] = []
+    on_gpus(Host(), held)
+    assert held == [0, 1]
 
 
 def test_copies_that_arrive_wrong():
@@ -164,7 +210,7 @@ def test_gpus_without_copies():
 
 def test_memory_that_is_full():
     table = on_gpus(Host(num_bytes=1000))
-    assert len(table.wrong) == 4 and "one PID and one IPC namespace" in table["GPU 0 to GPU 0"][1]
+    assert len(table.wrong) == 4 and table["GPU 0 to GPU 0"][1].startswith("cudaMalloc: ")
 
 
 # ---- kernels ----
@@ -250,6 +296,23 @@ def test_steps_of_an_engine(monkeypatch, num_compiled, grown):
     assert " ms a step, " in table["batch 2, greedy"][1]
 
 
+def test_batches_that_a_gpu_has_no_room_for_are_left_out(monkeypatch):
+    """An 8B model is 15 GiB, and its pool for 256 sequences 19: no card of 24 or 32 GB has room."""
+    made = []
+    monkeypatch.setattr(engine, "_free", lambda device: 23.5 * GIB)
+    monkeypatch.setattr(
+        engine, "RandomEngine", lambda *given, max_num_seqs, **options: made.append(max_num_seqs) or 1 / 0
+    )
+    table = Table()
+    with pytest.raises(ZeroDivisionError):
+        engine.check(table, None, CPU)
+    assert made == [64] and table == {"batch 256": (None, "takes 35.7 GiB, and 23.5 are free")}
+    monkeypatch.setattr(engine, "_free", lambda device: 15.0 * GIB)
+    table = Table()
+    engine.check(table, None, CPU)
+    assert made == [64] and [*table] == ["batch 1", "batch 64", "batch 256"] and not table.wrong
+
+
 def test_what_is_measured_takes_no_more_than_what_came_before(monkeypatch):
     """With many prompts the first ones would end before the last ones are read: then no draw before is of all rows."""
     rows = [0]
@@ -305,6 +368,23 @@ def test_a_split_stack_answers_as_a_whole_one(monkeypatch, tmp_path, answers, wr
     table = Table()
     workers.check(table, tmp_path)
     assert table.wrong == wrong and [("always" in flags) for flags in stacks] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "peers", "is_right"),
+    [
+        ("cuda_ipc is chosen", {(0, 1), (1, 0)}, True),
+        ("shm is chosen", {(0, 1), (1, 0)}, False),
+        ("shm is chosen", set(), None),  # as step `copies` says
+    ],
+)
+def test_the_transport_of_gpus_that_do_not_reach_each_other_is_another(monkeypatch, chosen, peers, is_right):
+    said = json.dumps({"checks": [{"part": "handoff", "text": chosen}]})
+    monkeypatch.setattr(workers.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said, stderr=""))
+    monkeypatch.setattr(workers, "find_runtime", lambda: CudaRuntime(Cudart(Host(peers=frozenset(peers)))))
+    table = Table()
+    workers._transport(table, "target")
+    assert table["transport"][0] is is_right and table["transport"][1].startswith(chosen)
 
 
 # ---- two GPUs ----
@@ -395,6 +475,35 @@ def test_a_model_beside_transformers(tmp_path, monkeypatch):
     table = Table()
     model_step.check(table, folder, "cpu")
     assert table.wrong == ["logits"]
+
+
+def test_the_engine_is_gone_before_the_model_is_loaded_again(tmp_path, monkeypatch):
+    """Both at once were twice its memory."""
+    engines, load = [], model_step.Engine.load
+
+    def noted(config):
+        made = load(replace(config, num_blocks=16))
+        engines.append(weakref.ref(made))
+        return made
+
+    def theirs(folder, prompts, device):
+        assert engines[0]() is None
+        return [dict.fromkeys(range(5000), 0.0) for _ in prompts]
+
+    monkeypatch.setattr(model_step.Engine, "load", noted)
+    monkeypatch.setattr(model_step, "NUM_PROMPTS", 1)
+    monkeypatch.setattr(model_step, "_theirs", theirs)
+    model_step.check(Table(), make_model(tmp_path / "tiny"), "cpu")
+    assert engines
+
+
+def test_a_host_without_transformers(tmp_path, monkeypatch):
+    """Which no extra but that of tests has."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    table = Table()
+    model_step.check(table, tmp_path)
+    assert table["logits"][0] is None and table["logits"][1].endswith("pip install transformers")
 
 
 def test_no_model_to_try():

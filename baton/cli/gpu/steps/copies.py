@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from baton.cli.gpu.check import Say
@@ -44,25 +44,37 @@ def check(
 ) -> None:  # fmt: skip
     runtime = runtime or find_runtime()
     assert runtime is not None
-    count = runtime.num_devices()
-    for source in range(count):
-        for taker in range(count):
-            _pair(say, runtime, hold, num_bytes, source, taker)
+    devices = range(runtime.num_devices())
+    for source in devices:
+        takers = [taker for taker in devices if runtime.reaches(taker, runtime.pci_id(source))]
+        for taker in devices:
+            if taker not in takers:
+                say(_name(source, taker), None, "CUDA offers no copies between the two: KV goes through host memory")
+        with ExitStack() as held:
+            try:
+                handle = held.enter_context(hold(source, num_bytes))
+            except CudaError as error:
+                for taker in takers:
+                    say(_name(source, taker), False, str(error))
+                continue
+            for taker in takers:
+                _pair(say, runtime, handle, num_bytes, _name(source, taker), taker)
 
 
-def _pair(say: Say, runtime: CudaRuntime, hold: Hold, num_bytes: int, source: int, taker: int) -> None:
-    name = f"GPU {source} to GPU {taker}"
-    if not runtime.reaches(taker, runtime.pci_id(source)):
-        say(name, None, "CUDA offers no copies between the two: KV goes through host memory")
-        return
+def _name(source: int, taker: int) -> str:
+    return f"GPU {source} to GPU {taker}"
+
+
+def _pair(say: Say, runtime: CudaRuntime, handle: bytes, num_bytes: int, name: str, taker: int) -> None:
     try:
-        with hold(source, num_bytes) as handle:
-            runtime.set_device(taker)
-            begun = time.monotonic()
-            address = runtime.open_handle(handle)
-            open_s = time.monotonic() - begun
+        runtime.set_device(taker)
+        begun = time.monotonic()
+        address = runtime.open_handle(handle)
+        open_s = time.monotonic() - begun
+        try:
             wrong = wrong_canary_bytes(runtime, taker, address + num_bytes)
             seconds = _copy_s(runtime, taker, address, num_bytes)
+        finally:
             begun = time.monotonic()
             runtime.close_handle(address)
             close_s = time.monotonic() - begun

@@ -3,26 +3,34 @@ no kernel and takes no more memory."""
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from baton.cli.gpu.check import Say
-from baton.cli.gpu.random_engine import LLAMA_8B, RandomEngine
+from baton.cli.gpu.random_engine import BLOCK_SIZE, LLAMA_8B, RandomEngine, make_spec
+from baton.engine.core.device import GIB, Memory
+from baton.planning.memory import linear_shapes
 
 BATCHES = (1, 64, 256)
 NUM_STEPS = 200
 NUM_WARM = 32  # tokens before: of four some would end before the last prompts are read, and no draw be of all
 PROMPT = 100
+STEP_BYTES = 2 * GIB  # beside weights and pool: of a step, its graphs and the libraries; an estimate
 SAMPLINGS = {"greedy": {}, "top_p": dict(temperature=0.6, top_p=0.9, seed=1)}
 
 
 def check(
-    say: Say, model: Path | None, device: torch.device | None = None, sizes=LLAMA_8B, batches=BATCHES,
+    say: Say, model: Path | None, device: torch.device | None = None, sizes=LLAMA_8B, batches: Sequence[int] = BATCHES,
     num_steps: int = NUM_STEPS,
 ) -> None:  # fmt: skip
     device = device or torch.device("cuda", 0)
     context = 2 * (PROMPT + num_steps)
+    batches = _fitting(say, batches, partial(_bytes_of, sizes, context), _free(device))
+    if not batches:
+        return
     made = RandomEngine("bf16", device, sizes, exact=True, max_num_seqs=max(batches), context=context, chunk=2048)
     watch = made.launcher.compiling
     for batch_size in batches:
@@ -50,6 +58,30 @@ def _steps(made: RandomEngine, prompts: list[list[int]], num_steps: int, samplin
         made.engine.step()
         times.append(time.perf_counter() - before)
     return statistics.median(times), (time.thread_time() - begun) / len(times)
+
+
+def _fitting(say: Say, batches: Sequence[int], bytes_of: Callable[[int], int], free: float) -> list[int]:
+    """Return the batches that have room, and say which have none."""
+    found = []
+    for batch_size in batches:
+        if (needed := bytes_of(batch_size)) <= free:
+            found.append(batch_size)
+        else:
+            say(f"batch {batch_size}", None, f"takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free")
+    return found
+
+
+def _bytes_of(sizes: tuple[int, ...], context: int, batch_size: int) -> int:
+    """Return the memory of an engine of bf16 weights that has a pool for so many contexts."""
+    spec = make_spec(sizes, context)
+    num_weights = sum(count * outputs * inputs for (outputs, inputs), count in linear_shapes(spec).items())
+    num_weights += 2 * spec.vocab_size * spec.hidden_size  # embedding and head
+    token_bytes = spec.kv_layout("bf16", BLOCK_SIZE).block_bytes // BLOCK_SIZE
+    return 2 * num_weights + batch_size * context * token_bytes + STEP_BYTES
+
+
+def _free(device: torch.device) -> float:
+    return Memory.of(device).free if device.type == "cuda" else float("inf")
 
 
 def _held(device: torch.device) -> int:

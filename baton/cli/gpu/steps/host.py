@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.cli.gpu.check import Say
 from baton.engine.core.config import MIN_CAPABILITY
-from kvtransfer.memory.cuda_runtime import gpu_refusal
+from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 
 MIN_FREE = 0.5  # of a GPU's memory
 MIN_SHM_BYTES = 64 << 20
@@ -35,6 +35,11 @@ class Probe:
     def driver_refusal(self) -> str:
         return gpu_refusal()
 
+    def bus_ids(self) -> list[str]:
+        """Return the PCI addresses of the GPUs that this process may use."""
+        runtime = find_runtime()
+        return [] if runtime is None else [runtime.pci_id(device) for device in range(runtime.num_devices())]
+
     def has_module(self, name: str) -> bool:
         return importlib.util.find_spec(name) is not None
 
@@ -55,9 +60,8 @@ class Probe:
 
     def numa_node(self, bus_id: str) -> int:
         """Return the NUMA node of a GPU; -1 where the machine has one only, or does not say."""
-        short = bus_id.lower().removeprefix("0000")  # nvidia-smi writes eight digits of domain, the kernel four
         try:
-            return int(Path(f"/sys/bus/pci/devices/{short}/numa_node").read_text())
+            return int(Path(f"/sys/bus/pci/devices/{_short(bus_id)}/numa_node").read_text())
         except (OSError, ValueError):
             return -1
 
@@ -71,31 +75,49 @@ def check(say: Say, model: Path | None, probe: Probe | None = None) -> None:
     _shared(say, probe)
 
 
+def _short(bus_id: str) -> str:
+    """Return a PCI address as the kernel writes it, with four digits of domain; nvidia-smi writes eight."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
 def _gpus(say: Say, probe: Probe) -> None:
+    """Look at the GPUs that this process may use; at all where it may use none."""
     rows = probe.smi(f"--query-gpu={','.join(_FIELDS)}")
     if rows is None:
         say("GPUs", None, "nvidia-smi is not here: memory, MIG, ECC and throttling were not looked at")
         return
+    usable = {_short(bus_id) for bus_id in probe.bus_ids()}
     for row in rows:
         if len(row) != len(_FIELDS):
             say("GPUs", None, f"nvidia-smi says: {' '.join(row)}")
             continue
         found = dict(zip(_FIELDS, row, strict=True))
+        if usable and _short(found["pci.bus_id"]) not in usable:
+            continue
         name = f"GPU {found['index']}"
         capability = tuple(int(part) for part in found["compute_cap"].split("."))
         say(name, capability >= MIN_CAPABILITY, f"{found['name']}, compute capability {found['compute_cap']}, "
             f"driver {found['driver_version']}, NUMA node {probe.numa_node(found['pci.bus_id'])}")  # fmt: skip
-        total, free = float(found["memory.total"]), float(found["memory.free"])
-        say(f"{name}: memory", free >= MIN_FREE * total, f"{free / 1024:.1f} GiB free of {total / 1024:.1f}")
+        _memory(say, f"{name}: memory", found["memory.free"], found["memory.total"])
         is_split = found["mig.mode.current"] == "Enabled"
         say(f"{name}: MIG", None if is_split else True,
             "on: copies between two instances are refused, KV goes through host memory" if is_split else "off")  # fmt: skip
         errors = found["ecc.errors.uncorrected.volatile.total"]
-        say(f"{name}: ECC", errors in ("0", "[N/A]"), f"uncorrected errors: {errors}")
+        say(f"{name}: ECC", errors == "0" or not errors.isdigit(), f"uncorrected errors: {errors}")
         slowed = found["clocks_throttle_reasons.hw_slowdown"]
         say(f"{name}: clocks", slowed != "Active", "slowed down by heat or power" if slowed == "Active" else "free")
     for pid, memory, process in probe.smi("--query-compute-apps=pid,used_memory,process_name") or ():
         say("holds memory", None, f"process {pid}, {process}: {memory} MiB")
+
+
+def _memory(say: Say, name: str, free: str, total: str) -> None:
+    """In MiB; what nvidia-smi may not say, or a GPU has none of its own, is no number."""
+    if not (free.isdigit() and total.isdigit()):
+        say(name, None, f"nvidia-smi says {total}")
+        return
+    free_gib, total_gib = int(free) / 1024, int(total) / 1024
+    say(name, free_gib >= MIN_FREE * total_gib, f"{free_gib:.1f} GiB free of {total_gib:.1f}")
 
 
 def _compiling(say: Say, probe: Probe) -> None:

@@ -1,5 +1,7 @@
 """Step 7: the model's own weights: log-probabilities of the next token beside those of transformers."""
 
+import gc
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ def check(say: Say, model: Path | None, device: str = "cuda") -> None:
     if model is None:
         say("logits", None, "give --model DIR")
         return
-    prompts, engine = _prompts(model), _engine(model, device)
-    ours = [_ours(engine, ids) for ids in prompts]
+    if importlib.util.find_spec("transformers") is None:
+        say("logits", None, "transformers, beside which they are held, is not installed: pip install transformers")
+        return
+    prompts = _prompts(model)
+    ours = _all_ours(model, prompts, device)
     theirs = _theirs(model, prompts, device)
     agreeing = sum(_best(mine) == _best(wanted) for mine, wanted in zip(ours, theirs, strict=True))
     largest = max(abs(mine[id_] - wanted[id_]) for mine, wanted in zip(ours, theirs, strict=True) for id_ in mine)
@@ -48,6 +53,17 @@ def _prompts(model: Path) -> list[list[int]]:
 
     ids = AutoTokenizer.from_pretrained(model).encode(TEXT * 4)
     return [ids[start : start + PROMPT_TOKENS] for start in range(0, 2 * NUM_PROMPTS, 2)]
+
+
+def _all_ours(model: Path, prompts: list[list[int]], device: str) -> list[dict[int, float]]:
+    """Leaves nothing of the engine behind: its memory is that of the model of transformers next."""
+    engine = _engine(model, device)
+    found = [_ours(engine, ids) for ids in prompts]
+    del engine
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def _ours(engine: Engine, ids: list[int]) -> dict[int, float]:

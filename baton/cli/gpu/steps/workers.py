@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.cli.gpu.check import Say
 from baton.cli.launch.stack import SHIPPED_MODEL
+from kvtransfer.memory.cuda_runtime import find_runtime
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then " * 12
 NUM_TOKENS = 32
@@ -84,4 +85,14 @@ def _transport(say: Say, target: str) -> None:
         say("transport", False, f"baton doctor said: {(done.stdout + done.stderr)[-100:]}")
         return
     chosen = [row["text"] for row in rows if row["part"] == "handoff" and "chosen" in row["text"]]
+    if chosen and "cuda_ipc" not in chosen[0] and not _reach_each_other():
+        say("transport", None, f"{chosen[0]}; CUDA offers no copies between these GPUs")
+        return
     say("transport", bool(chosen) and "cuda_ipc" in chosen[0], chosen[0] if chosen else "no prompt was handed over")
+
+
+def _reach_each_other() -> bool:
+    runtime = find_runtime()
+    assert runtime is not None
+    pci_ids = [runtime.pci_id(device) for device in range(runtime.num_devices())]
+    return all(runtime.reaches(device, pci_id) for device in range(len(pci_ids)) for pci_id in pci_ids)
