@@ -12,6 +12,8 @@ from kvtransfer.errors import TransferFailed
 HANDLE_BYTES = 64
 _PCI_ID_BYTES = 32
 _NOT_READY = 600  # cudaErrorNotReady
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_SYSTEM_NOT_READY = 802  # cudaErrorSystemNotReady: of GPUs with NVSwitch before their fabric manager runs
 _FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA, whose minor ones need no newer driver
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _NON_BLOCKING = 1  # streams that do not wait for the default stream
@@ -78,9 +80,10 @@ class CudaRuntime:
 
     def refusal(self) -> str:
         """Return why there is no GPU to compute on, with the versions found and needed; "" if there is one."""
-        if self.num_devices():
+        count, driver, needed = c_int(), c_int(), c_int()
+        code = self._fails("cudaGetDeviceCount", byref(count))
+        if not code and count.value:
             return ""
-        driver, needed = c_int(), c_int()
         self._call("cudaDriverGetVersion", byref(driver))
         self._call("cudaRuntimeGetVersion", byref(needed))
         if not driver.value:
@@ -92,7 +95,10 @@ class CudaRuntime:
                 f"the NVIDIA driver serves CUDA up to {_version(driver.value)}, torch here is built for CUDA "
                 f"{_version(needed.value)}: install {first}, or a torch built for CUDA {driver.value // 1000}"
             )
-        return "the NVIDIA driver shows this process no GPU: see CUDA_VISIBLE_DEVICES and nvidia-smi"
+        if code in (0, _NO_DEVICE):
+            return "the NVIDIA driver shows this process no GPU: see CUDA_VISIBLE_DEVICES and nvidia-smi"
+        advice = "; is nvidia-fabricmanager running?" if code == _SYSTEM_NOT_READY else ""
+        return f"CUDA does not begin here: {self._words(code)}{advice}"
 
     def set_device(self, device: int) -> None:
         self._call("cudaSetDevice", device)
@@ -206,8 +212,11 @@ class CudaRuntime:
         return code
 
     def _fail(self, name: str, code: int) -> None:
+        raise CudaError(f"{name}: {self._words(code)}")
+
+    def _words(self, code: int) -> str:
         text = self._library.cudaGetErrorString(code)
-        raise CudaError(f"{name}: {text.decode() if text else 'error'} ({code})")
+        return f"{text.decode() if text else 'error'} ({code})"
 
 
 def find_runtime() -> CudaRuntime | None:

@@ -13,6 +13,14 @@ CASES = {
     ),
     "a driver of CUDA 11": (Host(driver=11080, built_for=12060), "install driver 525 or newer"),
     "none": (Host(driver=0), "no NVIDIA driver is loaded here"),
+    "GPUs with NVSwitch whose fabric manager does not run": (
+        Host(refuses=802),
+        "CUDA does not begin here: stand-in error 802 (802); is nvidia-fabricmanager running?",
+    ),
+    "a driver and a library in a container that do not fit": (
+        Host(refuses=803),
+        "CUDA does not begin here: stand-in error 803 (803)",
+    ),
     "hidden": (Host(pci_ids=()), "shows this process no GPU: see CUDA_VISIBLE_DEVICES"),
 }
 

@@ -27,11 +27,12 @@ class Host:
         driver=13000,
         built_for=13000,
         capabilities=(),
+        refuses=0,
     ):
         """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's; `capabilities`: of
-        each GPU (default: 9.0)."""
+        each GPU (default: 9.0); `refuses`: the error with which CUDA does not begin."""
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes
-        self.driver, self.built_for = driver, built_for
+        self.driver, self.built_for, self.refuses = driver, built_for, refuses
         self.capabilities = capabilities or ((9, 0),) * len(pci_ids)
         self._own_folder = None if folder else tempfile.TemporaryDirectory()
         self.folder = Path(folder or self._own_folder.name)
@@ -99,6 +100,8 @@ class Cudart:
     def cudaGetDeviceCount(self, out):
         if self.host.driver // 1000 < self.host.built_for // 1000:
             return INSUFFICIENT_DRIVER
+        if self.host.refuses:
+            return self.host.refuses
         if not self.host.pci_ids:
             return NO_DEVICE
         out._obj.value = len(self.host.pci_ids)
