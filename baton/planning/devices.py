@@ -48,16 +48,17 @@ def _gpu(
     return Device(name, "cuda", gib << 30, gb_per_s * GB, flops, link_gb_per_s * GB)
 
 
-# Dense rates without sparsity. Links: what one direction carries between two workers, NVLink where there is one, else PCIe.
+# GiB: about what torch reports of each, which is less than its name says. Dense rates without sparsity. Links: what one
+# direction carries between two workers, NVLink where there is one, else PCIe.
 GPUS = {
     device.name: device
     for device in (
-        _gpu("H100", 80, 3350, 67, 989, 1979, 450),
-        _gpu("H200", 141, 4800, 67, 989, 1979, 450),
-        _gpu("B200", 180, 8000, 80, 2250, 4500, 900),
-        _gpu("A100", 80, 2039, 19.5, 312, None, 300),
-        _gpu("L40S", 48, 864, 91.6, 362, 733, 32),
-        _gpu("RTX4090", 24, 1008, 82.6, 165, 330, 32),
+        _gpu("H100", 79, 3350, 67, 989, 1979, 450),
+        _gpu("H200", 139, 4800, 67, 989, 1979, 450),
+        _gpu("B200", 178, 8000, 80, 2250, 4500, 900),
+        _gpu("A100", 79, 2039, 19.5, 312, None, 300),
+        _gpu("L40S", 44, 864, 91.6, 362, 733, 32),
+        _gpu("RTX4090", 23, 1008, 82.6, 165, 330, 32),
     )
 }
 

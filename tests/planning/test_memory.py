@@ -95,6 +95,13 @@ def test_a_plan_never_takes_more_than_the_device_has(name):
         assert plan.num_kv_tokens >= 2048
 
 
+def test_a_gpu_has_the_memory_that_its_driver_reports():
+    """Not that of its name: an L40S of 48 GB reports 46,068 MiB, of which torch gets less."""
+    reported_mib = {"H100": 81559, "A100": 81920, "L40S": 46068, "RTX4090": 24564}
+    for name, most_mib in reported_mib.items():
+        assert 0.95 * most_mib < GPUS[name].memory_bytes / 2**20 < most_mib
+
+
 def test_a_model_that_does_not_fit_is_told():
     spec = read_spec(SHAPES / "llama-3.1-70b")
     config = EngineConfig(
