@@ -221,6 +221,17 @@ def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
     assert "--device=cuda" in prefill["args"] and "--device=cuda" in decode["args"]
 
 
+def test_ranks_on_gpus_have_shared_memory():
+    """NCCL's, where GPUs do not reach each other: of 64 MiB, as pods have it by themselves, it found no space."""
+    decode = {"gpu": {"count": 4}, "flags": {"tensor-parallel": 4}}
+    templates = dict(pods(render({"workers": {"prefill": {"gpu": {"count": 1}}, "decode": decode}})))
+    shared = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    for role, has_it in (("decode", True), ("prefill", False)):
+        mounts = {each["name"]: each["mountPath"] for each in container(templates[role])["volumeMounts"]}
+        volumes = [each for each in templates[role]["spec"]["volumes"] if each["name"] == "shm"]
+        assert (mounts.get("shm") == "/dev/shm") is has_it and volumes == [shared] * has_it
+
+
 def test_values_of_a_release_before_the_operators_make_the_same_chart():
     """`helm upgrade --reuse-values` gives those of the chart before: what is new in this one is not there."""
     assert render({"networkPolicy": {"operators": None}}) == render({})

@@ -77,6 +77,9 @@ spec:
         - {name: kv, mountPath: /kv}
         - {name: cache, mountPath: /home/baton}
         - {name: tmp, mountPath: /tmp}
+        {{- if gt ($worker.gpu.count | int) 1 }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
         {{- if $root.Values.model.volume }}
         - {name: model, mountPath: /model, readOnly: true}
         {{- end }}
@@ -87,6 +90,9 @@ spec:
       secret: {secretName: {{ $name }}-operator-tls, defaultMode: 288}
     - {name: kv, emptyDir: {}}
     - {name: tmp, emptyDir: {}}
+    {{- if gt ($worker.gpu.count | int) 1 }}
+    - {name: shm, emptyDir: {medium: Memory}} # NCCL's, where GPUs do not reach each other: 64 MiB without it
+    {{- end }}
     - name: cache
       {{- toYaml $worker.cache | nindent 6 }}
     {{- with $root.Values.model.volume }}

@@ -109,6 +109,10 @@ def test_a_host_that_is_ready(tmp_path):
         (dict(header="missing"), "Python.h"),
         (dict(libcuda=None), "libcuda"),
         (dict(shm=1 << 20), "/dev/shm"),
+        (
+            dict(shm=64 << 20, bus_ids=["0000:01:00.0", "0000:02:00.0"]),
+            "/dev/shm",
+        ),  # as containers have it by themselves
     ],
 )
 def test_a_host_that_lacks_something(tmp_path, changed, what):

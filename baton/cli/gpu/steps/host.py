@@ -14,6 +14,7 @@ from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 
 MIN_FREE = 0.5  # of a GPU's memory
 MIN_SHM_BYTES = 64 << 20
+MIN_SHM_BYTES_OF_RANKS = 1 << 30  # through which NCCL sums where GPUs do not reach each other
 _FIELDS = (
     "index", "name", "driver_version", "compute_cap", "memory.total", "memory.free", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown", "pci.bus_id",
@@ -140,5 +141,6 @@ def _compiling(say: Say, probe: Probe) -> None:
 
 
 def _shared(say: Say, probe: Probe) -> None:
-    num_bytes = probe.shm_bytes()
-    say("/dev/shm", num_bytes >= MIN_SHM_BYTES, f"{num_bytes >> 20} MiB")
+    num_bytes, least = probe.shm_bytes(), MIN_SHM_BYTES if len(probe.bus_ids()) < 2 else MIN_SHM_BYTES_OF_RANKS
+    wanted = f", at least {least >> 20} are needed" if num_bytes < least else ""
+    say("/dev/shm", not wanted, f"{num_bytes >> 20} MiB{wanted}")
