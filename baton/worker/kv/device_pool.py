@@ -5,6 +5,7 @@ beside the engine's steps, on a stream of its own.
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Crossing:
         self, places: BytePlaces, word_bytes: int, ids: np.ndarray, table: np.ndarray, starts: np.ndarray
     ) -> np.ndarray:  # fmt: skip
         """int64 wraps as uint64 does."""
-        with self._running, torch.cuda.stream(self._stream):
+        with self._running, self._on_device(), torch.cuda.stream(self._stream):
             words = _elements(self._device, places, word_bytes)[self._there(ids)].view(_ELEMENTS[word_bytes])
             if word_bytes < 8:
                 words = words.to(torch.int64) & ((1 << 8 * word_bytes) - 1)
@@ -70,13 +71,18 @@ class Crossing:
         block_bytes = host[0].numel() * host.element_size()
         at_once = max(1, STAGING_BYTES // block_bytes)
         # One at a time: of two copies that were begun in one order the other could end first.
-        with self._running, torch.cuda.stream(self._stream):
+        with self._running, self._on_device(), torch.cuda.stream(self._stream):
             for begin in range(0, len(ids), at_once):
                 some = ids[begin : begin + at_once]
                 staged = self._staging(len(some) * block_bytes).view(host.dtype).view(len(some), *host.shape[1:])
                 move(device, host, some, staged)
                 if self._stream is not None:
                     self._stream.synchronize()
+
+    def _on_device(self) -> AbstractContextManager:
+        """Of the thread, which may be any executor's: leaving a stream that is not of its device makes a context there, on the
+        first GPU."""
+        return nullcontext() if self._stream is None else torch.cuda.device(self._device.device)
 
     def _staging(self, num_bytes: int) -> Tensor:
         if num_bytes > len(self._staged):

@@ -5,17 +5,19 @@ import itertools
 import json
 import sys
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from baton.worker.kv.device_pool import Crossing
+from baton.worker.kv.device_pool import STAGING_BYTES, Crossing
 from kvtransfer import errors
 from kvtransfer.layout import Box
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.digest import cell_sums
-from kvtransfer.memory.pools import DevicePool, OnDevice
+from kvtransfer.memory.pools import BytePlaces, DevicePool, OnDevice
 from kvtransfer.wire import Range, taker_to_proto
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.kvtransfer.rig import NUM_BLOCKS, NUM_TOKENS, Rig, assert_still_serves, kind, layout, running, until
@@ -46,6 +48,32 @@ def test_sums_on_the_device_are_those_of_the_host(form, block_size):
             there, here = (cell_sums(Cells(memory, box, box.layers.start), ids, part) for memory in (device, host))
             assert (there == here).all()
     assert not mirror.any(), "nothing crossed"
+
+
+def test_a_thread_takes_the_device_of_the_pool_before_its_stream(monkeypatch):
+    """An executor's threads are on the first GPU, on which leaving the stream would make a context."""
+    entered = []
+
+    @contextmanager
+    def recorded(what):
+        entered.append(what)
+        yield
+        entered.append(f"no {what}")
+
+    shape = layout(16, "bf16")
+    pool, mirror = (np.zeros(20 * shape.block_bytes, np.uint8) for _ in range(2))
+    crossing = Crossing(torch.from_numpy(pool), torch.from_numpy(mirror))
+    crossing._stream = SimpleNamespace(synchronize=lambda: None)
+    crossing._staged = torch.empty(STAGING_BYTES, dtype=torch.uint8)  # there is no pinned memory here
+    monkeypatch.setattr(torch.cuda, "device", lambda device: recorded("device"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: recorded("stream"))
+    memory = OnDevice(mirror, shape, DevicePool(None, crossing.sums, crossing.copy_out, crossing.copy_in))
+    box, whole = shape.whole[0], Range(0, 64, 0, 3)
+    cell_sums(Cells(memory, box, box.layers.start), np.arange(20), whole)
+    places = BytePlaces(0, (shape.block_bytes,), (shape.block_bytes,))
+    crossing.copy_out(places, np.arange(4))
+    once = ["device", "stream", "no stream", "no device"]
+    assert entered and entered == once * (len(entered) // 4)
 
 
 def test_the_gpu_is_taken_before_shared_memory_and_no_mirror_is_touched():
