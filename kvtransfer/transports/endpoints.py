@@ -129,6 +129,7 @@ class Dialer:
         self._device = device
         self._copier: cuda_ipc.Copier | None = None
         self._agent: NixlAgent | None = None
+        self._no_agent = ""  # why there can be none
         self._making_agent = asyncio.Lock()
         self._socket_folder = socket_folder or folder.default_parent()
         self._mappings = shm.Mappings()
@@ -159,13 +160,16 @@ class Dialer:
         return self._copier
 
     async def _own_agent(self) -> NixlAgent:
-        """Made when it is first needed. Raises PeerLost: another transport may do."""
+        """Made when it is first needed; what cannot be made is not tried again, which each fetch would wait for. Raises PeerLost:
+        another transport may do."""
         async with self._making_agent:
-            if self._agent is None:
+            if self._agent is None and not self._no_agent:
                 try:
                     self._agent = await _agent(self._memory, self._device)
                 except TransferFailed as exc:
-                    raise PeerLost(str(exc)) from exc
+                    self._no_agent = str(exc)
+            if self._agent is None:
+                raise PeerLost(self._no_agent)
             return self._agent
 
     def close(self) -> None:

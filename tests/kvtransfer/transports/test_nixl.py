@@ -82,6 +82,21 @@ def test_a_network_that_cannot_read_the_gpu_leaves_the_next_transport(network, c
     assert "nixl is not offered, the network cannot read this GPU's memory: NIXL cannot use this pool" in caplog.text
 
 
+def test_a_taker_that_cannot_have_an_agent_tries_it_once(network):
+    """It took up to a second of each fetch."""
+    network.reads_gpus = False
+
+    async def main():
+        async with running(("nixl", "tcp"), on_gpu=(False, True)) as rig:
+            for _ in range(2):
+                report = await rig.fetch(rig.ready_offer(), rig.destination())
+                assert report.transport == "tcp" and rig.arrived()
+                rig.source.cancel("k")
+        assert len(network.agents) == 2, "the source's, and one try"
+
+    asyncio.run(main())
+
+
 def test_transfers_that_fail_are_tried_again_and_the_next_one_works(network):
     network.fails = True
 
