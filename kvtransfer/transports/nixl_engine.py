@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import importlib.util
 import re
+import resource
 import secrets
 import time
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ def has_rdma() -> bool:
         return any(_RDMA_DEVICES.iterdir())
     except OSError:
         return False
+
+
+def _limit_of_locked() -> str:
+    """Return how much memory this process may lock, as a network card's queues and what it reads are; "" where there is no
+    limit."""
+    num_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if num_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process may lock {num_bytes >> 10} KiB of memory (ulimit -l), RDMA needs it unlimited"
 
 
 class Segment(NamedTuple):
@@ -86,7 +96,8 @@ class NixlAgent:
             self._registered = self._agent.register_memory([whole], segment.kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as exc:  # its bindings raise classes of their own
-            raise TransferFailed(f"NIXL cannot use this pool in {segment.kind}: {type(exc).__name__}: {exc}") from exc
+            why = f"NIXL cannot use this pool in {segment.kind}: {type(exc).__name__}: {exc}"
+            raise TransferFailed(why + _limit_of_locked()) from exc
 
     def close(self) -> None:
         """No transfer may be under way. Idempotent."""

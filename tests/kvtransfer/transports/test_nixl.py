@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer import errors
 from kvtransfer.transports import nixl_engine, transport
-from kvtransfer.transports.nixl_engine import Segment
+from kvtransfer.transports.nixl_engine import NixlAgent, Segment
 from tests.support.kvtransfer.nixl_stand_in import Network
 from tests.support.kvtransfer.rig import NUM_BLOCKS, Rig, assert_still_serves, kind, layout, running
 
@@ -80,6 +80,17 @@ def test_a_network_that_cannot_read_the_gpu_leaves_the_next_transport(network, c
 
     asyncio.run(main())
     assert "nixl is not offered, the network cannot read this GPU's memory: NIXL cannot use this pool" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [(8 << 20, "; this process may lock 8192 KiB of memory (ulimit -l), RDMA"), (-1, "")]
+)
+def test_what_may_be_locked_is_told_where_a_pool_cannot_be_registered(network, monkeypatch, limit, told):
+    """Pods and containers have the limit of their runtime."""
+    monkeypatch.setattr("resource.getrlimit", lambda what: (limit, limit))
+    with pytest.raises(errors.TransferFailed, match="NIXL cannot use this pool in VRAM") as error:
+        NixlAgent(Segment(0, 9, "VRAM"))
+    assert (told in str(error.value)) if told else "lock" not in str(error.value)
 
 
 def test_a_taker_that_cannot_have_an_agent_tries_it_once(network):
