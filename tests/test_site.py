@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import protocol
 from baton.cli.main import COMMANDS
 from baton.service.settings import flat_fields, make_parser
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
@@ -107,13 +108,16 @@ def test_files_beside_the_pages_are_pages(site):
 
 
 def reasons() -> set[str]:
-    """All that errors are given: `reason="X"`, `code, reason = ..., "X"`, Status(..., "X"), BadCall(..., "X"), rows of tables of these."""
+    """All that errors are given: `reason="X"`, `code, reason = ..., "X"`, `X = "X"`, Status(..., "X"), BadCall(..., "X"), rows of tables of
+    these."""
     found = set()
     for path in _SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             named = isinstance(node, ast.keyword) and node.arg == "reason"
             if named or (isinstance(node, ast.Assign) and _ASSIGNED.search(ast.unparse(node.targets[0]))):
                 found |= _constants(node.value)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):  # X = "X"
+                found |= _constants(node.value) & {ast.unparse(node.targets[0])}
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Status", "BadCall"):
                 found |= {each for argument in node.args for each in _constants(argument)}
     return found
@@ -121,6 +125,10 @@ def reasons() -> set[str]:
 
 def _constants(node: ast.AST) -> set[str]:
     values = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    shared = [
+        each for each in ast.walk(node) if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "protocol"
+    ]
+    values |= {getattr(protocol, each.attr) for each in shared}
     return {value for value in values if _REASON.fullmatch(value)}
 
 

@@ -4,20 +4,17 @@ goes with them."""
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields import (
-    ALL,
     BOOLEAN,
-    EFFORT,
-    INTEGER,
     OBJECT,
     OBJECT_TEXT,
+    REASONING_OPTIONS,
     STRING,
-    SUMMARY,
-    THINKING_TYPE,
+    ReasoningOption,
     ValueKind,
     read_as,
     without_nulls,
@@ -31,38 +28,6 @@ CONVERSATION_NAMES = {
     **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message", "tool_choice")},
     "messages.tool_name": "tool_choice.function.name",
 }
-
-
-class ReasoningOption(NamedTuple):
-    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
-    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
-
-    name: str
-    kind: ValueKind
-    about: str = ""
-
-
-_EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
-EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
-REASONING_OPTIONS = (
-    ReasoningOption("reasoning_effort", EFFORT, "effort"),
-    # DashScope's, SiliconFlow's
-    ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
-    ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
-    ReasoningOption("thinking_budget", INTEGER),
-    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
-    ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
-    ReasoningOption("thinking.effort", EFFORT, "effort"),
-    ReasoningOption("thinking.keep", ALL, "keeps"),
-    ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
-    ReasoningOption("thinking.budget_tokens", INTEGER),
-    # OpenRouter's
-    _EFFORT_OF_OPENROUTER,
-    ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
-    ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
-    ReasoningOption("reasoning.exclude", BOOLEAN),
-    ReasoningOption("reasoning.summary", SUMMARY),
-)
 _OBJECTS = {
     parent: {option.name.rpartition(".")[2] for option in REASONING_OPTIONS if option.name.startswith(f"{parent}.")}
     for parent in ("thinking", "reasoning")

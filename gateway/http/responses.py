@@ -14,7 +14,6 @@ from gateway.http.answers import TokenTexts, split_parts, token_logprobs
 from gateway.http.call import BadCall
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
-    EFFORT_OF_RESPONSE,
     TOOL_FIELDS,
     in_namespace,
     read_fields,
@@ -26,6 +25,7 @@ from gateway.http.conversations import (
 )
 from gateway.http.fields import (
     BOOLEAN,
+    EFFORT_OF_RESPONSE,
     INPUT_NEUTRAL,
     METADATA,
     NOTES,

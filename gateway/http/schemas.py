@@ -9,7 +9,6 @@ from gateway.http.conversations import (
     ITEM_PARTS,
     ITEM_ROLES,
     OUTPUT_FIELDS,
-    REASONING_OPTIONS,
     REPEATED,
 )
 from gateway.http.fields import (
@@ -19,6 +18,7 @@ from gateway.http.fields import (
     FORMAT_TYPES,
     INTEGER,
     JSON_SCHEMA,
+    REASONING_OPTIONS,
     STRING,
     SUMMARY,
     TOKEN_IDS,
