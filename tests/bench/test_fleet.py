@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_fleet():
 
 
 def test_the_scaler_follows_a_load_and_nothing_is_lost():
-    fleet = fleet_of(6, 2)
+    fleet = fleet_of(2, 2)
     bounds = ScalerBounds({"prefill": 1, "decode": 1}, {"prefill": 30, "decode": 30})
     fleet.scale_by(Scaler(MachineModel(MACHINE, SLO), bounds, SLO, 30.0), 30.0)
     asked = fleet.serve(
