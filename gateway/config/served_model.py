@@ -16,7 +16,7 @@ class RequestLimits:
     output_tokens: int = 524_288  # n x max_tokens
     max_tokens: int = 524_288  # more than any client is known to ask for (393,216)
     default_max_tokens: int = 65_536  # at most, whatever the model's own default is
-    output_logprobs: int = 1_376_256  # (k + 1) x n x max_tokens: 62 to 110 MiB of a whole answer
+    output_logprobs: int = 1_441_792  # (k + 2) x n x max_tokens: a message of Complete has 16 MiB at most
     logprobs: int = 20
     prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16
@@ -34,7 +34,7 @@ PRESETS = {
         output_tokens=4096,
         max_tokens=1024,
         default_max_tokens=128,
-        output_logprobs=24_576,
+        output_logprobs=28_672,
         logprobs=5,
         prompt_logprobs=16_384,
         stops=4,

@@ -11,6 +11,8 @@ from gateway.http.answers import split_parts
 from gateway.http.constraints import read_constraint
 from gateway.http.conversations import (
     DOCUMENT,
+    REDACTED_FIELDS,
+    THOUGHT_FIELDS,
     read_block,
     read_blocks,
     read_content,
@@ -74,8 +76,8 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "user": {"text": _TEXT, "document": DOCUMENT, "tool_result": _RESULT},
     "assistant": {
         "text": _TEXT,
-        "thinking": ("type", "thinking", "signature"),
-        "redacted_thinking": ("type", "data"),
+        "thinking": THOUGHT_FIELDS,
+        "redacted_thinking": REDACTED_FIELDS,
         "tool_use": ("type", "id", "name", "input", "caller", "cache_control"),
     },
 }

@@ -45,7 +45,7 @@ _RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the cal
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
 REPEATED = ("role", "tool_calls", *_REASONING)
-THOUGHT_FIELDS = ("type", "thinking", "signature")
+THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "data")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # Of an item of a response's input; an answer comes back with all of them.
 ITEM_ROLES = ("system", "developer", "user", "assistant")
@@ -222,7 +222,9 @@ def _said(where: str, parts: Sequence[object]) -> tuple[str, str]:
         if kind == "thinking":
             fields = read_fields(here, part, THOUGHT_FIELDS)
             thoughts.append(read_as(f"{here}.thinking", STRING, fields.get("thinking")))
-        elif kind != "redacted_thinking":
+        elif kind == "redacted_thinking":
+            read_fields(here, part, REDACTED_FIELDS)
+        else:
             texts.append(read_part(here, part, others=REPEATED))
     return "".join(texts), "".join(thoughts)
 

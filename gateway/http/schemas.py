@@ -201,7 +201,6 @@ _CALL = closed(
     type={"const": "function"},
     function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
 )
-_REDACTED = {"type": "object", "required": ["type"], "properties": {"type": {"const": "redacted_thinking"}}}
 _SAID = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(

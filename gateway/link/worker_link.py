@@ -83,10 +83,8 @@ class WorkerLink:
         self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.rates, self.recent_load = (
-            WorkerRates(),
-            RecentLoad(),
-        )  # rates: among those of its model, once that is known
+        self.rates = WorkerRates()  # among those of its model, once that is known
+        self.recent_load = RecentLoad()
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self.breaker = WorkerBreaker()

@@ -20,8 +20,8 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
         raise ContextLengthExceeded("stopping.max_tokens", message)
     elif checked.num_choices * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
-    elif checked.num_logprobs * checked.num_choices * max_tokens > (most := served.limits.output_logprobs):
-        _refuse("sampling.logprobs", f"(logprobs + 1) x n x max_tokens is over {most}")
+    elif _numbers_a_token(checked) * checked.num_choices * max_tokens > (most := served.limits.output_logprobs):
+        _refuse("sampling.logprobs", f"(logprobs + 2) x n x max_tokens is over {most}")
     num_asked = (checked.num_prompt_logprobs + 1) * num_prompt_tokens
     if checked.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
         _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
@@ -41,13 +41,20 @@ def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, ser
     asked = max(1, checked.min_tokens, *checked.resume_from)
     if (known := max(served.lengths, default=served.context) - num_prompt_tokens) >= asked:
         room = known
-    num_tokens = min(limits.output_tokens, limits.output_logprobs // max(1, checked.num_logprobs))  # of all choices
+    num_tokens = min(
+        limits.output_tokens, limits.output_logprobs // max(1, _numbers_a_token(checked))
+    )  # of all choices
     most = min(limits.default_max_tokens, room, num_tokens // checked.num_choices)
     if of_model is not None:
         return min(most, of_model)
     least = max(USUAL_TOKENS, asked)
     rooms = (length - num_prompt_tokens for length in served.lengths)
     return min(most, next((left for left in rooms if left >= least), room))
+
+
+def _numbers_a_token(checked: Checked) -> int:
+    """Return what a token of the answer counts where log-probabilities are asked for: as each of them, and as one itself."""
+    return checked.num_logprobs and checked.num_logprobs + 1
 
 
 def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:

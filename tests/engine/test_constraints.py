@@ -1,6 +1,7 @@
 """Answers under constraints: they keep to them, and are the same bits split or whole, speculated or not, preempted, parked
 and migrated."""
 
+import itertools
 import json
 import random
 import re
@@ -17,11 +18,13 @@ from baton.constraints.constraint import Constraint
 from baton.engine import native
 from baton.engine.core.request import FinishReason, FirstToken, Key, Refusal, Request
 from baton.engine.execute import multi_step
-from baton.engine.sampling import grammars
+from baton.engine.sampling import grammars, step_masks
 from baton.engine.schedule.states import GroupState
 from baton.engine.speculation.control import controller
+from baton.sampling_params import SamplingParams
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.engine.folders import make_adapter, make_folder
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 from tests.support.gateway.vocabularies import END, byte_vocabulary
 from tests.support.pace import patience
@@ -122,13 +125,54 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
         for index, each in enumerate(constrained(48))
     ]
     (found, _), (expected, _) = (serve(engine, requests) for engine in (several, single))
-    for request in requests[:8]:
+    by_call.clear()
+    for request in requests[: len(CONSTRAINTS)]:
         request = replace(request, key=Key(f"{request.key.request_id} alone"))
         run(several, [request], found)
         run(single, [request], expected)
     check_same(found, expected, expected)
     assert check_kept(requests, found) > 20 and max(by_call) == (1 if speculator else multi_step.MOST_STEPS)
     assert num_accepted(several) == num_accepted(single) and bool(num_accepted(several)) == bool(speculator)
+
+
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatch):
+    """Nothing may follow the last proposal, and no stop token ends the answer; the rows behind it are of adapters and of none."""
+    monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.MANY)
+    model = make_folder(tmp_path / "base", "llama3", hidden_size=64)
+    (tmp_path / "base" / "tokenizer.json").write_bytes(TOKENIZER_JSON)
+    make_adapter(tmp_path / "a", model, ["q_proj", "down_proj"])
+    options = dict(adapter=(f"a={tmp_path / 'a'}",), speculator="ngram", num_draft_tokens=4, dtype="fp32")
+    several, single = (load(tmp_path / "base", **options) for _ in range(2))
+    single._multi_step, adapter = None, several.adapters.listed()["a"]
+    letters = TOKENIZER.encode("abc" * 9, add_special_tokens=False).ids
+    repeats = Constraint("regex", "(abc){6}")
+    requests = [
+        make_request(f"{index}", letters[index:], 30, named=False, **of)
+        for index, of in enumerate(
+            [dict(constraint=repeats), dict(adapter=adapter), dict(constraint=repeats, adapter=adapter), dict()]
+        )
+    ]
+    found, expected = run(several, requests), run(single, requests)
+    check_same(found, expected, expected)
+    assert found[requests[0].key].answer()[0][1] is FinishReason.STOP and num_accepted(several) > 10
+
+
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+def test_a_mask_that_cannot_be_found_ends_its_step(folders, monkeypatch):
+    """Within a call, where C++ has asked for it."""
+    engine = load(folders[0])
+    request = replace(constrained(1, free=False)[0], sampling=SamplingParams())
+    calls = itertools.count()
+
+    def fill(*arguments):
+        if next(calls) == 2:
+            raise MemoryError("no memory")
+        return step_masks.fill_mask(*arguments)
+
+    monkeypatch.setattr(multi_step, "fill_mask", fill)
+    with pytest.raises(MemoryError):
+        run(engine, [request])
 
 
 def test_answers_keep_to_their_constraints(folders):

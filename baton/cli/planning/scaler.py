@@ -219,9 +219,8 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     from baton.planning.scaling.live import FleetWatch, device_of, dtypes_of
     from baton.planning.scaling.loop import ScalerLoop
 
-    owner = (
-        f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # two containers may be alike in the first two
-    )
+    # Two containers may be alike in the first two.
+    owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     try:
         lease = None if args.redis is None else LeaderLease(args.redis, owner)
     except ValueError as error:

@@ -37,9 +37,9 @@ MOST_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
 HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_NEXT_MASK = ctypes.CFUNCTYPE(_INT, _INT, _INT)
+_NEXT_MASKS = ctypes.CFUNCTYPE(_INT)
 _ARGUMENTS = (
-    _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT,
+    _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT,
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class _Decoder(ctypes.Structure):
         ("num_layers", _INT),
         *((name, _POINTER) for name in ("norm", "head", "table")),
         *((name, _DOUBLE) for name in ("embedding_scale", "logit_scale")),
+        ("bell", _POINTER),
     ]
 
 
@@ -65,7 +66,6 @@ class _Decoding(ctypes.Structure):
         ("num_drafts", _INT),
         ("logits", _POINTER),
         ("mask_words", _INT),
-        ("next_mask", _NEXT_MASK),
         ("row", NativeRow),
     ]
 
@@ -79,10 +79,10 @@ class MultiStep:
         assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
         self._held = (model, pool)  # what the structs point at
         self._hidden_size, self._dtype, self._vocab_size = model.spec.hidden_size, model.dtype, model.spec.vocab_size
-        self._bell, self._pool, self._adapters = bell, native_pool(pool), model.fused.adapters
+        self._pool, self._adapters = native_pool(pool), model.fused.adapters
         self._decoder = _Decoder(
             model.fused.address, model.fused.num_layers, norm_address(model), head_address(model),
-            table_address(model), model.spec.embedding_scale, model.spec.logit_scale,
+            table_address(model), model.spec.embedding_scale, model.spec.logit_scale, bell,
         )  # fmt: skip
         self._run = library.function("baton_decode", *_ARGUMENTS, restype=_INT)
 
@@ -128,13 +128,12 @@ class MultiStep:
         adapters, num_rows = [], 0
         width = max(num_steps, *(1 + len(seq.draft_ids) for seq, _, _ in slices))
         masks = [seq.take_masks() for seq, _, _ in slices]
-        find_next = _NEXT_MASK(_finder(slices, masks)) if any(masks) else _NEXT_MASK()
+        following = FollowingMasks(slices, masks, table) if any(masks) else None
         logits = [self._room_for_logits(seq, width) for seq, _, _ in slices]
         for place, (seq, _, _), own_masks, rows in zip(table, slices, masks, logits, strict=True):
             num_own = 1 + len(seq.draft_ids)
             held += self._fill(place, seq, max(num_steps, num_own), own_masks)
             place.logits = None if rows is None else rows.data_ptr()
-            place.next_mask = find_next
             if seq.group.adapter is not None:
                 adapters.append(AdapterRows(num_rows, num_rows + num_own, seq.group.adapter))
             num_rows += num_own
@@ -143,9 +142,14 @@ class MultiStep:
         drawn, num_drawn = (_INT * (num_seqs * width))(), (_INT * num_seqs)()
         num_done = self._run(
             ctypes.addressof(self._decoder), ctypes.addressof(self._pool), table, num_seqs, adapted, len(adapted), num_steps,
-            self._bell, BUDGET_NS, None if hidden is None else hidden.data_ptr(), drawn, width, num_drawn,
-            torch.get_num_threads(),
+            BUDGET_NS, None if following is None else following.address, None if hidden is None else hidden.data_ptr(), drawn,
+            width, num_drawn, torch.get_num_threads(),
         )  # fmt: skip
+        if following is not None:
+            following.check()
+        for index, (own_masks, (seq, _, _)) in enumerate(zip(masks, slices, strict=True)):
+            if own_masks is not None and seq.draft_ids:
+                num_drawn[index] = min(num_drawn[index], own_masks.num_good)
         runs = (drawn[first : first + count] for first, count in zip(range(0, num_seqs * width, width), num_drawn))
         tokens = [(piece.seq, _sampled(piece.seq, run, rows)) for piece, run, rows in zip(slices, runs, logits)]
         return tokens, num_done, hidden
@@ -166,8 +170,9 @@ class MultiStep:
         row = sample_row(request, request.sampling, seq.choice, seq.token_ids, mask=mask)
         changed, num_changed = _with_room(row, num_tokens)
         stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
-        num_drafts = len(seq.draft_ids) if masks is None else masks.num_good - 1
-        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids[:num_drafts])
+        if masks is not None:
+            masks.rows[masks.num_good :] = -1  # what is drawn there, which is no row less of adapters, is cut
+        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids)
         place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
         place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
         place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties
@@ -219,21 +224,40 @@ def _sampled(seq: Sequence, token_ids: list[int], logits: Tensor | None) -> list
     return [Sampled(*each) for each in zip(token_ids, found, strict=True)]
 
 
-def _finder(slices: Seq[Slice], masks: Seq[StepMasks | None]) -> Callable[[int, int], bool]:
-    """Return `NextMask` of native/layers/decode.cpp, which is called with the GIL for those that have `masks`, and writes into
-    the first of each."""
-    first = [None if own is None else own.rows[0].numpy() for own in masks]
-    is_early = [
-        seq.group.request.min_tokens > seq.num_output for seq, _, _ in slices
-    ]  # no call goes on past min_tokens
+class FollowingMasks:
+    """`NextMasks` of native/layers/decode.cpp, once a step and with the GIL: it writes into the first mask of each sequence."""
 
-    def find(place: int, token_id: int) -> bool:
-        seq, mask = slices[place].seq, first[place]
-        assert mask is not None, "it is called for others"
-        stop_token_ids = seq.group.request.stop_token_ids
-        return seq.cursor.advance(token_id) and not fill_mask(mask, seq.cursor, stop_token_ids, is_early[place])
+    def __init__(self, slices: Seq[Slice], masks: Seq[StepMasks | None], table: ctypes.Array[_Decoding]):
+        """`table`: what has the last token of each."""
+        self._parts = [
+            (piece.seq, own.rows[0].numpy(), place, piece.seq.group.request.min_tokens > piece.seq.num_output)
+            for piece, own, place in zip(slices, masks, table, strict=True)
+            if own is not None
+        ]
+        self._error: BaseException | None = None
+        self._call = _NEXT_MASKS(self._find)
+        self.address = ctypes.cast(self._call, _POINTER).value
 
-    return find
+    def check(self) -> None:
+        """Raise what finding them has raised."""
+        del self._call  # which leads here
+        if self._error is not None:
+            raise self._error
+
+    def _find(self) -> bool:
+        try:
+            return all(self._may_go_on(*part) for part in self._parts)
+        except BaseException as error:  # ctypes would return any number
+            self._error = error
+            return False
+
+    @staticmethod
+    def _may_go_on(seq: Sequence, mask: np.ndarray, place: _Decoding, is_early: bool) -> bool:
+        """`is_early`: of the whole call, as none goes on past min_tokens."""
+        cursor = seq.cursor
+        return cursor.advance(place.token_id) and not fill_mask(
+            mask, cursor, seq.group.request.stop_token_ids, is_early
+        )
 
 
 def _with_room(row: SampleRow, num_tokens: int) -> tuple[np.ndarray, int]:

@@ -17,9 +17,8 @@ _RENEW_S = 10.0  # a third of the lease
 
 log = logging.getLogger(__name__)
 
-Look = Callable[
-    [], Awaitable[Mapping[str, GatewayLook | None]]
-]  # None: a gateway did not answer within a bound of time
+# None: a gateway did not answer within a bound of time.
+Look = Callable[[], Awaitable[Mapping[str, GatewayLook | None]]]
 
 
 class Performer(Protocol):

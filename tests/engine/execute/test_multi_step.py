@@ -60,6 +60,7 @@ def check_alike(several: Engine, single: Engine, requests) -> None:
     found, expected = run(several, requests), run(single, requests)
     for request in requests:
         assert found[request.key].answer() == expected[request.key].answer()
+        assert found[request.key].logprobs == expected[request.key].logprobs
         mine, theirs = (each[request.key].ended.report.num_steps for each in (found, expected))
         assert mine == theirs, "a step is a step, however many a call does"
     assert single.step_number - calls[0] == several.step_number - calls[1]

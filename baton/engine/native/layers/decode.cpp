@@ -17,9 +17,8 @@ struct Decoder {
   const Linear* head;
   const void* table;  // as embed() takes it
   double embedding_scale, logit_scale;
+  const volatile int32_t* bell;  // not 0 once something waits
 };
-// Puts the mask behind `token_id`, which sequence `seq` has drawn, in the place of its first one; whether another may follow.
-using NextMask = int64_t (*)(int64_t seq, int64_t token_id);
 struct Decoding {
   int64_t token_id;    // its last
   int64_t num_tokens;  // with that one; its block table has room for proposals, and as many steps as may be done
@@ -31,9 +30,11 @@ struct Decoding {
   int64_t num_drafts;
   float* logits;  // gets the row that each token is drawn from, as it was; null: none is asked for
   int64_t mask_words;  // from row.mask, of its last token, to that behind each proposal; 0 where there are none
-  NextMask next_mask;  // where row.mask is not null
   SampleRow row;
 };
+
+// Puts the mask behind the token that each sequence with one has drawn in its place; whether another may follow each.
+using NextMasks = int64_t (*)();
 
 // x times the embedding's scale, as torch multiplies tensors of one dtype.
 void scale_rows(int64_t kind, double scale, int64_t count, char* x) {
@@ -82,13 +83,14 @@ int64_t now_ns() {
 using namespace baton;
 
 // Return how many steps were done, at most num_steps and at least one: none begins behind one that has ended a sequence,
-// while *bell is not 0, where nothing may follow one, or that would likely end more than budget_ns after the first began. A
-// sequence is a row, also of adapters; with proposals, where num_steps is 1, a row more for each. `hidden`, if any, gets
-// the rows of the first step before the last norm. What sequence s draws is drawn[s * width] and behind, num_drawn[s] tokens.
+// while the bell is not 0, where next_masks, if any, refuses one, or that would likely end more than budget_ns after the
+// first began. A sequence is a row, also of adapters; with proposals, where num_steps is 1, a row more for each. `hidden`,
+// if any, gets the rows of the first step before the last norm. What sequence s draws is drawn[s * width] and behind,
+// num_drawn[s] tokens.
 extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decoding* seqs, int64_t num_seqs,
                                 const AdapterRows* adapters, int64_t num_adapters, int64_t num_steps,
-                                const volatile int32_t* bell, int64_t budget_ns, void* hidden, int64_t* drawn,
-                                int64_t width, int64_t* num_drawn, int64_t num_threads) {
+                                int64_t budget_ns, NextMasks next_masks, void* hidden, int64_t* drawn, int64_t width,
+                                int64_t* num_drawn, int64_t num_threads) {
   static thread_local Scratch memory;
   static thread_local std::vector<int64_t> token_ids, positions, slots, ended;
   static thread_local std::vector<Sequence> slices;
@@ -141,9 +143,8 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
       }
     }
     const int64_t done = step + 1;
-    if (done == num_steps || *bell || std::count(ended.begin(), ended.end(), 1)) return done;
+    if (done == num_steps || *decoder->bell || std::count(ended.begin(), ended.end(), 1)) return done;
     if ((now_ns() - begun_ns) * (done + 1) > budget_ns * done) return done;
-    for (int64_t s = 0; s < num_seqs; s++)
-      if (seqs[s].row.mask && !seqs[s].next_mask(s, seqs[s].token_id)) return done;
+    if (next_masks && !next_masks()) return done;
   }
 }
