@@ -225,9 +225,10 @@ def _lead(
     for proposer in proposers:
         proposer.use_launcher(draft_launcher)
     memory = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
-    config, pool, launcher = device_parts(
-        config, model, collectives, bool(proposers), LeadingLauncher, LeadingPool, memory
-    )
+    with model.in_step():  # no rank is told these: all compute them at this point of their start
+        config, pool, launcher = device_parts(
+            config, model, collectives, bool(proposers), LeadingLauncher, LeadingPool, memory
+        )
     assert isinstance(pool, LeadingPool)
     pool.lead(model)
     if stage is None:

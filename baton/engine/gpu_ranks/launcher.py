@@ -39,17 +39,12 @@ class LeadingLauncher(GpuLauncher):
 
     def __init__(self, model: LeadingDeviceModel, pool: KVPool, config: EngineConfig, speculates: bool):
         self._told = ToldAdapters()
-        with model.in_step():
-            super().__init__(model, pool, config, speculates)
+        super().__init__(model, pool, config, speculates)
 
     @property
     def words(self) -> str:
         assert isinstance(self.model.group, DistributedCollectives)
         return f"{super().words}, {self.model.group.words}"
-
-    def warm_up(self, config: EngineConfig) -> None:
-        with self.model.in_step():
-            super().warm_up(config)
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,

@@ -8,9 +8,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first impo
 
 import torch
 
+from baton.engine.core.device import Memory
 from baton.engine.execute import launcher
 from baton.engine.gpu_ranks.program import serve
 from tests.support.native import interpreter
+
+MEMORY = 1 << 20  # bytes of each device
 
 
 class Event:
@@ -39,6 +42,11 @@ def stand_in(replace) -> None:
     replace(torch.cuda, "Event", Event)
     replace(torch.cuda, "get_device_name", lambda device=None: "stand-in")
     replace(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
+    replace(torch.cuda, "synchronize", lambda device=None: None)
+    replace(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        replace(torch.cuda, name, lambda device=None: 0)
+    replace(Memory, "of", lambda device: Memory(total=MEMORY, free=MEMORY, ours=0))
     replace(launcher, "CudaCapture", lambda stream: compute_again)
     replace(launcher, "chunk_sizes", lambda most: [])  # of 64 rows and more: seconds in the interpreter
     replace(launcher, "warm_steps", lambda *sizes: [])

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from baton.engine import kernels, native
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import UTILIZATION
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher
 from baton.engine.execute.launcher import GpuLauncher
@@ -25,7 +26,7 @@ from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.on_device import sampler_on
-from tests.engine.gpu_ranks.cpu_as_gpu import compute_again, stand_in
+from tests.engine.gpu_ranks.cpu_as_gpu import MEMORY, compute_again, stand_in
 from tests.support.engine.folders import make_few_heads, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 from tests.support.native.ranked import lose_last_rank
@@ -128,6 +129,18 @@ def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, nu
     finally:
         engine.ranks.close()
     assert all(process.ended() for process in engine.ranks._processes)
+
+
+def test_ranks_size_their_pools(folder, devices):
+    """As a start does by default: they compute the step that is measured together, the logits of a prompt that is read too."""
+    engine = load(replace(config_of(folder, 2), num_blocks=None))
+    try:
+        layout = engine.pool.layout
+        assert layout.num_blocks(64) < engine.pool.num_blocks < MEMORY * UTILIZATION // layout.block_bytes
+        request = make_request("a", random_ids(9, 1), 3)
+        assert len(run(engine, [request])[request.key].tokens[0]) == 3
+    finally:
+        engine.ranks.close()
 
 
 def test_captured_steps_have_their_sums(folder, devices, monkeypatch):

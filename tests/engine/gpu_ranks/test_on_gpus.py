@@ -12,7 +12,7 @@ from tests.support.engine.folders import make_folder, random_ids
 
 
 def config_of(folder, degree: int, **options) -> EngineConfig:
-    defaults = dict(num_blocks=64, max_num_seqs=8, max_model_len=256, max_num_batched_tokens=128)
+    defaults = dict(gpu_memory_utilization=0.4, max_num_seqs=8, max_model_len=256, max_num_batched_tokens=128)
     return EngineConfig(folder, **(defaults | {"tensor_parallel": degree} | options))
 
 

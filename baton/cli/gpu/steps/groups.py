@@ -1,6 +1,7 @@
 """Step 8: a worker of two ranks, on two GPUs: its sums in captured steps and by way of the GPUs' memory, its tokens beside those of one
 GPU, and KV from it to a worker of one rank."""
 
+import gc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ def check(say: Say, model: Path | None) -> None:
         say("two ranks", None, "there is no demo model here: give --model DIR")
     else:
         _sums(say, folder)
+        _give_back()
         _handoff(say, folder)
 
 
@@ -66,9 +68,8 @@ def _sums(say: Say, folder: Path) -> None:
 
 def found_with(folder: Path, degree: int) -> Continuation:
     """Load the model on so many GPUs and let it continue a prompt, greedily. Raises ValueError where that cannot be."""
-    config = EngineConfig(
-        folder, device="cuda", tensor_parallel=degree, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=512
-    )
+    config = EngineConfig(folder, device="cuda", tensor_parallel=degree, max_num_seqs=4, max_num_batched_tokens=512)
+    _give_back()
     engine = Engine.load(config)
     try:
         token_ids = _continued(engine)
@@ -81,6 +82,12 @@ def found_with(folder: Path, degree: int) -> Continuation:
     finally:
         if engine.ranks is not None:
             engine.ranks.close()
+
+
+def _give_back() -> None:
+    """Give the GPUs back what an engine had: its pool takes nearly all of their memory, and so does the next one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _continued(engine: Engine) -> list[int]:
