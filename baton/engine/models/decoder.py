@@ -310,11 +310,11 @@ class Model:
         from those of all, so that it has the bits of one process."""
         linear = getattr(layer, name)
         y = linear(x)
+        if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
+            x = linear.inputs_of_all(x)
         if added is not None:
             added.add(index, name, x, y)
             return y
-        if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
-            x = linear.inputs_of_all(x)
         for begin, end, adapter in adapters:
             if (pair := adapter.layers[index].get(name)) is not None:
                 y[begin:end] += pair(x[begin:end])

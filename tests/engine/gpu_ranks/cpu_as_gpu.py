@@ -11,6 +11,9 @@ import torch
 from baton.engine.core.device import Memory
 from baton.engine.execute import launcher
 from baton.engine.gpu_ranks.program import serve
+from baton.engine.layers.linear.gpu import GpuChoice
+from baton.engine.layers.linear.selection import choose
+from baton.engine.models import loader
 from tests.support.native import interpreter
 
 MEMORY = 1 << 20  # bytes of each device
@@ -37,8 +40,17 @@ def compute_again(run):
     return replay, outputs
 
 
+def choose_linear(name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device):
+    """As `choose` of layers/linear, but that `triton` is one of the kernels."""
+    if name != "triton":
+        return choose(name, batch_invariant, dtype, device)
+    made = GpuChoice(name, batch_invariant, dtype, device)
+    return made, made.reasons
+
+
 def stand_in(replace) -> None:
     """Replace what needs a device, by `replace(object, name, value)`."""
+    replace(loader, "choose_linear", choose_linear)
     replace(torch.cuda, "Event", Event)
     replace(torch.cuda, "get_device_name", lambda device=None: "stand-in")
     replace(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))

@@ -26,8 +26,9 @@ from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.on_device import sampler_on
+from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.engine.gpu_ranks.cpu_as_gpu import MEMORY, compute_again, stand_in
-from tests.support.engine.folders import make_few_heads, make_folder, random_ids
+from tests.support.engine.folders import make_adapter, make_few_heads, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 from tests.support.native.ranked import lose_last_rank
 
@@ -63,7 +64,10 @@ def config_of(folder, degree: int, **options) -> EngineConfig:
 
 def load(config: EngineConfig) -> Engine:
     parts = load_on_gpus(config)
-    return Engine(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
+    engine = Engine(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
+    for name, path in config.adapter_folders.items():
+        engine.add_adapter(name, path)
+    return engine
 
 
 def answers(engine: Engine) -> dict:
@@ -139,6 +143,29 @@ def test_ranks_size_their_pools(folder, devices):
         assert layout.num_blocks(64) < engine.pool.num_blocks < MEMORY * UTILIZATION // layout.block_bytes
         request = make_request("a", random_ids(9, 1), 3)
         assert len(run(engine, [request])[request.key].tokens[0]) == 3
+    finally:
+        engine.ranks.close()
+
+
+def test_adapters_give_the_answers_of_one(tmp_path, devices):
+    """By the kernels of a GPU: of inputs that ranks share each needs all, and an adapter has them of all."""
+    model = make_folder(tmp_path / "base", "llama3", head_dim=16, num_hidden_layers=1)
+    make_adapter(tmp_path / "all", model, TARGETS["llama3"])
+    make_adapter(tmp_path / "some", model, ATTENTION, rank=4, seed=1)
+    named = tuple(f"{name}={tmp_path / name}" for name in ("all", "some"))
+    config = replace(config_of(tmp_path / "base", 1), linear="triton", adapter=named)
+    alone, engine = Engine.load(config), load(replace(config, tensor_parallel=2))
+    try:
+        assert alone.runner.model.weights.kernels == engine.runner.model.weights.kernels == ("triton",)
+        listed = engine.adapters.listed()
+        requests = [
+            make_request(name, random_ids(9, seed), 3, adapter=listed[name], logprobs=2)
+            for seed, name in enumerate(("all", "some"))
+        ]
+        found, wanted = (run(each, requests) for each in (engine, alone))
+        for request in requests:
+            ours, theirs = found[request.key], wanted[request.key]
+            assert ours.answer() == theirs.answer() and ours.logprobs == theirs.logprobs
     finally:
         engine.ranks.close()
 
