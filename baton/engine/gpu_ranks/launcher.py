@@ -110,14 +110,13 @@ def _receive(collectives: DistributedCollectives, count: int, logits: Tensor) ->
 def _answers(
     model: Model, pool: KVPool, collectives: DistributedCollectives
 ) -> dict[CommandKind, Callable[[Tensor], object]]:
-    """Return what answers what is no step; rows and ids come on the host."""
+    """Return what answers what is no step; rows come on the host."""
 
     def on_device(ask: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         return lambda rows: ask(rows.to(model.device))
 
     return {
         CommandKind.LOGITS: on_device(model.logits),
-        CommandKind.EMBEDDED: on_device(model.embedded),
         CommandKind.SCORED: on_device(model.scored),
         CommandKind.SUMMED: on_device(partial(sum_often, collectives)),
         CommandKind.COPY: lambda blocks: pool.copy_block(*blocks.tolist()),

@@ -23,6 +23,10 @@ class VocabularyEmbedding:
         rows = self._table((token_ids - self._own.start).masked_fill(theirs, 0) + self._first)
         return self._collectives.sum(rows.masked_fill(theirs.unsqueeze(1), 0), rows.dtype)
 
+    def of_whole_table(self, token_ids: Tensor) -> Tensor:
+        """As a call, without the other ranks: this one's table has the rows of all, as on a GPU."""
+        return self._table(token_ids)
+
 
 class VocabularyHead:
     """Logits of the whole vocabulary on the first rank, of those that every rank computes."""

@@ -15,6 +15,7 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.pool import KVPool
+from baton.engine.layers.vocabulary import VocabularyEmbedding
 from baton.engine.models.decoder import Model
 from baton.engine.parallel.adapters import Files, HeldAdapters, ToldAdapters
 from baton.engine.parallel.collectives import Collectives
@@ -100,6 +101,10 @@ class LeadingDeviceModel(LeadingModel):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return Model.logits(self, hidden, out) if self._in_step else super().logits(hidden, out)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        assert isinstance(self.embedding, VocabularyEmbedding)
+        return self.embedding.of_whole_table(token_ids)
 
 
 class FirstDeviceStage(LeadingDeviceModel):

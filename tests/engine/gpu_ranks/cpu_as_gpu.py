@@ -14,6 +14,7 @@ from baton.engine.gpu_ranks.program import serve
 from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.linear.selection import choose
 from baton.engine.models import loader
+from baton.engine.speculation.proposers import eagle, medusa
 from tests.support.native import interpreter
 
 MEMORY = 1 << 20  # bytes of each device
@@ -50,7 +51,8 @@ def choose_linear(name: str, batch_invariant: bool, dtype: torch.dtype, device: 
 
 def stand_in(replace) -> None:
     """Replace what needs a device, by `replace(object, name, value)`."""
-    replace(loader, "choose_linear", choose_linear)
+    for module, name in ((loader, "choose_linear"), (medusa, "choose"), (eagle, "choose")):
+        replace(module, name, choose_linear)
     replace(torch.cuda, "Event", Event)
     replace(torch.cuda, "get_device_name", lambda device=None: "stand-in")
     replace(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))

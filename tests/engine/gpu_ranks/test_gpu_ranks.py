@@ -26,6 +26,8 @@ from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.on_device import sampler_on
+from baton.training.heads.heads import export_heads, new_heads
+from baton.training.heads.target import FrozenTarget
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.engine.gpu_ranks.cpu_as_gpu import MEMORY, compute_again, stand_in
 from tests.support.engine.folders import make_adapter, make_few_heads, make_folder, random_ids
@@ -166,6 +168,25 @@ def test_adapters_give_the_answers_of_one(tmp_path, devices):
         for request in requests:
             ours, theirs = found[request.key], wanted[request.key]
             assert ours.answer() == theirs.answer() and ours.logprobs == theirs.logprobs
+    finally:
+        engine.ranks.close()
+
+
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.long)])
+def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
+    """They are made before ranks compute anything together, and look into the embedding then: of a GPU's ranks each has all of it."""
+    target = FrozenTarget(folder, 64, 64)
+    export_heads(new_heads(target, kind), kind, target, tmp_path)
+    config = replace(config_of(folder, 1), linear="triton", cuda_graphs=False)
+    request = make_request("a", random_ids(9, 1), 6)
+    expected = run(Engine.load(config), [request])[request.key].answer()
+    engine = load(replace(config, tensor_parallel=2, speculator=kind, draft_model=tmp_path, num_draft_tokens=2))
+    try:
+        asked, proposer = [], engine.speculator.proposers[kind]
+        propose = proposer.propose
+        proposer.propose = lambda asks: asked.append(len(asks)) or propose(asks)
+        assert run(engine, [request])[request.key].answer() == expected
+        assert asked
     finally:
         engine.ranks.close()
 
