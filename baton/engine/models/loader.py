@@ -106,7 +106,9 @@ def load_model(
         system.trim_heap()  # weight by weight: reading and packing left 81 MiB of a 121 MiB file with malloc
         return make_linear(weight, bias, leaves, partial, num_outputs)
 
-    make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
+    # Ranks choose the same experts: by a kernel that is the same on all, where each has measured which is fastest on its GPU.
+    agree = collectives is not None and not kernels.unavailable(device.type)
+    make_router, _ = choose_linear("auto", config.batch_invariant or agree, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
     if stages is not None:
         assert stage is not None

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from baton.engine import kernels, native
-from baton.engine.core.config import EngineConfig
+from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import UTILIZATION
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher
@@ -21,7 +21,10 @@ from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.gpu_ranks import build
 from baton.engine.gpu_ranks.build import load_on_gpus
 from baton.engine.gpu_ranks.launcher import LeadingLauncher
-from baton.engine.models.loader import model_identity
+from baton.engine.models import loader
+from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import num_bytes_for
 from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.ranks.spawn import Ranks
@@ -189,6 +192,23 @@ def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
         assert asked
     finally:
         engine.ranks.close()
+
+
+def test_routers_of_ranks_are_exact(tmp_path, monkeypatch):
+    """Each rank measures which kernels are fastest on its own GPU. Scores of two kernels differ in their last bits, and experts that
+    ranks choose otherwise end their sums out of step."""
+    make_folder(tmp_path, "mixtral", head_dim=16, num_hidden_layers=1)
+    asked, choose = [], loader.choose_linear
+
+    def choose_linear(name, exact, *given):
+        asked.append((name, exact))
+        return choose(name, exact, *given)
+
+    monkeypatch.setattr(loader, "choose_linear", choose_linear)
+    config = resolve(config_of(tmp_path, 2, batch_invariant=False, linear="native"), read_spec(tmp_path))
+    ends = DistributedCollectives(memoryview(bytearray(num_bytes_for(2))), Shard(0, 2), None, CPU)
+    load_model(config, CPU, ends)
+    assert asked == [("native", False), ("auto", True)]
 
 
 def test_captured_steps_have_their_sums(folder, devices, monkeypatch):
