@@ -15,6 +15,8 @@ from baton.engine.kernels.quantize import RoundedRows
 from baton.engine.kernels.rows import Clamp, swiglu, swiglu_rounded
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.triton import EXACT_TILES, TILES, GpuLinear
+from baton.engine.layers.row_parallel import RowParallelLinear
+from baton.engine.parallel.collectives import Collectives
 
 SORT_BLOCK, ADD_BLOCK = 1024, 1024
 LEAST_BINS = 128  # a histogram has one for each thread of its program
@@ -87,7 +89,7 @@ class GroupedLinear:
         """Return [places, out_features]. `share`: places of a row of x, neighbours; 0: x has a row for each, in their sorted
         order. `scatters`: y in the order of places as they came, else as they are sorted."""
         x, x_scales = self._one.activated(x, None)
-        y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype, device=x.device)
+        y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype_of_y, device=x.device)
         self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, share, scatters)
         return y
 
@@ -116,11 +118,15 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """What the chosen experts of a layer say, weighed and added, in five launches."""
+    """What the chosen experts of a layer say, weighed and added, in five launches; with a sum in between where ranks have a part
+    of each expert."""
 
-    def __init__(self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[GpuLinear], down: Sequence[GpuLinear]):
-        """`unfit` has nothing against them."""
-        self._gate_up, self._down = GroupedLinear(gate_up), GroupedLinear(down)
+    def __init__(
+        self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel],
+        collectives: Collectives | None,
+    ):  # fmt: skip
+        """`unfit` has nothing against them. `collectives`: of the ranks that have a part of each; None: they are whole here."""
+        self._gate_up, self._down, self._collectives = GroupedLinear(gate_up), GroupedLinear(_parts(down)), collectives
         self._num_experts, self._scales_inputs = experts.num_experts, experts.scales_inputs
         clamped = spec.activation == "clamped_swiglu"
         self._clamp: Clamp | None = (spec.swiglu_alpha, spec.swiglu_limit) if clamped else None
@@ -130,7 +136,8 @@ class GroupedExperts:
         """Return why these experts cannot be one product each; "" if they can."""
         if not spec.gated or spec.activation not in ("silu", "clamped_swiglu"):
             return f"activation {spec.activation}" + ("" if spec.gated else ", without a gate")
-        return GroupedLinear.unfit(gate_up) or GroupedLinear.unfit(down)
+        turns = (each.own_turns for each in down if isinstance(each, RowParallelLinear))
+        return GroupedLinear.unfit(gate_up) or next(filter(None, turns), "") or GroupedLinear.unfit(_parts(down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out]: a row's experts in the order in which it
@@ -143,10 +150,17 @@ class GroupedExperts:
         gate_up = self._gate_up(x, places, share)
         rounding = self._down.rounding
         moved = swiglu(gate_up, self._clamp) if rounding is None else swiglu_rounded(gate_up, rounding, self._clamp)
-        said = self._down(moved, places, scatters=True)
+        said, ranks = self._down(moved, places, scatters=True), self._collectives
+        if ranks is not None and not ranks.fast:
+            said = ranks.sum(said, x.dtype)  # of each expert by itself, as one rank rounds it
         total = torch.empty(num_rows, said.shape[1], dtype=torch.float32, device=x.device)
         kernels.add_chosen[(num_rows, triton.cdiv(said.shape[1], ADD_BLOCK))](
             said, weights, total, said.shape[1], NUM_CHOSEN=num_chosen, WEIGHTED=not self._scales_inputs,
             BLOCK=ADD_BLOCK, enable_fp_fusion=not self._down.batch_invariant,
         )  # fmt: skip
-        return total
+        return total if ranks is None or not ranks.fast else ranks.sum(total, x.dtype).float()
+
+
+def _parts(down: Sequence[LinearKernel]) -> list[LinearKernel]:
+    """Return what this rank applies of each weight."""
+    return [each.part if isinstance(each, RowParallelLinear) else each for each in down]

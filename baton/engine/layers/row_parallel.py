@@ -29,6 +29,15 @@ class RowParallelLinear(LinearKernel):
             largest = self._of_all(self._largest(x)).amax(dim=0)
         return self._collectives.sum(self.part(x, largest), x.dtype, self.bias)
 
+    @property
+    def own_turns(self) -> str:
+        """Return what ranks do for this weight alone besides adding what their parts put out; "": nothing."""
+        if self.order is not None:
+            return "inputs of all ranks cross first"
+        if self.part.scaled_by_row and not self._collectives.fast:
+            return "rows are rounded by the largest input of all ranks"
+        return "" if self.bias is None else "a bias is added to the sum of all ranks"
+
     def inputs_of_all(self, x: Tensor) -> Tensor:
         """Return the inputs of all ranks, one after the other, [T, in_features]."""
         return self._of_all(x).transpose(0, 1).flatten(1)

@@ -80,13 +80,15 @@ class Experts:
 
     def _group(self, spec: ModelSpec) -> tuple["GroupedExperts | None", str]:
         """Return what computes all experts at once on a GPU, or why nothing does there; neither on a CPU."""
-        if any(kernel is None or kernel.name != "triton" for kernel in (*self.gate_up, *self.down)):
+        if any(kernel is not None and kernel.name != "triton" for kernel in (*self.gate_up, *self.down)):
             return None, ""
+        if len(self.own) < self.spec.num_experts:
+            return None, "a rank has some of the experts, whole (--expert-parallel)"
         from baton.engine.layers.grouped import GroupedExperts  # triton is an extra
 
         if why := GroupedExperts.unfit(spec, self.gate_up, self.down):
             return None, why
-        return GroupedExperts(spec, self.spec, self.gate_up, self.down), ""
+        return GroupedExperts(spec, self.spec, self.gate_up, self.down, self._collectives), ""
 
     def _read_stacked(
         self, linears: Linears, modules: list[str], index: int, hidden: int, cut: bool

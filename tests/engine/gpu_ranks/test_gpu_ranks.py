@@ -194,6 +194,58 @@ def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
         engine.ranks.close()
 
 
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_experts_of_ranks_are_grouped(tmp_path, devices, degree):
+    """In graphs and steps in flight, with the bits of one: what each expert says is added over the ranks in one turn."""
+    make_folder(tmp_path, "mixtral", head_dim=16, num_hidden_layers=1)
+    config = replace(config_of(tmp_path, 1), linear="triton", dtype="bf16", kv_dtype="bf16")
+    alone = Engine.load(config)
+    engine = load(replace(config, tensor_parallel=degree))
+    try:
+        model, made = engine.runner.model, engine.runner.launcher
+        assert made.overlaps and made.num_graphs == 2 and "grouped experts" not in model.reasons["layers"]
+        request = make_request("a", random_ids(9, 1), 4, logprobs=2)
+        found, wanted = (run(each, [request])[request.key] for each in (engine, alone))
+        assert found.answer() == wanted.answer() and found.logprobs == wanted.logprobs
+        own = Shard(0, degree).kv_heads(engine.spec.num_kv_heads)
+        assert torch.equal(engine.pool.blocks, alone.pool.blocks[:, :, :, own.start : own.stop])
+    finally:
+        engine.ranks.close()
+
+
+def test_fast_sums_of_experts_are_one_a_layer(tmp_path, devices):
+    """Weighed by each rank before: of rows, not of what each expert says of them."""
+    make_folder(tmp_path, "mixtral", head_dim=16, num_hidden_layers=1)
+    config = replace(config_of(tmp_path, 1, batch_invariant=False), linear="triton", cuda_graphs=False)
+    alone, engine = Engine.load(config), load(replace(config, tensor_parallel=2, all_reduce="fast"))
+    try:
+        sums, add = [], engine.runner.model.collectives.sum
+        engine.runner.model.collectives.sum = lambda part, *given: sums.append(len(part)) or add(part, *given)
+        request = make_request("a", random_ids(9, 1), 1, logprobs=1)
+        found, wanted = (run(each, [request])[request.key] for each in (engine, alone))
+        assert sums == [9] * 3
+        assert found.answer() == wanted.answer()
+        assert found.logprobs[0][0].chosen[1] == pytest.approx(wanted.logprobs[0][0].chosen[1], abs=1e-4)
+    finally:
+        engine.ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("mixtral", {"quantization": "int8"}, "rows are rounded by the largest input of all ranks"),
+        ("gpt-oss", {}, "a bias is added to the sum of all ranks"),
+        ("qwen3-moe", {"expert_parallel": True}, "a rank has some of the experts, whole (--expert-parallel)"),
+    ],
+)
+def test_why_experts_of_ranks_are_not_grouped(tmp_path, devices, name, options, why):
+    make_folder(tmp_path, name, hidden_size=64, intermediate_size=128)
+    config = resolve(config_of(tmp_path, 2, linear="triton", **options), read_spec(tmp_path))
+    shard = Shard(0, 2, config.expert_parallel)
+    model = load_model(config, CPU, DistributedCollectives(memoryview(bytearray(num_bytes_for(2))), shard, None, CPU))
+    assert model.reasons["layers"]["grouped experts"] == why and not model.capturable
+
+
 def test_routers_of_ranks_are_exact(tmp_path, monkeypatch):
     """Each rank measures which kernels are fastest on its own GPU. Scores of two kernels differ in their last bits, and experts that
     ranks choose otherwise end their sums out of step."""

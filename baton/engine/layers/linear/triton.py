@@ -57,7 +57,7 @@ class GpuLinear(LinearKernel):
         self.bias = None if bias is None else bias.float()
         self._dense_bias = bias
         self.dtype, self._order, self._outliers = dtype, None, None
-        self._dtype_of_y = torch.float32 if partial else dtype
+        self.dtype_of_y = torch.float32 if partial else dtype
         self._rounding = rounding_of(weight)
         if isinstance(weight, IntWeight):
             self._order = weight.order
@@ -196,7 +196,7 @@ class GpuLinear(LinearKernel):
         stored, constants = self.stored, self.constants(tile)
         x, x_scales = self.activated(x, largest)
         num_rows = x.shape[0]
-        y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype_of_y)
+        y = x.new_empty(num_rows, stored.num_out, dtype=self.dtype_of_y)
         grid = (-(-num_rows // tile), -(-stored.num_out // constants["BLOCK_N"]))
         split = self.num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
         num_partials = self.num_segments if split else 0
@@ -228,12 +228,12 @@ class GpuLinear(LinearKernel):
         )  # fmt: skip
 
     def _cublas(self, x: Tensor, largest: Tensor | None) -> Tensor:
-        return F.linear(x, self.stored.values, self._dense_bias).to(self._dtype_of_y)
+        return F.linear(x, self.stored.values, self._dense_bias).to(self.dtype_of_y)
 
     def _row(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
         stored = self.stored
         x, x_scales = self.activated(x, largest)
-        y = x.new_empty(1, stored.num_out, dtype=self._dtype_of_y)
+        y = x.new_empty(1, stored.num_out, dtype=self.dtype_of_y)
         kernels.multiply_row[(-(-stored.num_out // ROW_BLOCK_N),)](
             x, stored.values, stored.scales, stored.offsets, self.bias, x_scales, y, stored.num_out, stored.num_in,
             stored.values.stride(0), stored.group, stored.num_in // stored.group,
@@ -244,7 +244,7 @@ class GpuLinear(LinearKernel):
 
     def _tinygemm(self, x: Tensor, largest: Tensor | None) -> Tensor:
         self._tiny = self._tiny or self._packed()
-        y = self._tiny(x).to(self._dtype_of_y)
+        y = self._tiny(x).to(self.dtype_of_y)
         return y if self._dense_bias is None else y + self._dense_bias
 
     def _packed(self) -> tinygemm.TinyGemm:
@@ -255,7 +255,7 @@ class GpuLinear(LinearKernel):
     def _int_mm(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
         values, x_scales = self.activated(x, largest)
         products = torch._int_mm(values, self.stored.values.t())
-        y = torch.empty_like(products, dtype=self._dtype_of_y)
+        y = torch.empty_like(products, dtype=self.dtype_of_y)
         num_rows, num_out = y.shape
         kernels.scale_products[(-(-num_rows // ADD_ROWS), -(-num_out // BLOCK_N))](
             products, self.stored.scales, x_scales, self.bias, y, num_rows, num_out,
@@ -269,7 +269,7 @@ class GpuLinear(LinearKernel):
         return torch._scaled_mm(
             values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t().contiguous(), bias=self._dense_bias,
             out_dtype=self.dtype,
-        ).to(self._dtype_of_y)  # fmt: skip
+        ).to(self.dtype_of_y)  # fmt: skip
 
     @property
     def _x_grouped(self) -> bool:
