@@ -49,7 +49,7 @@ def read_layer(
         if not of.has_attention or not spec.qk_norm:
             return None
         if spec.qk_norm == "unit":  # a rope changes no length: it may be behind the norm
-            return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim))
+            return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim, device=source.device))
         return _read_head_norm(spec, source, f"{prefix}self_attn.{name}", num_heads, order, own)
 
     qkv = output = None

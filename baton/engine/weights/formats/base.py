@@ -28,6 +28,7 @@ class WeightSource(ABC):
     """The source of a model's weights, by the names that Hugging Face gives them."""
 
     name: str  # gptq, gguf, ...
+    device = torch.device("cpu")  # of what it returns
 
     def __init__(self) -> None:
         self.notes: dict[str, int] = {}  # what was not read as it is stored -> number of tensors
