@@ -9,6 +9,7 @@ each sequence's own sets on the device: a graph is made for the longest context,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,8 +33,10 @@ FAST_LEAST_SPLIT = 128  # positions
 PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
 MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
 # Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
-# DeepSeek, go by the least tile (164,992 of the 166,912 bytes of an A100's shared memory in bf16).
-WIDE_HEAD_DIM, MAX_HEAD_DIM = 256, 576
+# DeepSeek, go by the least tile: LATENT_BYTES of shared memory in bf16, or 99,328 where the next KV is not read ahead. So it is in
+# fp32 where a block has less: tiles of 128 rows of 128 elements take 115,328, of 32 rows of 256 102,656.
+WIDE_HEAD_DIM, MAX_HEAD_DIM, LATENT_BYTES = 256, 576, 164992
+NUM_STAGES = 3  # of what is read ahead; Triton's own choice
 # Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one program
 # walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results of an 8B model.
 FAST_DEALT_SPLIT, LEAST_DEALT, MOST_TILES, MOST_ITEMS = 512, 4, 1024, 2048
@@ -93,9 +96,13 @@ class TritonAttention(Attention):
             cap = shape.softcap
             self._scales = (2 * shape.scale / cap * paged_attention.LOG2_E, cap * paged_attention.LOG2_E)
         self._block_d = max(16, 1 << (shape.head_dim - 1).bit_length())
-        processors = 8
+        processors, self._num_stages = 8, NUM_STAGES
         if shape.device.type == "cuda":
-            processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+            properties = torch.cuda.get_device_properties(shape.device)
+            processors = properties.multi_processor_count
+            is_wide = shape.head_dim > WIDE_HEAD_DIM or shape.dtype == torch.float32
+            if is_wide and shared_bytes(properties) < LATENT_BYTES:
+                self._num_stages = 1
         self._wanted, self._most = (each * processors for each in (PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR))
 
     @classmethod
@@ -230,7 +237,7 @@ class TritonAttention(Attention):
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
             WINDOWED=window is not None, CAPPED=shape.softcap is not None, SINKS=shape.sinks,
             PARTIAL=launch.num_splits > 1, SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT,
-            num_warps=num_warps(launch.tile, self._block_d, group.form),
+            num_warps=num_warps(launch.tile, self._block_d, group.form), num_stages=self._num_stages,
             enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
@@ -263,6 +270,12 @@ class FastTritonAttention(TritonAttention):
         wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
         num_splits = max(1, min(wanted, -(-longest // FAST_LEAST_SPLIT)))
         return 0, num_splits, num_splits
+
+
+def shared_bytes(properties: Any) -> int:
+    """Return the shared memory that a block may have on a GPU: 166,912 bytes of an A100, 232,448 of an H100 or B200, 101,376 of those of
+    compute capability 8.6, 8.9 and 12.0. `properties`: torch's, which have it, other than their stub."""
+    return properties.shared_memory_per_block_optin
 
 
 def num_warps(tile: int, block_d: int, form: str) -> int:

@@ -1,6 +1,7 @@
 """The Triton kernels: in the interpreter on a CPU (tiny steps, it is slow), compiled where there is a GPU."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from baton.engine import kernels
 from baton.engine.attention import triton_paged
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS
-from baton.engine.attention.triton_paged import FIXED_SPLIT
+from baton.engine.attention.triton_paged import FIXED_SPLIT, Launch, TritonAttention
 from baton.engine.core.batch import SeqSlice, SeqTable
 from baton.engine.kv.stored_forms import STORED
+from kvtransfer.layout import KVGroup
 from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step, with_sinks
 
 WINDOW = 40
@@ -263,6 +265,25 @@ def test_a_graph_for_a_long_context_works_as_for_a_short_one(name, device, monke
     used = (~launch.stats[..., 0].isnan()).sum(dim=2)[:, 0].tolist()
     assert used == ([4, 1] if backend.batch_invariant else [8, 2])  # of 256 positions; of 128, the least
     torch.testing.assert_close(out, attended(backend, pool, batch, 0, q), atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(576, torch.bfloat16), (256, torch.float32)], ids=str)
+@pytest.mark.parametrize(("shared_bytes", "num_stages"), [(101376, 1), (166912, 3), (232448, 3)])
+def test_wide_rows_fit_the_shared_memory_of_any_gpu(monkeypatch, shared_bytes, num_stages, head_dim, dtype):
+    """Of compute capability 8.6, 8.9 and 12.0 where nothing is read ahead (test_kernels_compile.py)."""
+    properties = SimpleNamespace(multi_processor_count=128, shared_memory_per_block_optin=shared_bytes)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    made = TritonAttention(AttentionShape(16, 1, head_dim, (None,), dtype, torch.device("cuda")))
+    launched = {}
+    empty = torch.empty(1, 1, 1, 1)
+    table = SimpleNamespace(kv_lens=empty, query_starts=empty, block_ids=empty)
+    plan = SimpleNamespace(
+        layers=[(empty,) * 4], table=table, pool=SimpleNamespace(group=KVGroup("paged", 1, 1, head_dim, "bf16", 16))
+    )
+    attend = {(1, 1, 1): lambda *given, **named: launched.update(named)}
+    made._kernels = SimpleNamespace(attend=attend)
+    made._attend(plan, Launch(1, 16, 256, 1, 1, 1), 0, empty, empty, False)
+    assert launched["num_stages"] == num_stages
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):

@@ -19,6 +19,7 @@ POINTERS = {
     "fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5", "int8": "*i8",
     "int4": "*u8", "int32": "*i32", "int64": "*i64", "fp64": "*fp64",
 }  # fmt: skip
+CAPABILITIES = (80, 89, 90, 100, 120)  # 8.6 compiles as 8.9 does, but for e4m3
 MULTIPLES = ("num_in", "num_out", "group", "segment_len")
 
 
@@ -57,10 +58,12 @@ def attend(
     capped: bool = False,
     sinks: bool = False,
     shared: bool = False,
+    stages: int = 3,
+    dtype: str = "bf16",
 ):
     block_d = triton.next_power_of_2(head_dim)
     scaled = form in ("int8", "int4")
-    pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats", "sinks"), "fp32")
+    pointers = dict.fromkeys(("q", "out"), dtype) | dict.fromkeys(("partials", "stats", "sinks"), "fp32")
     pointers |= dict.fromkeys(("k", "v"), form) | dict.fromkeys(("k_scales", "v_scales"), "fp16" if scaled else form)
     pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table", "items", "owners"), "int32")
     constants = {
@@ -71,7 +74,7 @@ def attend(
         "LEAST_SPLIT": 128,
     }  # fmt: skip
     warps = triton_paged.num_warps(tile, block_d, form)
-    return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
+    return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion, stages)
 
 
 def combine(capability: int):
@@ -116,7 +119,7 @@ def add_peers(num_ranks: int, capability: int):
 
 def main() -> None:
     made = {}
-    for capability in (80, 90, 100):
+    for capability in CAPABILITIES:
         forms = [
             form for form in ("bf16", "fp8_e5m2", "int8", "int4", "fp8_e4m3") if capability >= 89 or form != "fp8_e4m3"
         ]
@@ -142,8 +145,14 @@ def main() -> None:
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)
         made[f"{capability} capped"] = attend("bf16", capability, 256, 64, False, True, capped=True)
-        made[f"{capability} latent partial"] = attend("bf16", capability, 576, 16, True, False)
-        made[f"{capability} latent whole"] = attend("bf16", capability, 576, 16, False, False)
+        stages = 1 if capability in (89, 120) else triton_paged.NUM_STAGES
+        for form in forms:
+            made[f"{capability} {form} latent"] = attend(form, capability, 576, 16, False, False, stages=stages)
+        made[f"{capability} latent partial"] = attend("bf16", capability, 576, 16, True, False, stages=stages)
+        for head_dim, tile in ((128, 64), (128, 128), (256, 32)):
+            made[f"{capability} fp32 {head_dim} {tile}"] = attend(
+                "fp32", capability, head_dim, tile, False, False, stages=stages, dtype="fp32"
+            )
         made[f"{capability} sinks"] = attend("bf16", capability, 64, 64, False, True, sinks=True)
         made[f"{capability} fast few"] = attend("bf16", capability, 128, 16, True, False, fusion=True)
         made[f"{capability} fast chunk"] = attend("bf16", capability, 128, 128, False, False, fusion=True)

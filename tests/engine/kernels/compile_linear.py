@@ -6,23 +6,25 @@ import sys
 
 from baton.engine.adapters import gpu_low_rank
 from baton.engine.kernels import grouped, linear, low_rank, quantize, rows
-from tests.engine.kernels.compile_kernels import compiled
+from tests.engine.kernels.compile_kernels import CAPABILITIES, compiled
 
 # kind -> dtype of the weight, and of x where it is not bf16
-KINDS = {"dense": ("bf16", "bf16"), "int8": ("int8", "bf16"), "fp8": ("fp8_e4m3", "bf16"),
+KINDS = {"dense": ("bf16", "bf16"), "fp32": ("fp32", "fp32"), "int8": ("int8", "bf16"), "fp8": ("fp8_e4m3", "bf16"),
          "e4m3": ("fp8_e4m3", "fp8_e4m3"), "int4": ("int4", "bf16"),
          "w8a8": ("int8", "int8")}  # fmt: skip
+
+DENSE = ("dense", "fp32")
 
 
 def form(kind: str, grouped: bool, offsets: bool) -> tuple[dict, dict]:
     """Pointers and constants that the kernels share; what a form has not is None."""
     stored, x = KINDS[kind]
-    pointers = {"x": x, "w": stored, "y": "bf16", "bias": "fp32"}
-    given = {"scales": kind != "dense", "offsets": offsets, "x_scales": x != "bf16"}
+    pointers = {"x": x, "w": stored, "y": "fp32" if kind == "fp32" else "bf16", "bias": "fp32"}
+    given = {"scales": kind not in DENSE, "offsets": offsets, "x_scales": x not in ("bf16", "fp32")}
     pointers |= {name: "fp32" for name, is_given in given.items() if is_given}
     constants = {name: None for name, is_given in given.items() if not is_given}
     return pointers, constants | {
-        "KIND": "fp8" if kind == "e4m3" else kind, "GROUPED": grouped, "OFFSETS": offsets, "BIAS": True,
+        "KIND": "fp8" if kind == "e4m3" else "dense" if kind in DENSE else kind, "GROUPED": grouped, "OFFSETS": offsets, "BIAS": True,
         "X_GROUPED": kind == "e4m3" and grouped,
     }  # fmt: skip
 
@@ -34,7 +36,7 @@ def only(kernel, pointers: dict, constants: dict) -> tuple[dict, dict]:
 
 def multiply(kind, capability, tile, partial, grouped=False, offsets=False, block_k=128, fusion=False, tree=False):
     pointers, constants = form(kind, grouped, offsets)
-    columns = 128 if tile == 128 and kind != "int4" and not tree else 64
+    columns = 128 if tile == 128 and kind not in ("int4", "fp32") and not tree else 64
     constants |= {"PARTIAL": partial, "TREE": tree, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
     pointers |= {"partials": "fp32"}
     return compiled(linear.multiply, pointers, constants, capability, 8 if tile > 64 else 4, fusion)
@@ -43,7 +45,7 @@ def multiply(kind, capability, tile, partial, grouped=False, offsets=False, bloc
 def multiply_grouped(kind, capability, tile, tree=False, each=False, block_k=128):
     """`each`: without tables of tiles."""
     pointers, constants = form(kind, False, False)
-    columns = 128 if tile == 128 and kind != "int4" and not tree else 64
+    columns = 128 if tile == 128 and kind not in ("int4", "fp32") and not tree else 64
     constants |= {"TREE": tree, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
     constants |= {"SHARE": 0 if tree else 8, "SCATTERS": tree}
     if each:
@@ -111,11 +113,11 @@ def made_between_products(capability: int) -> dict:
 
 def main() -> None:
     made = {}
-    for capability in (80, 90, 100):
+    for capability in CAPABILITIES:
         for kind in KINDS:
             if kind in ("fp8", "e4m3") and capability < 89:
                 continue
-            block_k = 64 if kind == "dense" else 128
+            block_k = 64 if kind in DENSE else 128
             for partial in (True, False):
                 way = "partial" if partial else "whole"
                 made[f"{capability} {kind} {way}"] = multiply(kind, capability, 64, partial, block_k=block_k)

@@ -11,7 +11,8 @@ import pytest
 from tests.engine.kernels.sources import read_table
 from tests.support.pace import patience
 
-SHARED_MEMORY = {"80": 166912, "90": 232448, "100": 232448}  # bytes that a block may have: A100, H100, B200
+# Bytes that a block may have: A100, L40S, H100, B200, RTX PRO 6000. An A10's and a 3090's are an L40S's.
+SHARED_MEMORY = {"80": 166912, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 
 
 def compiled(module: str, cache) -> dict[str, dict]:
@@ -33,7 +34,7 @@ def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
     for capability, kind in (name.split()[:2] for name in made if name.endswith(" whole")):
         # The two ways of the exact form add products in the same instructions.
         partial, whole = (made[f"{capability} {kind} {way}"]["products"] for way in ("partial", "whole"))
-        assert partial == whole and whole, kind
+        assert partial == whole and (whole or kind == "fp32"), kind  # which no matrix unit multiplies
         assert made[f"{capability} {kind} grouped64"]["products"] == whole, kind
         # And the larger tile: as many inputs to an instruction, of other outputs.
         large = {re.sub(r"n\d+k", "nk", each) for each in made[f"{capability} {kind} large"]["products"]}
@@ -54,7 +55,7 @@ def test_compiled_for_ampere_hopper_and_blackwell(tmp_path):
 @pytest.mark.long
 def test_kernels_of_states_compile_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("recurrent.compile_states", tmp_path)
-    assert len(made) == 3 * 19
+    assert len(made) == len(SHARED_MEMORY) * 19
     assert all(kernel["products"] for name, kernel in made.items() if "scan" in name or "prepare" in name)
 
 

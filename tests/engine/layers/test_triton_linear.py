@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from baton.engine import kernels
 from baton.engine.layers.linear import tinygemm, triton, tuning
 from baton.engine.layers.linear.gpu import GpuChoice
@@ -277,6 +279,26 @@ def test_a_library_that_refuses_a_shape_is_left_out(tmp_path, caplog):
     kernel.paths["tile128"] = refuse
     with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):  # a fault of our own is not passed over
         tuning.Table(tmp_path / "other.json", measure).apply(kernel, DEVICE, BF16)
+
+
+def test_a_tile_that_is_too_large_is_left_out(tmp_path, caplog):
+    """As Triton refuses it where a block's shared memory is less than an A100's: with an error that is no RuntimeError."""
+    kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
+
+    def refuse(x, largest):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    kernel.paths = {"tile64": lambda x, largest: x, "tile128": refuse}
+    tuning.Table(tmp_path / "table.json", lambda run: run() is None).apply(kernel, DEVICE, BF16)
+    assert set(json.loads((tmp_path / "table.json").read_text())[kernel.key].values()) == {"tile64"}
+    assert "tile128 is left out for dense" in caplog.text and "Required: 131072" in caplog.text
+
+
+def test_tiles_of_fp32_fit_any_gpu():
+    """Of 128 x 128 they would be for the shared memory of an A100 alone, in exact mode too."""
+    for dtype, columns in ((torch.float32, 64), (BF16, 128)):
+        kernel = GpuLinear(on_device(dense_weight((256, 64), dtype)), None, dtype, True)
+        assert kernel.constants(128)["BLOCK_N"] == columns
 
 
 def test_the_copy_of_a_weight_is_made_before_the_pool(monkeypatch):

@@ -5,7 +5,7 @@ import json
 import sys
 
 from baton.engine.kernels.state import chunks, finish, folds, inputs
-from tests.engine.kernels.compile_kernels import compiled
+from tests.engine.kernels.compile_kernels import CAPABILITIES, compiled
 
 SEQUENCES = dict.fromkeys(("table", "query_starts", "kv_lens"), "int32")
 STATES = SEQUENCES | {"states": "fp32", "y": "fp32", "inputs": "fp32"}
@@ -57,7 +57,7 @@ def made_for(capability: int) -> dict:
 
 
 def main() -> None:
-    json.dump({name: each for capability in (80, 90, 100) for name, each in made_for(capability).items()}, sys.stdout)
+    json.dump({name: each for capability in CAPABILITIES for name, each in made_for(capability).items()}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -180,8 +180,9 @@ class GpuLinear(LinearKernel):
 
     def _columns_of(self, tile: int) -> int:
         """Outputs of a tile. Of 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which adds to a sum of its
-        own, up to 336; a tree keeps four sums of each: of 64, 72 and 96."""
-        if tile < 128:
+        own, up to 336; a tree keeps four sums of each: of 64, 72 and 96. fp32 would take 131,072 bytes of shared memory,
+        more than compute capability 8.6, 8.9 and 12.0 have."""
+        if tile < 128 or (self.stored.kind == "dense" and self.dtype == torch.float32):
             return BLOCK_N
         crowded = self.stored.kind == "int4" or self._of_e4m3
         if self.leaves > 1:

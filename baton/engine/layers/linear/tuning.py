@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from baton.engine.layers.linear.triton import LIBRARY_PATHS, GpuLinear
 
@@ -53,14 +54,15 @@ class Table:
         kernel.use([(limit, found[str(rows)]) for limit, rows in zip(limits, ROWS, strict=True)])
 
     def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> dict[str, str]:
-        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out."""
+        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out, and so is a tile
+        that is larger than the device's shared memory."""
         seconds: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
         for name, path in list(kernel.paths.items()):
             try:
                 for rows in (rows for rows in ROWS if kernel.fits(name, rows)):
                     seconds[rows][name] = self._measure(lambda path=path, rows=rows: path(x[:rows], None))
-            except RuntimeError as error:
-                if name not in LIBRARY_PATHS:
+            except (RuntimeError, OutOfResources) as error:
+                if name not in LIBRARY_PATHS and not isinstance(error, OutOfResources):
                     raise
                 logger.warning("%s is left out for %s: %s", name, kernel.key, " ".join(str(error).split()))
                 for each in seconds.values():
