@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.low_rank import LowRank
 from baton.engine.core.batch import AdapterRows
+from baton.engine.core.device import sent
 from baton.engine.kernels import low_rank as kernels
 
 LINEARS = ("qkv", "output", "gate_up", "down")
@@ -108,6 +109,4 @@ class GpuAdapters:
         return table
 
     def _sent(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        made = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        on_gpu = self._device.type == "cuda"
-        return (made.pin_memory() if on_gpu else made).to(self._device, non_blocking=True)
+        return sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)

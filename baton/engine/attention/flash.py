@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.core.device import sent
 from baton.engine.kv.pool import DTYPES, KVPool
 
 FEW_QUERIES = 32  # of a sequence, for flash_attn_with_kvcache
@@ -173,11 +174,11 @@ def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> FlashC
     chosen = [seqs[i] for i in members]
     rows = [row for seq in chosen for row in range(seq.query_start, seq.query_start + seq.query_len)]
     lens = torch.tensor([[seq.query_len for seq in chosen], [seq.kv_len for seq in chosen]])
-    starts = F.pad(lens.cumsum(1), (1, 0)).to(device, torch.int32)
+    starts = sent(F.pad(lens.cumsum(1), (1, 0)).int(), device)
     query_len, kv_len = lens.amax(1).tolist()
-    index = torch.tensor(members).to(device)
+    index = sent(torch.tensor(members), device)
     own = SeqTable(starts[0], table.kv_lens[index], table.block_ids[index], query_len, kv_len)
-    return FlashCall(torch.tensor(rows).to(device), own, starts[1] if query_len > 1 else None)
+    return FlashCall(sent(torch.tensor(rows), device), own, starts[1] if query_len > 1 else None)
 
 
 def unfit_rows(shape: AttentionShape) -> str:
@@ -200,13 +201,15 @@ def load(name: str) -> ModuleType:
 
 
 def missing(name: str, function: str, package: str = "") -> str:
-    """Return why a module with this function cannot be imported; "" if it can. flash-attn 4 alone leaves a `flash_attn`
-    behind that has nothing of flash-attn 2."""
+    """Return why a module with this function cannot be imported; "" if it can, whatever an import of others' code raises. flash-attn 4
+    alone leaves a `flash_attn` behind that has nothing of flash-attn 2."""
     try:
         if hasattr(load(name), function):
             return ""
     except ModuleNotFoundError:
         pass
-    except ImportError as error:  # built for another torch
-        return f"{name} does not load: {error}"
+    except (
+        Exception
+    ) as error:  # built for another torch, without the libraries that it opens, in a folder that it may not write
+        return f"{name} does not load: {' '.join(str(error).split())}"
     return f"{name} is not installed" + (f": pip install {package}" if package else "")

@@ -18,6 +18,7 @@ from torch import Tensor
 from baton.engine import kernels
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.core.device import sent
 from baton.engine.kv.pool import KVPool
 from kvtransfer.layout import KV_FORMS
 
@@ -150,15 +151,19 @@ class TritonAttention(Attention):
         device, size = table.kv_lens.device, self.shape.group_size
         query_len, kv_len = (max(getattr(seqs[i], name) for i in members) for name in ("query_len", "kv_len"))
         tile = self._tile(query_len, form)
-        tiles, tokens = [], []
+        tiles, tokens, num_rows = [], [], 0
+        num_tokens = sum(seqs[i].query_len for i in members)
+        num_tiles = sum(-(-seqs[i].query_len * size // tile) for i in members)
+        made = self._made(num_tiles, tile, query_len, kv_len, num_tokens)
+        combines = made.num_splits > 1 or made.num_sharing > 0
         for i in members:
             start, count, length, first_tile = seqs[i].query_start, seqs[i].query_len, seqs[i].kv_len, len(tiles)
+            num_rows = max(num_rows, start + count)
             tiles += [(i, row) for row in range(0, count * size, tile)]
-            tokens += [(start + t, length - count + t, length, t, first_tile) for t in range(count)]
-        made = self._made(len(tiles), tile, query_len, kv_len, len(tokens))
-        on_device = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (tiles, tokens))
-        made = replace(made, **dict(zip(("tiles", "tokens"), on_device, strict=True)))
-        return self._with_scratch(made, table, max(row for row, *_ in tokens) + 1, tile)
+            if combines:
+                tokens += [(start + t, length - count + t, length, t, first_tile) for t in range(count)]
+        made = replace(made, tiles=_sent(tiles, device), tokens=_sent(tokens, device) if combines else None)
+        return self._with_scratch(made, table, num_rows, tile)
 
     def _made(self, num_tiles: int, tile: int, query_len: int, longest: int, num_tokens: int) -> Launch:
         """A launch without its tensors."""
@@ -293,6 +298,10 @@ def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         (pool.blocks[:, layer, 0], pool.blocks[:, layer, -1], scales[:, layer, 0], scales[:, layer, -1])
         for layer in range(pool.group.num_layers)
     ]
+
+
+def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    return sent(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

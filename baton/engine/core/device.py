@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from baton.engine import native
 from baton.engine.core import cpu
@@ -80,6 +81,12 @@ def unfit() -> str:
         found, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
         return f"{torch.cuda.get_device_name()} has compute capability {found}, at least {needed} is needed"
     return ""
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device of what is on the host, and wait for nothing: a copy from pageable memory would wait for all that
+    was launched before. torch gives the pinned memory to nobody before the copy has passed."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def is_lost(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from baton.engine.attention import flash
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, NOT_EXACT, choose
 from baton.engine.core.batch import SeqTable
@@ -159,6 +160,30 @@ def test_without_a_gpu_or_a_module(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     reason = "flash_attn.cute is not installed: pip install flash-attn-4"
     assert BACKENDS["flash4"].unfit(shape_of(device=CUDA)) == reason
+
+
+def test_a_module_that_fails_as_it_is_imported(monkeypatch):
+    """With whatever its code raises: `auto` takes another."""
+
+    def load(name):
+        raise RuntimeError("CUDA driver\nis too old")
+
+    monkeypatch.setattr(flash, "load", load)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == "flash_attn does not load: CUDA driver is too old"
+
+
+def test_rows_of_a_part_are_sent_without_waiting(monkeypatch):
+    waits, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to",
+        lambda tensor, *given, non_blocking=False: waits.append(not non_blocking) or to(tensor, *given, non_blocking=non_blocking),
+    )  # fmt: skip
+    _, batch, _ = one_step(shape_of(), MIXED)
+    table = SeqTable.of(batch.seqs)
+    waits.clear()
+    flash.part_of(batch.seqs, [0, 1], table)
+    assert waits and not any(waits)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The Triton kernels: in the interpreter on a CPU (tiny steps, it is slow), compiled where there is a GPU."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -265,6 +266,25 @@ def test_a_graph_for_a_long_context_works_as_for_a_short_one(name, device, monke
     used = (~launch.stats[..., 0].isnan()).sum(dim=2)[:, 0].tolist()
     assert used == ([4, 1] if backend.batch_invariant else [8, 2])  # of 256 positions; of 128, the least
     torch.testing.assert_close(out, attended(backend, pool, batch, 0, q), atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_chunks_of_several_lengths_are_planned_without_waiting(name, device, monkeypatch):
+    """A copy from pageable memory waits for the step before. Nor is each token listed where nothing is combined."""
+    backend = made(name, (4, 2, 64), device)
+    pool, batch, _ = one_step(backend.shape, [(40, 40), (33, 70)])
+    batch = replace(batch, table=SeqTable.of(batch.seqs, device))
+    waits, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to",
+        lambda tensor, *given, non_blocking=False: waits.append(not non_blocking) or to(tensor, *given, non_blocking=non_blocking),
+    )  # fmt: skip
+    (launch,) = backend.plan(batch, pool).launches
+    assert waits and not any(waits)
+    assert launch.num_splits == 1 and launch.tokens is None
+    assert launch.tiles.tolist() == [
+        [i, row] for i, count in ((0, 40), (1, 33)) for row in range(0, 2 * count, launch.tile)
+    ]
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(576, torch.bfloat16), (256, torch.float32)], ids=str)

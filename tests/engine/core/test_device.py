@@ -1,12 +1,13 @@
 """Choose a device, a pool's part of a GPU, and the error where neither can be."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks, wait_for_memory
+from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks, sent, wait_for_memory
 from baton.engine.engine import Engine
 from baton.engine.weights.formats.placed import placed
 from tests.support.engine.folders import make_folder
@@ -119,3 +120,13 @@ def test_every_form_can_be_placed(name):
     moved = placed(weight, torch.device("meta"))
     assert moved.values.is_meta and moved.scales.is_meta and moved.shape == weight.shape
     assert getattr(moved, "outliers", None) is None or moved.outliers.values.is_meta
+
+
+def test_what_is_sent_to_a_gpu_is_pinned_first():
+    """From pageable memory a copy waits for all that was launched before."""
+    copies = []
+    pinned = SimpleNamespace(to=lambda device, non_blocking: copies.append((device.type, non_blocking)))
+    sent(SimpleNamespace(pin_memory=lambda: pinned), torch.device("cuda"))
+    assert copies == [("cuda", True)]
+    values = torch.arange(3)
+    assert torch.equal(sent(values, torch.device("cpu")), values)
