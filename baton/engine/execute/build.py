@@ -181,12 +181,14 @@ def draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLaunc
 
 
 def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int | None, int | None]:
-    """Return the blocks that fit behind the weights and one step of the largest kind, None where blocks have no bytes; and of a
+    """Return the blocks that fit behind the weights, the adapters and one step of the largest kind, None where blocks have no bytes; and of a
     model whose layers keep a state the blocks for these, as given or those that fit. Raises ValueError where too few do."""
     used = step_bytes(model, config, speculates)
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
+    adapters = adapter_bytes(config, model)
     memory, share, num_states = Memory.of(model.device), memory_share(config), config.num_states
+    memory = replace(memory, free=memory.free - adapters, ours=memory.ours + adapters)
     if layout.state is not None:
         each = layout.state_bytes
         each += speculates * StatePool.draft_bytes(layout.state, model.num_draft_elements)
@@ -199,6 +201,14 @@ def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int
         if not layout.block_bytes:
             return None, num_states
     return pool_blocks(memory, share, used, layout.block_bytes, least), num_states
+
+
+def adapter_bytes(config: EngineConfig, model: Model) -> int:
+    """Return what the adapters that the config names take once they are ready: all of them, or as many of the largest as there are
+    slots, and one more, which is made ready before it has a slot. Raises ModelError for one that cannot be."""
+    folders = config.adapter_folders.items()
+    sizes = [model.make_adapter(name, model.read_adapter(folder)).num_bytes for name, folder in folders]
+    return sum(sizes) if config.adapter_slots is None else (config.adapter_slots + 1) * max(sizes, default=0)
 
 
 def make_pool(

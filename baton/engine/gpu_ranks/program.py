@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.core.model_errors import ModelError
 from baton.engine.gpu_ranks.build import device_parts, joined_by, load_part, use, widest
 from baton.engine.gpu_ranks.launcher import follow_launches
 from baton.engine.kv.pool import KVPool
@@ -25,13 +26,17 @@ def serve(
     beside: Beside = lambda given, model, pool: nullcontext(),
 ) -> None:
     """Serve until the first rank closes stdin or ends, or a rank is lost. `memory_for(num_bytes, device)` gives the pool's
-    memory; without it torch does. `beside`: what is entered while steps are launched."""
+    memory; without it torch does. `beside`: what is entered while steps are launched. Ends with one line where an adapter cannot be
+    made ready."""
     given = Assignment.parse(sys.stdin.readline())
     threading.Thread(target=leave_with_leader, daemon=True).start()
     if given.config.threads is not None:
         torch.set_num_threads(given.config.threads)
-    with suppress(RankLost):
-        _serve(given, memory_for, beside)
+    try:
+        with suppress(RankLost):
+            _serve(given, memory_for, beside)
+    except ModelError as error:
+        raise SystemExit(str(error)) from None
 
 
 def _serve(given: Assignment, memory_for: Callable[[int, torch.device], Any] | None, beside: Beside) -> None:

@@ -153,7 +153,15 @@ class Model:
         return LoraFolder(folder)
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
-        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base."""
+        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base, and where the GPU has no
+        memory for it."""
+        try:
+            return self._made_ready(name, lora)
+        except torch.cuda.OutOfMemoryError:
+            advice = "lower gpu_memory_utilization, or give adapter_slots and fewer of them"
+            raise ModelError(f"{lora.folder}: the GPU has no memory left for this adapter; {advice}") from None
+
+    def _made_ready(self, name: str, lora: LoraFolder) -> Adapter:
         shard = WHOLE if self.collectives is None else self.collectives.shard
         low_ranks = LowRanks(lora, self._make_low_rank, self.dtype, self.device, shard.share)
         layers = [read_low_ranks(self.spec, index, low_ranks, shard) for index in range(self.spec.num_layers)]

@@ -7,18 +7,26 @@ import threading
 import weakref
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from baton.engine.adapters import adapters
 from baton.engine.adapters.adapters import Adapter, Adapters
-from baton.engine.core.config import EngineConfig
+from baton.engine.adapters.lora_folder import LoraFolder
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.device import UTILIZATION, Memory
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
+from baton.engine.execute import build
+from baton.engine.models import decoder
+from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
 from tests.engine.adapters.test_lora import ATTENTION, MLP, PROMPT, identities, load
 from tests.support.engine.folders import make_adapter, make_folder
 from tests.support.engine.toys import make_request, run
@@ -227,3 +235,39 @@ def test_settings_that_are_refused(folders):
         Engine.load(EngineConfig(folders[0], adapter=(f"a={folders[1]}",), adapter_slots=0))
     with pytest.raises(ValueError, match="adapter_slots has no effect"):
         EngineConfig(folders[0], adapter_slots=1)
+
+
+def test_a_gpu_has_room_for_adapters_behind_its_pool(tmp_path, monkeypatch):
+    """For all that are named, or for as many of the largest as there are slots, and the one that is made ready before it has one."""
+    base = make_folder(tmp_path / "base", "llama3", num_hidden_layers=1)
+    for rank in (4, 16):
+        make_adapter(tmp_path / str(rank), base, ATTENTION + MLP, rank=rank)
+    monkeypatch.setattr(build, "step_bytes", lambda *given: 0)
+    monkeypatch.setattr(Memory, "of", lambda device: Memory(1 << 24, 1 << 24, 0))
+    named = tuple(f"a{rank}={tmp_path / str(rank)}" for rank in (4, 16))
+    config = resolve(
+        EngineConfig(tmp_path / "base", num_blocks=64, max_num_batched_tokens=128), read_spec(tmp_path / "base")
+    )
+    adapted = replace(config, adapter=named)
+    model = load_model(adapted)
+    small, large = (model.make_adapter("a", LoraFolder(tmp_path / str(rank))).num_bytes for rank in (4, 16))
+    each = model.kv_layout(config.kv_dtype, config.block_size).block_bytes
+    room = int((1 << 24) * UTILIZATION)
+    for given, taken in ((config, 0), (adapted, small + large), (replace(adapted, adapter_slots=3), 4 * large)):
+        assert build.gpu_sizes(given, model, False) == ((room - taken) // each, None)
+
+
+def test_an_adapter_for_which_a_gpu_has_no_memory(tmp_path, monkeypatch):
+    """One line, as of others that are not served: a start ends with it, and a command is refused."""
+    make_adapter(tmp_path / "a", make_folder(tmp_path / "base", "llama3", num_hidden_layers=1), ATTENTION)
+    engine = load(tmp_path / "base", adapter_root=tmp_path)
+
+    def read_low_ranks(*given):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(decoder, "read_low_ranks", read_low_ranks)
+    with pytest.raises(
+        ModelError, match=r"/a: the GPU has no memory left for this adapter; lower gpu_memory_utilization, or"
+    ):
+        engine.add_adapter("a", tmp_path / "a")
+    assert not engine.adapters.listed()

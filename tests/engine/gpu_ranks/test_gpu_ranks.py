@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from baton.engine import kernels, native
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import UTILIZATION
+from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher
 from baton.engine.execute.launcher import GpuLauncher
@@ -173,6 +174,14 @@ def test_adapters_give_the_answers_of_one(tmp_path, devices):
             assert ours.answer() == theirs.answer() and ours.logprobs == theirs.logprobs
     finally:
         engine.ranks.close()
+
+
+def test_an_adapter_of_another_base_is_one_line(folder, devices, tmp_path, capfd):
+    """Every rank meets it where it sizes its pool; the first one says it."""
+    make_adapter(tmp_path / "a", make_folder(tmp_path / "base", "llama3", hidden_size=64, head_dim=16), ATTENTION)
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors: .* this base and rank 8 ask for"):
+        load(replace(config_of(folder, 2), num_blocks=None, adapter=(f"a={tmp_path / 'a'}",)))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.long)])
