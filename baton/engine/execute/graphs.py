@@ -146,3 +146,21 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = run()
         return graph.replay, outputs
+
+
+class AgreedCapture:
+    """`Capture` by several ranks: what one of them cannot capture, none does. A graph has rows of padding in the sums of all."""
+
+    def __init__(self, capture: Capture, least: Callable[[int], int]):
+        """`least`: the smallest number that a rank calls it with; all ranks call it together."""
+        self._capture, self._least = capture, least
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        why = RuntimeError("another rank cannot capture them")
+        try:
+            captured = self._capture(run)
+        except RuntimeError as error:
+            captured, why = None, error
+        if not self._least(int(captured is not None)) or captured is None:
+            raise why
+        return captured

@@ -13,7 +13,16 @@ from baton.engine import kernels, native
 from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, known_ids
 from baton.engine.core.config import EngineConfig
 from baton.engine.execute.activation_memory import activations_on
-from baton.engine.execute.graphs import CudaCapture, Outputs, StepGraphs, chunk_sizes, ladder, widths
+from baton.engine.execute.graphs import (
+    AgreedCapture,
+    Capture,
+    CudaCapture,
+    Outputs,
+    StepGraphs,
+    chunk_sizes,
+    ladder,
+    widths,
+)
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.warm_up import warm_steps
@@ -160,8 +169,11 @@ class GpuLauncher(Launcher):
     gate of the ledger (a block sealed, announced, given back) comes after the last write of the steps that may touch
     the block."""
 
-    def __init__(self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool):
-        """`config` is resolved. Captures the graphs."""
+    def __init__(
+        self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool,
+        least: Callable[[int], int] | None = None,
+    ):  # fmt: skip
+        """`config` is resolved. Captures the graphs; `least`: as of AgreedCapture, of a rank."""
         super().__init__(model, pool)
         self.compiling = CompileWatch()
         if not kernels.unavailable("cuda"):
@@ -181,7 +193,8 @@ class GpuLauncher(Launcher):
         self._graphs: StepGraphs | None = None
         if config.cuda_graphs and model.capturable:
             fitting = fitting_widths(config, speculates)
-            capture = CudaCapture(self._stream)
+            capture: Capture = CudaCapture(self._stream)
+            capture = capture if least is None else AgreedCapture(capture, least)
             sizes = ladder(num_seqs)
             with self.stream_context():
                 try:

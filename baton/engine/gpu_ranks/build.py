@@ -183,7 +183,7 @@ def device_parts(
             config = replace(config, num_blocks=collectives.least(own))
         config = resolve(config, spec)
         pool = make_pool(config, model, memory_for, pool_of)
-        launcher = launcher_of(model, pool, config, speculates)
+        launcher = launcher_of(model, pool, config, speculates, collectives.least)
         launcher.warm_up(config)
     return config, pool, launcher
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.batch import ForwardBatch
-from baton.engine.core.config import EngineConfig
 from baton.engine.execute.launcher import Draw, GpuLauncher, LaunchedTokens
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
@@ -37,9 +36,9 @@ class LeadingLauncher(GpuLauncher):
 
     model: LeadingDeviceModel
 
-    def __init__(self, model: LeadingDeviceModel, pool: KVPool, config: EngineConfig, speculates: bool):
+    def __init__(self, *arguments):
         self._told = ToldAdapters()
-        super().__init__(model, pool, config, speculates)
+        super().__init__(*arguments)
 
     @property
     def words(self) -> str:

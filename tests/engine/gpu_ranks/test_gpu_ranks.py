@@ -289,6 +289,29 @@ def test_captured_steps_have_their_sums(folder, devices, monkeypatch):
     assert captured == [2 * (2 * engine.spec.num_layers + 1) + 1] * 2
 
 
+def test_what_one_rank_cannot_capture_none_does(folder, devices, monkeypatch):
+    """Else it would sum three rows where the others sum those of the graph of four."""
+    config = replace(config_of(folder, 1), max_num_seqs=4, num_blocks=16, max_num_batched_tokens=68)
+    alone, tried = Engine.load(config), []
+
+    def capture(run):
+        made = compute_again(run)
+        tried.append(len(tried))
+        if len(tried) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return made
+
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: capture)
+    engine = load(replace(config, tensor_parallel=2))
+    try:
+        assert engine.runner.launcher.num_graphs == 0 and len(tried) == 2
+        requests = [make_request(str(seed), random_ids(5, seed), 3) for seed in range(3)]
+        found, wanted = (run(each, requests) for each in (engine, alone))
+        assert [found[each.key].answer() for each in requests] == [wanted[each.key].answer() for each in requests]
+    finally:
+        engine.ranks.close()
+
+
 def test_fast_sums_are_a_class_of_their_own(folder, devices):
     engine = load(config_of(folder, 2, all_reduce="fast", batch_invariant=False))
     try:
