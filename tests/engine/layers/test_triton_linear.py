@@ -322,6 +322,17 @@ def test_a_measurement_keeps_no_memory(monkeypatch):
     assert not any(isinstance(value, torch.Tensor) for value in vars(measure).values())
 
 
+def test_the_device_is_busy_while_a_run_is_launched(monkeypatch):
+    """Else the time that Python takes to launch it would count, which is none where graphs run."""
+    done = []
+    event = SimpleNamespace(record=lambda: done.append("event"), synchronize=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(tuning, "FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: done.append(tensor.nbytes))
+    tuning.CudaMeasure(torch.device("cpu"))(lambda: done.append("run"))
+    assert done == ["run"] + ([1 << 10] * 4 + ["event", "run", "event"]) * tuning.NUM_RUNS
+
+
 def test_a_table_is_measured_once_and_read_again(tmp_path):
     calls = []
     slow = {"row": 1.0, "cublas": 3.0, "tile16": 2.0, "tile64": 4.0, "tile128": 5.0}
