@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--target",
         action="append",
         metavar="HOST:PORT",
-        help="a gateway's fleet port; give that of each, or a name that has the addresses of all",
+        help="each gateway's fleet port, or a name that has all",
     )
     for role in ROLES:
         parser.add_argument(f"--{role}", default="1-64", metavar="MIN-MAX", help=f"{role} workers (default: 1-64)")

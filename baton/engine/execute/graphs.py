@@ -19,6 +19,7 @@ from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
+from baton.engine.parallel.collectives import RankLost
 from baton.protocol import MAX_DRAFT_TOKENS
 
 Outputs = tuple[Tensor, Tensor]  # of the rows that want logits: hidden [R, hidden_size], logits fp32 [R, vocab_size]
@@ -156,11 +157,13 @@ class AgreedCapture:
         self._capture, self._least = capture, least
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        why = RuntimeError("another rank cannot capture them")
+        captured, why = None, "another rank cannot capture them"
         try:
             captured = self._capture(run)
-        except RuntimeError as error:
-            captured, why = None, error
+        except RankLost:
+            raise
+        except Exception as error:  # a kernel for which a GPU has too little is no RuntimeError
+            why = f"{type(error).__name__}: {error}"
         if not self._least(int(captured is not None)) or captured is None:
-            raise why
+            raise RuntimeError(why)
         return captured

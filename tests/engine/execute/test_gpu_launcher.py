@@ -20,9 +20,11 @@ from baton.engine.core.pooling import Pooling, PoolingParams
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher, sm_partition, watermark
+from baton.engine.execute.graphs import AgreedCapture
 from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
+from baton.engine.parallel.collectives import RankLost
 from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
 from tests.support.engine.folders import make_few_heads, random_ids
@@ -383,3 +385,21 @@ def test_all_of_a_step_runs_in_its_stream():
     engine.runner.model.before_forward = lambda batch: inside.append(stream.entered)
     run(engine, [make_request("a", range(40), 5)])
     assert len(inside) == 5 and all(inside) and not stream.entered
+
+
+def test_what_a_rank_cannot_capture_is_told_to_the_others_whatever_it_raises():
+    """Triton's want of resources is no RuntimeError."""
+    told = []
+
+    def capture(run):
+        raise run
+
+    def least(number: int) -> int:
+        told.append(number)
+        return number
+
+    with pytest.raises(RuntimeError, match="KeyError: 'shared memory'"):
+        AgreedCapture(capture, least)(KeyError("shared memory"))
+    with pytest.raises(RankLost):
+        AgreedCapture(capture, least)(RankLost("rank 1 is gone"))
+    assert told == [0]
