@@ -11,6 +11,8 @@ import pytest
 from tests.engine.kernels.sources import read_table
 from tests.support.pace import patience
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
 # Bytes that a block may have: A100, L40S, H100, B200, RTX PRO 6000. An A10's and a 3090's are an L40S's.
 SHARED_MEMORY = {"80": 166912, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 
@@ -28,7 +30,6 @@ def compiled(module: str, cache) -> dict[str, dict]:
     return made
 
 
-@pytest.mark.long
 def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("kernels.compile_linear", tmp_path)
     for capability, kind in (name.split()[:2] for name in made if name.endswith(" whole")):
@@ -42,7 +43,6 @@ def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
         assert capability != "90" or all("wgmma" in product for product in whole)
 
 
-@pytest.mark.long
 def test_compiled_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("kernels.compile_kernels", tmp_path)
     for form in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"):
@@ -52,14 +52,12 @@ def test_compiled_for_ampere_hopper_and_blackwell(tmp_path):
         assert all("wgmma" in product for product in made[f"90 {form} whole"]["products"])
 
 
-@pytest.mark.long
 def test_kernels_of_states_compile_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("recurrent.compile_states", tmp_path)
     assert len(made) == len(SHARED_MEMORY) * 19
     assert all(kernel["products"] for name, kernel in made.items() if "scan" in name or "prepare" in name)
 
 
-@pytest.mark.long
 def test_the_table_of_resources_is_what_is_compiled(tmp_path):
     triton = pytest.importorskip("triton")
     table, made = read_table(), tmp_path / "made.json"
