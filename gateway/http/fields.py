@@ -27,6 +27,15 @@ class Field(NamedTuple):
     kind: ValueKind
 
 
+class ReasoningOption(NamedTuple):
+    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
+    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
+
+    name: str
+    kind: ValueKind
+    about: str = ""
+
+
 def _boolean(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
@@ -270,6 +279,28 @@ BARE_CONSTRAINTS = (
     Field("grammar", "constraint.grammar", STRING),
 )
 
+_EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
+EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
+REASONING_OPTIONS = (
+    ReasoningOption("reasoning_effort", EFFORT, "effort"),
+    # DashScope's, SiliconFlow's
+    ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
+    ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
+    ReasoningOption("thinking_budget", INTEGER),
+    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
+    ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
+    ReasoningOption("thinking.effort", EFFORT, "effort"),
+    ReasoningOption("thinking.keep", ALL, "keeps"),
+    ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
+    ReasoningOption("thinking.budget_tokens", INTEGER),
+    # OpenRouter's
+    _EFFORT_OF_OPENROUTER,
+    ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
+    ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
+    ReasoningOption("reasoning.exclude", BOOLEAN),
+    ReasoningOption("reasoning.summary", SUMMARY),
+)
+
 # Fields that nobody reads: their sender's business, or of a cache and of speculation that need no hint.
 NOTES: Mapping[str, ValueKind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), STRING),
@@ -351,35 +382,3 @@ def put(message: Any, path: str, value: object) -> None:
         getattr(message, name).extend(value)
     else:
         setattr(message, name, value)
-
-
-class ReasoningOption(NamedTuple):
-    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
-    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
-
-    name: str
-    kind: ValueKind
-    about: str = ""
-
-
-_EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
-EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
-REASONING_OPTIONS = (
-    ReasoningOption("reasoning_effort", EFFORT, "effort"),
-    # DashScope's, SiliconFlow's
-    ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
-    ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
-    ReasoningOption("thinking_budget", INTEGER),
-    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
-    ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
-    ReasoningOption("thinking.effort", EFFORT, "effort"),
-    ReasoningOption("thinking.keep", ALL, "keeps"),
-    ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
-    ReasoningOption("thinking.budget_tokens", INTEGER),
-    # OpenRouter's
-    _EFFORT_OF_OPENROUTER,
-    ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
-    ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
-    ReasoningOption("reasoning.exclude", BOOLEAN),
-    ReasoningOption("reasoning.summary", SUMMARY),
-)
