@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from baton.service.clock import now
-from baton.service.errors import BatonError
+from baton.service.errors import BatonError, FailedPrecondition
 from baton.service.observe import genai_metrics
 from baton.service.observe.metrics import (
     DURATION_BUCKETS,
@@ -230,7 +230,9 @@ def outcome(error: BaseException | None) -> tuple[str, str]:
     if error.reason == "CANCELLED":
         return "cancelled", error.reason
     code = error.code.name
-    return ("refused" if code in _REFUSED else "failed"), error.reason or code
+    # What a model cannot do, scores without a chat template say. Of workers, that disagree, it has other reasons.
+    cannot = error.code is FailedPrecondition.code and error.reason == FailedPrecondition.reason
+    return ("refused" if cannot or code in _REFUSED else "failed"), error.reason or code
 
 
 def _is_overload(error: BaseException | None) -> bool:

@@ -8,7 +8,15 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from baton.service.errors import Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
+from baton.service.errors import (
+    Cancelled,
+    FailedPrecondition,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    from_code,
+)
 from baton.service.observe.telemetry import TraceContext
 from baton.service.settings import SettingsError
 from baton.service.slo import Slo
@@ -67,6 +75,8 @@ def test_an_answered_request_is_counted_as_its_timing_says(meters):
         (Overloaded("full", 1.0, reason="QUEUE_WAIT"), ("refused", "QUEUE_WAIT")),
         (InvalidRequest("prompt", "too long"), ("refused", InvalidRequest("prompt", "x").reason)),
         (Unavailable("none", reason="NO_WORKER"), ("failed", "NO_WORKER")),
+        (FailedPrecondition("no chat template"), ("refused", "FAILED_PRECONDITION")),  # a score of a model without one
+        (from_code(9, "workers disagree", reason="TICKET_REFUSED"), ("failed", "TICKET_REFUSED")),
         (Internal("oops"), ("failed", Internal("oops").reason)),
         (RuntimeError("bug"), ("failed", "INTERNAL")),
     ],
