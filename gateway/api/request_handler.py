@@ -4,6 +4,7 @@ is not an answer is a BatonError."""
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class CallContext(NamedTuple):
 
     time_left_s: float | None = None  # None: the client named no deadline
     parent: TraceContext | None = None  # the client's span
+    names_deadline: bool = True  # False: `time_left_s` is what it has without
 
     def after(self, seconds: float) -> "CallContext":
         """Return it as it is so much later."""
@@ -104,7 +106,9 @@ class RequestHandler:
 
     def with_deadline(self, call: CallContext) -> CallContext:
         """Return it with the deadline that it has in any case."""
-        return call._replace(time_left_s=self._time_left_s(call))
+        if call.time_left_s is not None:
+            return call
+        return call._replace(time_left_s=self._settings.default_timeout_s, names_deadline=False)
 
     def max_concurrent(self, asked: str) -> int | None:
         """Return how many choices of this model the tenant of the call may have running; None: any number."""
@@ -249,9 +253,11 @@ class RequestHandler:
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""
-        deadline = self._deadline(call, record.stamps.received)
-        if call.time_left_s is not None and call.time_left_s > self.max_timeout_s:
+        if call.time_left_s is None or not call.names_deadline:
+            record.cut_from_s = math.inf
+        elif call.time_left_s > self.max_timeout_s:
             record.cut_from_s = call.time_left_s
+        deadline = self._deadline(call, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
         return deadline
@@ -306,13 +312,17 @@ class RequestHandler:
             tenant=guard.tenant(),
         )
 
-    def _time_left_s(self, call: CallContext) -> float:
-        return self._settings.default_timeout_s if call.time_left_s is None else call.time_left_s
+    def words_of_cut(self, asked_s: float) -> str:
+        """Return what to add where a deadline passed that is not the client's; `asked_s` as RequestRecord has it."""
+        if math.isinf(asked_s):
+            given_s = min(self._settings.default_timeout_s, self.max_timeout_s)
+            return f": the request named no deadline, and has {given_s:g} s here"
+        return f": of {asked_s:.0f} s asked for this gateway gives {self.max_timeout_s:g}"
 
     def _deadline(self, call: CallContext, received: float) -> float:
         """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
         passed."""
-        left_s = self._time_left_s(call)
+        left_s = self._settings.default_timeout_s if call.time_left_s is None else call.time_left_s
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self.max_timeout_s)
@@ -332,9 +342,7 @@ class _Recording(_Settling):
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, DeadlineExceeded) and self._record.cut_from_s is not None:
-            error.message += (
-                f": of {self._record.cut_from_s:.0f} s asked for this gateway gives {self._handler.max_timeout_s:g}"
-            )
+            error.message += self._handler.words_of_cut(self._record.cut_from_s)
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:

@@ -73,6 +73,14 @@ async def test_refused_with_its_status_and_field(served, request_bytes, status, 
         assert headers["content-type"] == "application/json" and "\n" not in value["error"]["message"]
 
 
+async def test_what_ends_by_a_deadline_that_it_did_not_name_says_so(served):
+    async with served(default_timeout_s=0.3) as (c, _):
+        for worker in c.decode:
+            worker.hold("decode")
+        _, _, value = decoded(await said(c, with_length(ASK)))
+        assert value["error"]["message"].endswith(": the request named no deadline, and has 0.3 s here")
+
+
 @pytest.mark.parametrize(
     ("path", "kind"), [("/v1/messages", "error"), ("/v1/messages/batches?a=b", "error"), ("/v1/messages_", None)]
 )
