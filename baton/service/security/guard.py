@@ -89,16 +89,14 @@ class Guard(grpc.aio.ServerInterceptor):
         allowed = METHODS.get(handler_call_details.method)
         try:  # all of this before a message is read
             _check_metadata(handler_call_details.invocation_metadata)
-            if allowed is None and self._is_open:
-                return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
-            if allowed is None:
-                raise PermissionDenied("no caller may use this method")
             shown = [
                 str(value) for key, value in handler_call_details.invocation_metadata or () if key == "authorization"
             ]
-            tenant = self.identify(shown, allowed)
+            tenant = self.identify(shown, allowed or frozenset())
         except BatonError as error:
             return self._refusal(handler_call_details.method, error)
+        if allowed is None:
+            return self._unlisted(handler_call_details.method, tenant)
         handler = await continuation(handler_call_details)
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
@@ -145,12 +143,14 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> CallSlot:
         """Return the slot of a call. Aborts the call if its caller lacks the role, or has too many calls open."""
-        roles = frozenset() if self._is_open else roles_of(context.auth_context())
         try:
-            return self.enter(method, allowed, tenant, roles, context.peer())
+            return self.enter(method, allowed, tenant, self._roles(context), context.peer())
         except BatonError as error:
             await self.hold(error)
             await self._deny(context, method, error)
+
+    def _roles(self, context) -> frozenset[str]:
+        return frozenset() if self._is_open else roles_of(context.auth_context())
 
     def enter(
         self, method: str, allowed: frozenset[str], tenant: str | None, roles: frozenset[str], peer: str
@@ -192,6 +192,18 @@ class Guard(grpc.aio.ServerInterceptor):
                 await self._deny(context, method, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _unlisted(self, method: str, tenant: str | None):
+        """Ends a call of a method that is not in the table: in gRPC's own words for a caller that is known, since tools look for
+        the newest form of reflection first, and go on at no other status."""
+
+        async def end(requests, context) -> None:
+            with _ABORTED:
+                if self._is_open or tenant or self._roles(context):
+                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+                await self._deny(context, method, PermissionDenied("no caller may use this method"))
+
+        return grpc.stream_stream_rpc_method_handler(end)
 
     async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
         self.note_denied(method, error, context.peer())

@@ -108,11 +108,26 @@ async def test_two_keys_are_none(guarded, installation):
 
 @pytest.mark.parametrize("path", ["/baton.v1.Inference/Secret", "/other.Service/Method", "/x/y"])
 async def test_what_is_not_in_the_table_is_open_to_nobody(guarded, installation, path):
+    """Who is known hears that there is no such method; strangers hear nothing of what there is."""
     for role in (None, *ROLES):
-        access = installation.access(role, with_key=True)
-        async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
-            assert await ask(channel, path, access.metadata) is grpc.StatusCode.PERMISSION_DENIED
-            assert ports.guard.num_denied == {("other", "PERMISSION_DENIED"): 1}
+        for with_key in (False, True):
+            access, is_known = installation.access(role, with_key), bool(role or with_key)
+            async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
+                code = await ask(channel, path, access.metadata)
+                assert code is (grpc.StatusCode.UNIMPLEMENTED if is_known else grpc.StatusCode.PERMISSION_DENIED)
+                denied = {} if is_known else {("other", "PERMISSION_DENIED"): 1}
+                assert ports.guard.num_denied == denied
+    async with guarded() as ports, installation.access().channel(ports.client) as channel:
+        assert await ask(channel, path, (("authorization", "Bearer nonsense"),)) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_tools_with_a_key_find_the_form_of_reflection_that_is_served(guarded, installation):
+    """grpcurl asks for `v1`, and goes on to `v1alpha` at UNIMPLEMENTED alone."""
+    access, forms = installation.access(with_key=True), ("v1", "v1alpha")
+    paths = [f"/grpc.reflection.{form}.ServerReflection/ServerReflectionInfo" for form in forms]
+    async with guarded() as ports, access.channel(ports.client) as channel:
+        codes = [await ask(channel, path, access.metadata, 1) for path in paths]
+        assert codes == [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.OK]
 
 
 ODD_NAMES = [
