@@ -15,12 +15,13 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 class CallError(grpc.RpcError):
     """A call that failed. `code()` and `details()` as gRPC has them; `reason` is UPPER_SNAKE and stable; `field` is the one
-    that is wrong; `retry_after_s` is when to come back, where the gateway says so."""
+    that is wrong; `retry_after_s` is when to come back, where the gateway says so; `request_id` is what its
+    log calls the request, "" where it did not get so far."""
 
     def __init__(self, code: grpc.StatusCode, message: str, trailing_metadata: Metadata = ()):
         super().__init__(f"{code.name}: {message}")
         self.message = message
-        self.reason, self.field, self.retry_after_s = _read_details(trailing_metadata)
+        self.reason, self.field, self.retry_after_s, self.request_id = _read_details(trailing_metadata)
         self._code, self._trailing_metadata = code, trailing_metadata
 
     def code(self) -> grpc.StatusCode:
@@ -45,10 +46,10 @@ def read_call_error(error: grpc.RpcError) -> CallError:
     return CallError(call.code(), call.details() or call.code().name, metadata)
 
 
-def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None]:
-    """Return reason, field and delay of ErrorInfo, BadRequest and RetryInfo. Their packages are not needed: the numbers
-    of their fields never change. A peer's bytes are not trusted."""
-    reason, field, retry_after_s = "", None, None
+def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None, str]:
+    """Return reason, field, delay and id of ErrorInfo, BadRequest, RetryInfo and RequestInfo. Their packages are
+    not needed: the numbers of their fields never change. A peer's bytes are not trusted."""
+    reason, field, retry_after_s, request_id = "", None, None, ""
     packed = next((value for key, value in metadata if key == _DETAILS_KEY and isinstance(value, bytes)), b"")
     try:
         for detail in _fields(packed, 3):
@@ -56,6 +57,8 @@ def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None]:
             value = b"".join(_fields(detail, 2))
             if kind == b"ErrorInfo":
                 reason = b"".join(_fields(value, 1)).decode()
+            elif kind == b"RequestInfo":
+                request_id = b"".join(_fields(value, 1)).decode()
             elif kind == b"BadRequest":
                 violations = [b"".join(_fields(each, 1)).decode() for each in _fields(value, 1)]
                 field = violations[0] if violations else None
@@ -64,8 +67,8 @@ def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None]:
                     duration = Duration.FromString(delay)
                     retry_after_s = duration.seconds + duration.nanos / 1e9
     except (DecodeError, UnicodeDecodeError):
-        return "", None, None
-    return reason, field, retry_after_s
+        return "", None, None, ""
+    return reason, field, retry_after_s, request_id
 
 
 def _fields(message: bytes, number: int) -> Iterator[bytes]:

@@ -15,7 +15,8 @@ _MAX_MESSAGE_BYTES = 1000
 
 
 class BatonError(Exception):
-    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people."""
+    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people; `request_id` is
+    set once it is known which request it ends."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
@@ -31,6 +32,7 @@ class BatonError(Exception):
     ):
         super().__init__(message)
         self.message = message
+        self.request_id = ""
         self.field = field
         self.retry_after_s = retry_after_s
         self.reason = reason or type(self).reason
@@ -132,7 +134,7 @@ _CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
-    """End the call with the error's code and google.rpc details (ErrorInfo, BadRequest, RetryInfo)."""
+    """End the call with the error's code and google.rpc details (ErrorInfo, RequestInfo, BadRequest, RetryInfo)."""
     status = to_status(error)
     await context.abort(error.code, status.message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort returned")
@@ -142,6 +144,8 @@ def to_status(error: BatonError) -> status_pb2.Status:
     """The google.rpc.Status that says the same."""
     status = status_pb2.Status(code=error.code.value[0], message=_shortened(error.message))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.request_id:
+        status.details.add().Pack(error_details_pb2.RequestInfo(request_id=error.request_id))
     if error.field is not None:
         bad_request = error_details_pb2.BadRequest()
         bad_request.field_violations.add(field=error.field, description=status.message)

@@ -346,8 +346,13 @@ class _Recording(_Settling):
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:
-            self._handler.end(self._record, raised)
+            self._end(raised)
             raise
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, BatonError) and self._record.checked is not None:
+            error.request_id = self._record.checked.request_id
         self._handler.end(self._record, error)
 
 

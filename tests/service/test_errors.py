@@ -69,6 +69,14 @@ async def test_round_trip(error, streaming):
     assert got.retry_after_s == error.retry_after_s
 
 
+async def test_an_error_says_which_request_it_is_of():
+    error = errors.Overloaded("full", 0.25)
+    assert read_call_error(await call(error, streaming=False)).request_id == ""
+    error.request_id = "a" * 64
+    got = read_call_error(await call(error, streaming=True))
+    assert (got.request_id, got.reason, got.retry_after_s) == ("a" * 64, "OVERLOADED", 0.25)
+
+
 async def test_public_details_are_google_rpc():
     refused = read_error(await call(errors.InvalidRequest("n", "must be at most 8"), streaming=False))
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -86,7 +94,9 @@ async def test_long_message_still_arrives():
 @pytest.mark.parametrize("character", ["a", "%", "ü", "語", "🙂", "\ud800"])
 def test_any_message_fits_into_metadata(character):
     """Beyond 8 KiB clients of gRPC take some errors for RESOURCE_EXHAUSTED: 1,000 characters beyond ASCII were 9 to 23 KB."""
-    status = errors.to_status(errors.InvalidRequest("f" * 100, character * 5000))
+    error = errors.InvalidRequest("f" * 100, character * 5000)
+    error.request_id = "a" * 64
+    status = errors.to_status(error)
     percent_encoded = 3 * len(status.message.encode())
     assert status.message and percent_encoded + len(base64.b64encode(status.SerializeToString())) < 7 << 10
 
@@ -114,4 +124,4 @@ def test_unmapped_code_is_kept():
 @pytest.mark.parametrize("details", [b"\xff\xff\xff", b"\x1a\x05\x0a\x00\x12\x01\xff", b"\x1a\x02\x08\x01", b""])
 def test_foreign_details_are_no_trust(details):
     error = CallError(grpc.StatusCode.INTERNAL, "x", (("grpc-status-details-bin", details),))
-    assert (error.reason, error.field, error.retry_after_s) == ("", None, None)
+    assert (error.reason, error.field, error.retry_after_s, error.request_id) == ("", None, None, "")

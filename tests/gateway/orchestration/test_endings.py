@@ -6,10 +6,12 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
+from baton.client.errors import read_call_error
 from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded
 from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
+from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import check
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
@@ -94,6 +96,25 @@ async def test_a_deadline_of_ours(cluster):
         said = await refused(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
         assert said.code == grpc.StatusCode.DEADLINE_EXCEEDED and "fetching" in said.message
         await c.idle()
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+async def test_an_error_names_its_request_as_the_log_does(cluster, caplog, monkeypatch, is_fault):
+    """Also to a client that has given it no id."""
+
+    async def serve(*args):
+        raise RuntimeError("a bug")
+
+    async with cluster(default_timeout_s=0.3) as c:
+        hold(c, "decode")
+        if is_fault:
+            monkeypatch.setattr(Pipeline, "serve", serve)
+        caplog.set_level("INFO")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(c.stub.Generate(make_request(PROMPT)))
+        error = read_call_error(caught.value)
+        (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ended")]
+        assert error.request_id and f"request_id={error.request_id} " in line and f"reason={error.reason} " in line
 
 
 @pytest.mark.parametrize("asked_s, given_s", [(None, 600), (590, 590), (3000, 3000), (7000, 3600)])
