@@ -6,13 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 
+import grpc
 import pytest
 
 from baton import protocol
 from baton.cli.main import COMMANDS
+from baton.service import errors
 from baton.service.settings import flat_fields, make_parser
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.worker.settings import WorkerSettings
@@ -132,9 +135,48 @@ def _constants(node: ast.AST) -> set[str]:
     return {value for value in values if _REASON.fullmatch(value)}
 
 
-def test_every_error_is_told_with_what_to_do():
+def reasons_table() -> list[str]:
     (table,) = re.findall("<!-- reasons -->\n(.*?)<!-- end -->", (ROOT / "docs/errors.md").read_text(), re.DOTALL)
-    told = {each for row in table.splitlines() for each in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
+    return table.splitlines()
+
+
+def statuses() -> dict[str, set[str]]:
+    """The statuses of reasons: of the classes of errors, and of what stands beside one in a call or a tuple, as in
+    `Overloaded(..., reason="X")` and `Status(code, "X")`."""
+    kinds = {name: kind for name, kind in vars(errors).items() if hasattr(kind, "reason")}
+    found = defaultdict[str, set[str]](set)
+    for kind in kinds.values():
+        found[kind.reason].add(kind.code.name)
+    for node in (node for path in _SOURCES for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Tuple):
+            parts = node.elts
+        elif isinstance(node, ast.Call):
+            parts = [*node.args, *(each.value for each in node.keywords)]
+        else:
+            continue
+        codes = {each.attr for each in parts if isinstance(each, ast.Attribute)} & {
+            code.name for code in grpc.StatusCode
+        }
+        if not codes and isinstance(node, ast.Call) and (kind := kinds.get(ast.unparse(node.func))):
+            codes = {kind.code.name}
+        for each in parts:
+            if len(codes) == 1 and not isinstance(each, ast.Call | ast.Tuple):
+                for reason in _constants(each):
+                    found[reason] |= codes
+    return found
+
+
+def test_every_error_is_told_with_its_status():
+    rows = [row.split("|") for row in reasons_table()[2:]]
+    told = {reason: row[2].strip() for row in rows for reason in re.findall(r"`([A-Z_]+)`", row[1])}
+    told = {reason: set(status.split(", ")) for reason, status in told.items() if status != "-"}
+    by_variables = {"DECODE_WORKER_LOST", "PREFILL_WORKER_LOST", "STALLED", "ENGINE_FAILED", "STEP_FAILED"}
+    seen, found = told.keys() - by_variables, statuses()
+    assert len(seen) > 30 and {reason: found[reason] for reason in seen} == {reason: told[reason] for reason in seen}
+
+
+def test_every_error_is_told_with_what_to_do():
+    told = {each for row in reasons_table() for each in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
     refusals = set(re.findall(r"^\| (.*?) \|", (ROOT / "docs/operations.md").read_text(), re.MULTILINE))
     told |= {each for cell in refusals for each in re.findall(r"`([A-Z_]+)`", cell)}
     lost = {"DECODE_WORKER_LOST", "PREFILL_WORKER_LOST"}  # put together from the role

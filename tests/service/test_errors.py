@@ -1,6 +1,9 @@
 """Errors over a real connection: what one process aborts with is what the other reads."""
 
 import base64
+import json
+import re
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,6 +16,9 @@ from baton.service.net.server import bind, make_server
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.client import read_error
+from tests.support.pace import patience
+
+USER_PAGE = Path(__file__).resolve().parents[2] / "docs" / "user.md"
 
 
 class Refusing(inference_pb2_grpc.InferenceServicer):
@@ -84,6 +90,32 @@ async def test_public_details_are_google_rpc():
     assert refused.message == "n: must be at most 8"
     refused = read_error(await call(errors.Overloaded("full", 0.1), streaming=True))
     assert refused.retry_after_s == pytest.approx(0.1)
+
+
+async def test_retries_of_grpc_itself_come_back_when_they_are_asked_to():
+    """They read no RetryInfo: by their own policy they would wait for minutes."""
+    (drawn,) = re.findall("<!-- retries -->\n```\n(.*?)\n```\n<!-- end -->", USER_PAGE.read_text(), re.DOTALL)
+    config = json.loads(drawn)
+    config["methodConfig"][0]["retryPolicy"] |= {"initialBackoff": "900s", "maxBackoff": "900s"}
+    refusals = [errors.Overloaded("full", 0.01), errors.Unavailable("no worker", 0.02, reason="NO_WORKER")]
+
+    class Busy(inference_pb2_grpc.InferenceServicer):
+        async def Tokenize(self, request, context):
+            if refusals:
+                await errors.abort(context, refusals.pop())
+            return pb.TokenizeResponse(token_ids=[1])
+
+    server = make_server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Busy(), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        options = [("grpc.service_config", json.dumps(config))]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            asked = inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=patience(10))
+            assert (await asked).token_ids == [1] and not refusals
+    finally:
+        await server.stop(0)
 
 
 async def test_long_message_still_arrives():
