@@ -16,7 +16,7 @@ class RequestLimits:
     output_tokens: int = 524_288  # n x max_tokens
     max_tokens: int = 524_288  # more than any client is known to ask for (393,216)
     default_max_tokens: int = 65_536  # at most, whatever the model's own default is
-    output_logprobs: int = 1_441_792  # (k + 2) x n x max_tokens: a message of Complete has 16 MiB at most
+    output_logprobs: int = 1_441_792  # (k + 2) x n x max_tokens: they make about 15 MiB of a Complete
     logprobs: int = 20
     prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16

@@ -60,7 +60,7 @@ def make_server(
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", -1),  # it has been computed: who receives it has a bound
         # A message is expanded whole before its length is compared, at 15 ms for 8 KiB that become 8 MiB, on the one thread that
         # all calls wait for: compressed ones are refused by their head.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),

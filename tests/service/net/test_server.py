@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton.client import NO_RETRIES, AsyncClient
 from baton.service.net import server as net_server
 from baton.service.net.client import open_channel
 from baton.service.net.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
@@ -77,6 +78,23 @@ async def test_check():
         await stub.Check(health_pb2.HealthCheckRequest(service="none.such"))
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
     await channel.close()
+    await server.stop(0)
+
+
+async def test_what_was_computed_is_sent_whatever_its_size():
+    """Log-probabilities of a long answer could have more than 16 MiB: they were lost when all had been computed."""
+    text = "x" * (17 << 20)
+
+    class Long(inference_pb2_grpc.InferenceServicer):
+        async def Detokenize(self, request, context):
+            return pb.DetokenizeResponse(text=text)
+
+    server = make_server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Long(), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}", retry=NO_RETRIES) as client:
+        assert await client.detokenize([1], timeout_s=patience(20)) == text
     await server.stop(0)
 
 
