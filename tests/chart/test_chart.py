@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 import baton.worker.settings
-from baton.cli.cluster import drain
 from baton.service.net import probe
 from baton.service.settings import add_flags, given, make_parser, make_settings
+from baton.worker.session.drain import ASK_S, FLUSH_S, SETTLE_S
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 from tests.chart.rendering import CASES, CHART, ROOT, ChartError, container, helm, named, pods, render
@@ -108,9 +108,7 @@ def test_every_argument_list_is_taken_by_the_process(values, monkeypatch, tmp_pa
 
 
 @case
-def test_health_checks_and_drains_are_commands_of_ours(values, capsys):
-    drains = argparse.ArgumentParser()
-    drain.add_parser(drains.add_subparsers())
+def test_health_checks_are_commands_of_ours(values, capsys):
     for component, template in pods(render(values)):
         if component not in (GATEWAY, *WORKER):
             continue
@@ -124,15 +122,30 @@ def test_health_checks_and_drains_are_commands_of_ours(values, capsys):
             assert re.search(
                 r"error: --tls-(ca|cert|key) /run/secrets/tls/\S+: cannot be read", capsys.readouterr().err
             )
-        stop = process["lifecycle"]["preStop"]
-        if component == GATEWAY:
-            assert stop["sleep"]["seconds"] + 30 < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@case
+def test_a_pod_has_time_to_drain(values):
+    """A worker beyond its grace, too: requests that move have their KV pulled."""
+    for component, template in pods(render(values)):
+        if component not in (GATEWAY, *WORKER):
             continue
-        argv = stop["exec"]["command"]
-        assert argv[:2] == ["baton", "drain"]
-        asked = drains.parse_args(argv[1:])
-        assert asked.target == f"127.0.0.1:{port}"
-        assert asked.grace < template["spec"]["terminationGracePeriodSeconds"]
+        process, most = container(template), template["spec"]["terminationGracePeriodSeconds"]
+        grace = next(float(word.partition("=")[2]) for word in process["args"] if word.startswith("--drain-grace-s="))
+        if component == GATEWAY:
+            grace += process["lifecycle"]["preStop"]["sleep"]["seconds"]
+        else:
+            grace += ASK_S + SETTLE_S + FLUSH_S
+        assert grace + 15 < most
+
+
+@case
+def test_who_takes_over_a_worker_is_no_operator(values):
+    """It holds the key of its role and no other; SIGTERM drains it, for which it needs none."""
+    for role in WORKER:
+        template = dict(pods(render(values)))[role]
+        secrets = [each["secret"]["secretName"] for each in template["spec"]["volumes"] if "secret" in each]
+        assert secrets == [f"rel-baton-{role}-tls"] and "lifecycle" not in container(template)
 
 
 @case

@@ -8,7 +8,7 @@ metadata:
   labels: {{- include "baton.labels" (list $root $role) | nindent 4 }}
 spec:
   automountServiceAccountToken: false
-  # `baton drain` waits for requests in preStop; behind it the process has ended, or SIGTERM finds nothing left to wait for.
+  # SIGTERM drains it: requests run on for the grace, then move, KV is pulled, and spans are flushed.
   terminationGracePeriodSeconds: {{ add $worker.drainGraceS 30 }}
   securityContext: {{- include "baton.podSecurity" 10001 | nindent 4 }}
   topologySpreadConstraints: {{- include "baton.spread" (list $root $role) | nindent 4 }}
@@ -58,22 +58,10 @@ spec:
         httpGet: {path: /healthz, port: admin}
         periodSeconds: 10
         failureThreshold: 6
-      lifecycle:
-        preStop:
-          exec:
-            command:
-              - baton
-              - drain
-              - --tls-cert=/run/secrets/operator/tls.crt
-              - --tls-key=/run/secrets/operator/tls.key
-              - --tls-ca=/run/secrets/operator/ca.crt
-              - --grace={{ $worker.drainGraceS }}
-              - 127.0.0.1:{{ $port }}
       resources: {{- include "baton.workerResources" $worker | nindent 8 }}
       securityContext: {{- include "baton.locked" $root | nindent 8 }}
       volumeMounts:
         - {name: tls, mountPath: /run/secrets/tls, readOnly: true}
-        - {name: operator, mountPath: /run/secrets/operator, readOnly: true}
         - {name: kv, mountPath: /kv}
         - {name: cache, mountPath: /home/baton}
         - {name: tmp, mountPath: /tmp}
@@ -86,8 +74,6 @@ spec:
   volumes:
     - name: tls
       secret: {secretName: {{ $name }}-{{ $role }}-tls, defaultMode: 288}
-    - name: operator
-      secret: {secretName: {{ $name }}-operator-tls, defaultMode: 288}
     - {name: kv, emptyDir: {}}
     - {name: tmp, emptyDir: {}}
     {{- if gt ($worker.gpu.count | int) 1 }}

@@ -1,6 +1,6 @@
 """Places workers by Kubernetes' own controllers: a Deployment for each role has as many pods as its `scale` says.
 
-A pod that goes is drained by its preStop hook and by SIGTERM. Which one goes is said by the pod's deletion cost.
+A pod that goes is drained by SIGTERM. Which one goes is said by the pod's deletion cost.
 """
 
 from __future__ import annotations
