@@ -187,6 +187,16 @@ def test_the_parts_fit_together(values):
         assert all("admin" in {port["name"] for port in each["spec"]["ports"]} for each in labelled)
 
 
+def test_a_load_balancer_is_of_clients_alone():
+    """Metrics and pages name tenants and requests, over plain HTTP, and Prometheus finds them at each gateway's own address."""
+    objects = render({"gateway": {"http": True, "service": {"type": "LoadBalancer"}}, "monitoring": {"enabled": True}})
+    public, each = (named(objects, "Service", name) for name in ("gateway", "gateways"))
+    assert {port["port"] for port in public["spec"]["ports"]} == {50051, 8000}
+    assert {port["port"] for port in each["spec"]["ports"]} == {50051, 50052, 9464}
+    assert (public["spec"]["type"], each["spec"]["clusterIP"]) == ("LoadBalancer", "None")
+    assert each["metadata"]["labels"]["baton-job"] == "baton-gateway"
+
+
 def made_secrets(objects: list[dict]) -> set[str]:
     """Return the names that the Job or cert-manager makes."""
     made = {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
