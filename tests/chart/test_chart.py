@@ -276,6 +276,7 @@ def test_operators_are_let_in_by_gateways_and_workers():
         ("workers.decode.replicas=0", "replicas"),
         ("secrets.certificates=none", "certificates"),
         ("workers.kind=DisaggregatedSet,autoscaling.enabled=true", "take workers.kind=Deployment"),
+        ("workers.kind=DisaggregatedSet,workers.prefill.replicas=null", "workers.prefill.replicas: .* take workers.kind="),
     ],
 )
 def test_wrong_values_are_refused_by_name(wrong, told):
@@ -304,6 +305,18 @@ def test_lint_and_package(tmp_path):
             for path in (ROOT / "deploy" / folder).iterdir():
                 entry = held[f"baton/files/{link}/{path.name}"]
                 assert entry.isfile() and tar.extractfile(entry).read() == path.read_bytes()
+
+
+def test_a_number_of_workers_may_be_left_to_who_scales_them():
+    """What the chart says is what every upgrade would set again."""
+    objects = render({"workers": {"prefill": {"replicas": None}, "decode": {"replicas": 3}}})
+    assert "replicas" not in named(objects, "Deployment", "prefill")["spec"]
+    assert named(objects, "Deployment", "decode")["spec"]["replicas"] == 3
+    check(objects)
+    decode = {"replicas": None, "scale": {"minReplicas": 2}}
+    objects = render({"workers": {"decode": decode}, "autoscaling": {"enabled": True}})
+    assert named(objects, "ScaledObject", "decode")["spec"]["fallback"]["replicas"] == 2
+    check(objects)
 
 
 def test_scaling_is_of_the_deployments_that_there_are():
