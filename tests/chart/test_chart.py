@@ -236,6 +236,20 @@ def test_redis_is_told_what_compose_tells_it():
     assert redis["image"] == compose["image"]
 
 
+def test_variables_reach_gateways_and_workers():
+    """A collector's token is in a Secret."""
+    token = {"secretKeyRef": {"name": "collector", "key": "headers"}}
+    environment = {"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_HEADERS": token}
+    objects = render({"otlpEndpoint": "https://c:4317", "env": environment})
+    check(objects)
+    for component in (GATEWAY, *WORKER):
+        assert container(dict(pods(objects))[component])["env"] == [
+            {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "https://c:4317"},
+            {"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": token},
+            {"name": "OTEL_METRICS_EXPORTER", "value": "none"},
+        ]
+
+
 def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
     templates = dict(pods(render(next(path for path in CASES if path.stem == "gpu"))))
     prefill, decode = container(templates["prefill"]), container(templates["decode"])
@@ -276,7 +290,10 @@ def test_operators_are_let_in_by_gateways_and_workers():
         ("workers.decode.replicas=0", "replicas"),
         ("secrets.certificates=none", "certificates"),
         ("workers.kind=DisaggregatedSet,autoscaling.enabled=true", "take workers.kind=Deployment"),
-        ("workers.kind=DisaggregatedSet,workers.prefill.replicas=null", "workers.prefill.replicas: .* take workers.kind="),
+        (
+            "workers.kind=DisaggregatedSet,workers.prefill.replicas=null",
+            "workers.prefill.replicas: .* take workers.kind=",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(wrong, told):

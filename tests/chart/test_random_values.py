@@ -64,6 +64,9 @@ values_of_the_chart = st.fixed_dictionaries(
     optional={
         "gateway": gateway,
         "model": st.sampled_from([{}, {"path": "/model/m", "volume": {"persistentVolumeClaim": {"claimName": "m"}}}]),
+        "env": st.dictionaries(
+            st.from_regex(r"OTEL_[A-Z]{1,9}", fullmatch=True), st.text("ab: {}'\"\n", max_size=9), max_size=2
+        ),
         "otlpEndpoint": st.sampled_from(["", "http://c:4317"]),
         "topologyKeys": st.lists(label, max_size=2, unique=True),
         "redis": st.fixed_dictionaries({"enabled": st.booleans()}),

@@ -70,6 +70,14 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .Values.otlpEndpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
+{{- range $name, $value := .Values.env }}
+- name: {{ $name }}
+  {{- if kindIs "string" $value }}
+  value: {{ $value | quote }}
+  {{- else }}
+  valueFrom: {{- toYaml $value | nindent 4 }}
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* (component): health by gRPC's own service, over TLS, which the kubelet's gRPC probe does not speak. */ -}}
