@@ -164,6 +164,8 @@ def test_a_key_that_would_be_refused_is_named(made, run_job, tmp_path):
             done = run_job(server)
             assert done.returncode and f"missing: {' '.join(missing)}; " in done.stderr
             assert f": delete {others} too," in done.stderr
+            restart = "kubectl rollout restart deployment/rel-baton-redis deployment/rel-baton-gateway"
+            assert done.stderr.endswith(f"; then `{restart}`, which have read the old ones\n")
         del server.secrets["rel-baton-caller"]
         assert run_job(server).stdout.count("created") == 3
         check(server, tmp_path)

@@ -124,14 +124,18 @@ def complete(
     mounted: list[str],
     make: Callable[[Path], dict[str, dict]],
     beside: Sequence[str] = (),
+    readers: Sequence[str] = (),
 ) -> None:
-    """Create the Secrets of a set unless those that pods mount are there. `beside`: the others of the set."""
+    """Create the Secrets of a set unless those that pods mount are there. `beside`: the others of the set. `readers`: what
+    reads them when it starts alone."""
     if namespace.get(draft) is None:
         missing = [each for each in mounted if namespace.get(each) is None]
         if not missing:
             return
         if present := [each for each in (*mounted, *beside) if namespace.get(each) is not None]:
             told = "missing: {}; new ones would not fit what is there: delete {} too, and all are made anew"
+            if readers:
+                told += f"; then `kubectl rollout restart {' '.join(readers)}`, which have read the old ones"
             sys.exit(told.format(" ".join(missing), " ".join(present)))
         with tempfile.TemporaryDirectory() as folder:
             texts = {each: json.dumps(secret).encode() for each, secret in make(Path(folder)).items()}
@@ -151,7 +155,8 @@ def main() -> None:
     if "credentials" in asked:
         mounted = [f"{name}-gateway", f"{name}-redis"]
         draft, beside = f"{name}-credentials-draft", [f"{name}-caller"]
-        complete(namespace, draft, mounted, lambda folder: make_credentials(name, folder), beside)
+        readers = [f"deployment/{name}-redis", f"deployment/{name}-gateway"]
+        complete(namespace, draft, mounted, lambda folder: make_credentials(name, folder), beside, readers)
 
 
 if __name__ == "__main__":
