@@ -135,7 +135,7 @@ def test_a_query_names_what_the_code_has(where, query):
                 assert word in VALUES[label], f"{where}: {label} is never {word}"
     grouped = {label for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in re.split(r",\s*", labels)}
     known = {label for name in names & SERIES.keys() for label in SERIES[name].labels}
-    assert grouped <= known | {"le", "model_name", "job", "instance", "class"}, where
+    assert grouped <= known | {"le", "model_name", "job", "instance", "class", "namespace"}, where
 
 
 def test_what_is_of_no_model_is_shown_with_each():
@@ -187,6 +187,13 @@ def test_every_alert_says_what_to_do_and_is_tested():
             assert rule["annotations"].keys() == {"summary", "action"}
             assert rule["labels"]["severity"] in ("page", "ticket")
             assert re.search(rf"alertname: {rule['alert']}\b", tested), f"{rule['alert']} has no test"
+
+
+def test_releases_under_one_prometheus_are_told_apart():
+    """By their namespace, unless by an address; where there are no namespaces the label is empty, and changes nothing."""
+    for rule in ALL_RULES:
+        for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]):
+            assert {"namespace", "instance"} & set(re.split(r",\s*", labels)), rule["expr"]
 
 
 @pytest.mark.long

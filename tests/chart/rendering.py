@@ -1,4 +1,4 @@
-"""helm as a function, and what is looked for in the objects that it makes."""
+"""helm and promtool as functions, and what is looked for in the objects that helm makes."""
 
 import functools
 import json
@@ -31,6 +31,12 @@ def helm(*argv: object, input: str | None = None) -> str:
     if done.returncode:
         raise ChartError(done.stderr)
     return done.stdout
+
+
+def promtool(*argv: object) -> None:
+    """Expect it to find nothing wrong."""
+    done = subprocess.run(["promtool", *map(str, argv)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def render(values: Path | Object, *argv: str) -> list[Object]:

@@ -5,7 +5,6 @@ import copy
 import functools
 import os
 import re
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from baton.service.settings import add_flags, given, make_parser, make_settings
 from baton.worker.session.drain import ASK_S, FLUSH_S, SETTLE_S
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
-from tests.chart.rendering import CASES, CHART, ROOT, ChartError, container, helm, named, pods, render
+from tests.chart.rendering import CASES, CHART, ROOT, ChartError, container, helm, named, pods, promtool, render
 from tests.chart.schemas import SPECS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -66,6 +65,8 @@ def test_as_it_was_looked_at(values):
                 each["data"][name] = f"<{source.relative_to(ROOT)}>"
         elif each["kind"] == "PrometheusRule":
             files = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+            for rule in (rule for group in each["spec"]["groups"] for rule in group["rules"]):
+                rule["expr"] = re.sub(r'\{namespace="llm"(?:\}|(,))', lambda found: "{" * bool(found[1]), rule["expr"])
             assert each["spec"]["groups"] == [
                 group for path in files for group in yaml.safe_load(path.read_text())["groups"]
             ]
@@ -391,5 +392,4 @@ def test_what_prometheus_answers(series, wishes, tmp_path):
     test = {"interval": "15s", "input_series": given, "promql_expr_test": cases}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", path)
