@@ -130,7 +130,9 @@ def test_a_query_names_what_the_code_has(where, query):
     assert names <= SERIES.keys() | RECORDED, where
     for name, selector in re.findall(r"\b(baton_[a-z0-9_]+)\{([^}]*)\}", query):
         for label, value in re.findall(r'(\w+)(?:=~|!~|!=|=)"([^"]*)"', selector):
-            assert label in {*SERIES[name].labels, "model_name", "job", "instance"}, f"{where}: {name} has no {label}"
+            assert label in {*SERIES[name].labels, "model_name", "job", "instance", "namespace"}, (
+                f"{where}: {name} has no {label}"
+            )
             for word in value.split("|") if label in VALUES else ():
                 assert word in VALUES[label], f"{where}: {label} is never {word}"
     grouped = {label for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in re.split(r",\s*", labels)}
@@ -194,6 +196,18 @@ def test_releases_under_one_prometheus_are_told_apart():
     for rule in ALL_RULES:
         for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]):
             assert {"namespace", "instance"} & set(re.split(r",\s*", labels)), rule["expr"]
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        variables = {each["name"]: each for each in board["templating"]["list"]}
+        assert variables["namespace"]["allValue"] == ".*"
+        for name, each in variables.items():
+            assert name == "namespace" or '{namespace=~"$namespace"}' in each["query"]
+        for panel in panels(path):
+            for target in panel["targets"]:
+                selectors = re.findall(r"\b(?:ALERTS|baton[_:][a-z0-9_:]+)(\{[^}]*\})?", target["expr"])
+                assert all('namespace=~"$namespace"' in each for each in selectors), target["expr"]
+        (alerts,) = [each["expr"] for each in board["annotations"]["list"]]
+        assert 'namespace=~"$namespace|"' in alerts  # an alert that an address names may have none
 
 
 @pytest.mark.long
@@ -218,7 +232,7 @@ def test_a_workers_first_xid_is_drawn(tmp_path):
     (query,) = [query for _, query in QUERIES if "by (instance, xid)" in query]
     series = {"series": 'baton_gpu_xids_total{instance="d", model_name="m", xid="79"}', "values": "_x4 1x20"}
     drawn = [{"labels": '{instance="d", xid="79"}', "value": 1}]
-    case = {"expr": query.replace("$model", ".*"), "eval_time": "4m", "exp_samples": drawn}
+    case = {"expr": re.sub(r"\$\w+", ".*", query), "eval_time": "4m", "exp_samples": drawn}
     test = {"interval": "15s", "input_series": [series], "promql_expr_test": [case]}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))

@@ -102,7 +102,8 @@ def test_every_panel_has_data(prometheus, path):
     empty = []
     for panel in panels(path):
         for target in panel["targets"]:
-            query = target["expr"].replace("$__rate_interval", "15s").replace("$model", ".*").replace("$tenant", ".+")
+            query = target["expr"].replace("$__rate_interval", "15s").replace("$tenant", ".+")
+            query = query.replace("$model", ".*").replace("$namespace", ".*")
             found = prometheus.query(query)
             if not found and not re.search(ELSEWHERE, query):
                 empty.append(f"{panel['title']}: {query}")
