@@ -301,6 +301,13 @@ def test_override_files_for_hosts_of_several_gpus(num_gpus):
 
 
 @pytest.mark.parametrize("service", SERVICES)
+def test_logs_are_bounded(service):
+    """A gateway has a line for each request; Docker keeps all of them by default, and a full disk stops every container."""
+    log = SERVICES[service]["logging"]
+    assert log["driver"] == "json-file" and log["options"] == {"max-size": "50m", "max-file": "5"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_no_container_may_more_than_it_must(service):
     entry = SERVICES[service]
     assert entry["read_only"] is (entry.get("profiles") != ["gpu"])  # what sets a GPU up writes into the root
