@@ -231,6 +231,13 @@ def test_traces_are_judged_when_their_answers_have_ended():
     assert f"`decision_wait` ({wait_s} s)" in (ROOT / "docs" / "operations.md").read_text()
 
 
+def test_traces_that_wait_fit_into_the_collector():
+    """A fifth below its limit it refuses spans of all, where `num_traces` lets the oldest go. It holds more than traces."""
+    config = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
+    limit = config["processors"]["memory_limiter"]["limit_mib"] * 2**20
+    assert config["processors"]["tail_sampling"]["num_traces"] * 11_200 < 0.75 * 0.8 * limit
+
+
 def test_what_the_collector_makes_of_spans_is_scraped():
     collector = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
     port = collector["exporters"]["prometheus"]["endpoint"].rpartition(":")[2]
