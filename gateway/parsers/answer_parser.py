@@ -97,25 +97,24 @@ class TaggedParser(AnswerParser):
 
     def _reason(self, end: str) -> Generator[None, None, bool]:
         """Read reasoning, and say whether calls ended it. Blanks at both its ends are the form's."""
-        held, reader = "", self._reader
+        held, reader = list[str](), self._reader
         openers = self._openers if reader and reader.ends_thinking else ()
         markers = Markers((end, *openers))
         yield from self._source.peek()
         while True:
             text, marker = yield from _piece(self._source, markers)
-            text, held = _split(held + text)
-            self._think(text)
+            self._think(_without_end(held, text))
             if marker is None or marker == end:
                 return False
             if marker and reader:
                 if (yield from self._has_read(reader, marker)):
                     return True
-                held += marker
+                self._think(_without_end(held, marker))
                 markers = Markers((end, *self._openers))
 
     def _content(self, trims: bool, has_called: bool) -> Reading:
         """Read content and calls. `trims`: blanks at its beginning are the form's, as those before a call always are."""
-        source, reader, held = self._source, self._reader, ""
+        source, reader, held = self._source, self._reader, list[str]()
         if trims:
             yield from source.peek()
         begin = source.at
@@ -128,16 +127,16 @@ class TaggedParser(AnswerParser):
         while True:
             text, opener = yield from _piece(source, markers)
             if opener is None:
-                rest = held + text
+                rest = "".join((*held, text))
                 self._say("" if has_called and not rest.strip(_BLANKS) else rest)
                 return
-            text, held = _split(held + text) if reader else (text, "")
-            self._say(text)
+            self._say(_without_end(held, text) if reader else text)
             if opener and reader:
                 if (yield from self._has_read(reader, opener)):
-                    has_called, held = True, ""
+                    has_called = True
+                    held.clear()
                 else:
-                    held += opener
+                    self._say(_without_end(held, opener))
                 markers = Markers(self._openers)
 
     def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:
@@ -165,10 +164,17 @@ def spell(text: str, spellings: Mapping[str, str]) -> str:
     return text
 
 
-def _split(text: str) -> tuple[str, str]:
-    """Return the text and the blanks at its end."""
+def _without_end(held: list[str], text: str) -> str:
+    """Return what is held and the text, but for the blanks at its end, which are held from now on. What is held is not looked
+    at before another character comes: for each token, 640,000 blanks took 3 ms of all others' time."""
     kept = text.rstrip(_BLANKS)
-    return kept, text[len(kept) :]
+    end = text[len(kept) :]
+    if kept:
+        kept = "".join((*held, kept))
+        held.clear()
+    if end:
+        held.append(end)
+    return kept
 
 
 def _piece(source: AnswerSource, markers: Markers) -> Generator[None, None, tuple[str, str | None]]:

@@ -223,7 +223,7 @@ def arguments_of(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None,
 def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, form: ArgumentsForm) -> str:
     """Raises ValueError for what the form cannot keep to."""
     schema = _arguments_schema(*tool)
-    parts, required = list[ArgumentPart](), listed(schema.get("required"))
+    parts, required = list[ArgumentPart](), frozenset(listed(schema.get("required")))
     for key, each in _properties(schema).items():
         try:
             expression = form.argument(writer, key, each, tool)

@@ -28,6 +28,7 @@ _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _HEAD_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
 _LINE_END = re.compile(rb"\r\n?|\n")
+_MAX_HEAD = 1024  # characters up to the first parenthesis: until it comes each token has them read again
 
 
 class PythonicReader(CallReader):
@@ -55,8 +56,9 @@ class PythonicReader(CallReader):
 def _list(source: AnswerSource) -> Generator[None, None, str]:
     """Return the text of a list that begins with a call. Raises Malformed, Cut."""
     begin = position = source.at
-    while not _HEAD.match(source.text, begin):
-        if not _HEAD_BEGUN.fullmatch(source.text, begin):
+    end = begin + _MAX_HEAD
+    while not _HEAD.match(source.text, begin, end):
+        if len(source.text) >= end or not _HEAD_BEGUN.fullmatch(source.text, begin):
             raise Malformed
         if source.has_ended:
             raise Cut
