@@ -418,12 +418,29 @@ def test_what_nobody_waits_for_is_not_compiled(gated, monkeypatch):
     check_empty(engine)
 
 
+def test_tenants_take_turns_to_have_theirs_compiled(gated):
+    """One that sends many, each of which takes seconds, makes nobody else wait for all of them. What several ask for comes at
+    the first turn of any, and once."""
+    engine, gate, compiled = gated
+    many = [Constraint("regex", f"a{{{n}}}") for n in range(1, 9)]
+    own = Constraint("regex", "b")
+    asked = [*((each, b"many") for each in many), (many[-1], b"few"), (own, b"other")]
+    for index, (constraint, tenant) in enumerate(asked):
+        request = make_request(f"r{index}", [1, 2, 3], 2)
+        engine.submit(replace(request, constraint=constraint, tenant_mark=tenant))
+    gate.set()
+    run(engine)
+    assert compiled[0] == many[0] and set(compiled[1:3]) == {many[-1], own}
+    assert sorted(compiled) == sorted([*many, own])
+    check_empty(engine)
+
+
 def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
     monkeypatch.setattr(grammars, "NUM_KEPT", 3)
     engine = load(folders[0])
-    made = [engine.grammars.compile(Constraint("regex", f"a{{{n}}}")) for n in (1, 2, 3, 3, 4)]
+    made = [engine.grammars.compile(Constraint("regex", f"a{{{n}}}"), b"") for n in (1, 2, 3, 3, 4)]
     assert made[2] is made[3] and len(engine.grammars._kept) == 3
-    assert engine.grammars.compile(Constraint("regex", "a{1}")) is not made[0]
+    assert engine.grammars.compile(Constraint("regex", "a{1}"), b"") is not made[0]
 
 
 def test_an_engine_without_a_tokenizer_refuses(tmp_path):

@@ -118,7 +118,7 @@ class GroupLifecycle:
         self.groups[group.key] = group
         self.groups.add_deadline(group)
         if self.grammars is not None and group.request.constraint is not None:
-            group.grammar = self.grammars.compile(group.request.constraint)
+            group.grammar = self.grammars.compile(group.request.constraint, group.tenant)
 
     def admit(self, group: Group, subject: object) -> None:
         self.num_choices += group.request.sampling.n
