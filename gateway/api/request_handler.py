@@ -136,9 +136,9 @@ class RequestHandler:
             request = box.pop()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
-                record.checked = checked = check(request, model, record.tenant, self._max_priority(record.tenant))
+                record.checked = check(request, model, record.tenant, self._max_priority(record.tenant))
                 del request  # and its prompt
-                await version.pipeline.serve(checked, model, deadline, record, emit)
+                await version.pipeline.serve(record.checked, model, deadline, record, emit)
 
     async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:
         """Return a vector for each input. Raises BatonError."""

@@ -68,14 +68,16 @@ class Pipeline:
         self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
     ) -> None:
         """Answer one request. Raises BatonError. All that it held on workers is given back in every case."""
+        key_id = checked.key_id
         if checked.resume_from:
-            await self._supersede(checked.key_id)
+            await self._supersede(key_id)
         self.check_free(checked)
-        reservation = self.admission.enter(checked.key_id, record.tenant, checked.num_choices, model.name)
+        reservation = self.admission.enter(key_id, record.tenant, checked.num_choices, model.name)
         try:
             # What is known on the way there stays there: whatever this frame names lives as long as the stream.
             request = await self._prepare(checked, model, deadline, record, emit, reservation)
-            machine = self.running[checked.key_id] = RequestMachine(request)
+            del checked
+            machine = self.running[key_id] = RequestMachine(request)
             try:
                 # Every other wait in there ends at the deadline by itself, a client that does not read holds its writes.
                 async with asyncio.timeout(None) as timeout:
@@ -88,13 +90,13 @@ class Pipeline:
                 raise DeadlineExceeded("the deadline passed while the client did not read") from None
             finally:
                 machine.close()
-                self.running.pop(checked.key_id, None)
+                self.running.pop(key_id, None)
                 request.note_output()
                 self._note_end(request.answer, record)
         finally:
             # A prompt that brought nothing is paid back.
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
-            self.admission.leave(checked.key_id, reservation, num_used)
+            self.admission.leave(key_id, reservation, num_used)
 
     def check_free(self, checked: Checked) -> None:
         """Raises AlreadyExists for an id that another request of the tenant has."""
@@ -123,6 +125,8 @@ class Pipeline:
         BatonError, for a poisonous prompt too."""
         checked, prompt_ids, form = await self._tokenize(checked, model, deadline, record)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
+        # A conversation is read, and its objects may be 40 times as large as their text.
+        checked = record.checked = replace(checked, messages=None)
         record.stamps.tokenized = now()
         self._check_wait(checked, record, max_tokens, deadline)
         num_ahead = max_tokens if checked.max_tokens is not None else min(max_tokens, USUAL_TOKENS)

@@ -17,6 +17,7 @@ WITHOUT_THINKING = json.dumps(dict.fromkeys(THINKING, False))
 MAX_MESSAGES = max(limits.messages for limits in PRESETS.values())
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
+MAX_KWARGS_BYTES = 64 << 10  # of template variables, which are no part of the prompt that is bounded and paid
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -35,7 +36,7 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     messages = tuple(_message(f"{_WHERE}[{index}]", message, called) for index, message in enumerate(given))
     if request.continue_final_message and (given[-1].role != "assistant" or given[-1].tool_calls):
         _refuse("messages.continue_final_message", "needs an assistant's message without tool_calls at the end")
-    kwargs, tools = _object("messages.chat_template_kwargs", request.chat_template_kwargs), _tools(request.tools)
+    kwargs, tools = _kwargs(request.chat_template_kwargs), _tools(request.tools)
     names, must_call = _choice(request, [tool["name"] for tool in tools])
     is_parallel = not request.tool_name and (not request.HasField("parallel_tool_calls") or request.parallel_tool_calls)
     options = ChatOptions(
@@ -102,6 +103,13 @@ def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[
         found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments, may_be_cut=True)))
     called |= ids
     return tuple(found)
+
+
+def _kwargs(text: str) -> JsonObject:
+    where = "messages.chat_template_kwargs"
+    if (num_bytes := len(text.encode())) > MAX_KWARGS_BYTES:
+        _refuse(where, f"has {num_bytes} bytes, at most {MAX_KWARGS_BYTES} are allowed")
+    return _object(where, text)
 
 
 def _tools(tools: Sequence[pb.Tool]) -> tuple[JsonObject, ...]:

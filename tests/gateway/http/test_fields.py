@@ -583,6 +583,8 @@ def test_large_bodies_are_read_in_few_steps():
     assert num_calls(lambda: read_chat({**chat, "stop_token_ids": ids})) < 1000
     (request,) = read_chat({**chat, "chat_template_kwargs": wide}).requests
     assert request.messages.chat_template_kwargs.count('"a"') == 20_000
+    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
+    (request,) = read_chat({**chat, "tools": [tool]}).requests
     conversation = check_conversation(request.messages, RequestLimits())
     assert num_calls(lambda: conversation.words) < 1000
 

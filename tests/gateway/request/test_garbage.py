@@ -11,6 +11,7 @@ from gateway.attempts.attempt import Attempt
 from gateway.link.mailbox import Mailbox
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import RequestContext
+from gateway.text.templates import ChatMessage
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.support.client import make_request
 from tests.support.pace import patience
@@ -83,6 +84,20 @@ async def test_a_call_in_grpc(cluster, left):
             await generate(c, prompt=PROMPT[:10], max_tokens=2)
         await c.until(lambda: left() == 0)
         assert _num_calls() < 10
+
+
+async def test_a_conversation_is_not_kept_for_the_length_of_its_answer(cluster, left):
+    """Once its prompt is read: its objects were 40 times as large as their text."""
+    async with cluster() as c:
+        c.decode[0].hold("decode")
+        answer = asyncio.create_task(generate(c, prompt=[("user", "the only one")], max_tokens=6))
+        await c.until(lambda: "start" in c.decode[0].kinds())
+        kept = [
+            found for found in gc.get_objects() if isinstance(found, ChatMessage) and found.content == "the only one"
+        ]
+        c.decode[0].release("decode")
+        await answer
+        assert not kept
 
 
 def _num_kept() -> int:

@@ -87,6 +87,11 @@ BAD = [
     (having(pb.Tool(name="find", parameters="{")), "messages.tools[0].parameters", "is not JSON"),
     (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
     (having(*(pb.Tool(name=f"t{index}") for index in range(129))), "messages.tools", "at most 128"),
+    (
+        pb.Messages(messages=[USER], chat_template_kwargs=f'{{"a": "{"é" * 32_764}"}}'),
+        "messages.chat_template_kwargs",
+        "has 65537 bytes, at most 65536",
+    ),
     (pb.Messages(messages=[USER], chat_template_kwargs="[]"), "messages.chat_template_kwargs", "not a JSON object"),
     (pb.Messages(messages=[USER], continue_final_message=True), "messages.continue_final_message", "an assistant's"),
     (
