@@ -17,6 +17,7 @@ from baton.engine.core.request import Refusal
 from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER
 
 _RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
+_AWAITED_S = 2.0  # for which one that is ready keeps its slot for who asked for it: gateways ask again within a second
 _PAUSE_S = 10.0  # after which one that could not be made ready is tried again
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Adapters:
         # Without a name, where slots have no bound and none is ever evicted: each as long as requests hold it.
         self._unnamed: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
         self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
+        self._awaited_until: dict[bytes, float] = {}  # of those that no request has taken since, time.monotonic()
         self._retry_at: dict[bytes, float] = {}  # of those that could not be made ready, time.monotonic()
         self._thread = ThreadPoolExecutor(1, "adapters")
 
@@ -95,6 +97,7 @@ class Adapters:
             if ready is not None and (copy is not None or ready in in_use()):
                 if identity in self._ready:
                     self._ready[identity] = self._ready.pop(identity)
+                    self._awaited_until.pop(identity, None)
                 return ready
             if copy is None or time.monotonic() < self._retry_at.get(identity, 0.0):
                 raise Refusal(NO_ADAPTER, retry_after_s=0.0)
@@ -150,11 +153,18 @@ class Adapters:
                 self._unnamed[identity] = self._ready.pop(identity)
 
     def _evict(self, in_use: Collection[Adapter]) -> bool:
-        """Empty the slot of one that nobody uses, without a name if there is such a one; return whether there was any."""
-        idle = [identity for identity, adapter in self._ready.items() if adapter not in in_use]
-        idle.sort(key=lambda identity: self._copy(identity) is not None)
+        """Empty the slot of one that nobody uses or waits for, without a name if there is such a one; return whether there was
+        any."""
+        now = time.monotonic()
+        unnamed = {identity for identity in self._ready if self._copy(identity) is None}
+        awaited = {identity for identity, until in self._awaited_until.items() if now < until} - unnamed
+        idle = [
+            identity for identity, adapter in self._ready.items() if adapter not in in_use and identity not in awaited
+        ]
+        idle.sort(key=lambda identity: identity not in unnamed)
         for identity in idle[:1]:
             del self._ready[identity]
+            self._awaited_until.pop(identity, None)
         return bool(idle)
 
     def _make_ready(self, identity: bytes, name: str, copy: LoraFolder) -> Adapter:
@@ -163,6 +173,7 @@ class Adapters:
             made = self._model.make_adapter(name, copy)
             with self._lock:
                 self._ready[identity] = made
+                self._awaited_until[identity] = time.monotonic() + _AWAITED_S
             return made
         except Exception:
             logger.exception("adapter %s cannot be made ready, and is refused for %g s", name, _PAUSE_S)

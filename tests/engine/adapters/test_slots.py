@@ -113,6 +113,22 @@ def test_a_slot_is_taken_while_one_is_made_ready():
     assert shelf.made[b] == 2, "once when it was read, once for its slot"
 
 
+def test_one_that_is_ready_waits_for_who_asked_for_it(monkeypatch):
+    """Two that ask in turn for the last slot had each other's made ready for ever, and had none."""
+    now = 0.0
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now))
+    shelf = Shelf(1)
+    a, b = add(shelf, "a", "b")
+    assert shelf.ask(b) == "adapter_loading"
+    shelf.adapters.wait(b)
+    assert shelf.ask(a) == "adapter_slots" and shelf.ask(b) == ""
+    shelf.held.clear()
+    assert shelf.ask(a) == "adapter_loading", "it has had it"
+    shelf.adapters.wait(a)
+    now = adapters._AWAITED_S
+    assert shelf.get(b) == "", "and nobody came for this one"
+
+
 def test_one_without_a_name_serves_those_that_began_with_it():
     shelf = Shelf(2)
     (a,) = add(shelf, "a")
