@@ -28,6 +28,7 @@ ABORT = "baton.abort"  # extension of a request's scope: ends the connection at 
 _HEAD_S = 5.0
 _FLUSH_S = 5.0  # for a client to read the end of its last answer
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
+_MAX_WAITING = 16  # requests of a connection, behind the one that runs; each may have 8 KiB of head, and 64 of body
 _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
 _DATE_S = 1.0  # between two looks at the clock
@@ -43,7 +44,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: its heads are bounded in bytes, entries and time, and nobody waits for a client to read its
+    """One connection: its heads are bounded in bytes, entries, time and number, and nobody waits for a client to read its
     last answer for ever. Silent at first, or amid a head, it is closed."""
 
     def __init__(self, server: "HttpServer"):
@@ -52,6 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self.url = b""
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
+        self._running: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` is the newest
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,6 +76,9 @@ class HttpConnection(HttpToolsProtocol):
         self._end_unread()
         self._end_head()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:  # uvicorn tells the newest alone
+            self._running.disconnected = True
+            self._running.message_event.set()
         # uvicorn leaves it to run where a connection was reset, and with it for _IDLE_S all that the connection had.
         self._unset_keepalive_if_required()
 
@@ -121,8 +126,13 @@ class HttpConnection(HttpToolsProtocol):
         self._end_head()
         self._num_head_bytes = self._num_headers = 0
         self._timer.cancel()
+        if len(self.pipeline) >= _MAX_WAITING:
+            raise httptools.HttpParserError("too many requests")
         self._in_body = True
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
+        self.flow.resume_reading()  # uvicorn stops where a request waits, and would not hear the client hang up
         if self.parser.get_http_version() == "1.0":
             _end_by_close(self.cycle)
 
@@ -133,6 +143,8 @@ class HttpConnection(HttpToolsProtocol):
         self._in_body = False
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]  # which it starts
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_in(_FLUSH_S)
@@ -144,7 +156,11 @@ class HttpConnection(HttpToolsProtocol):
         self._abort_in(_FLUSH_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a head that is no HTTP, or too large."""
+        """Answer a head that is no HTTP, or too large; where it would stand in another request's answer, hang up."""
+        is_of_body = self._in_body and not self.pipeline and not self.cycle.response_started
+        if not (self.is_idle or is_of_body):
+            self.abort()
+            return
         path = self.url.partition(b"?")[0].decode("latin-1")
         refusal = self._server.refuse_head(self._num_head_bytes > MAX_METADATA_BYTES, path)
         head = [b"%s: %s\r\n" % pair for pair in (*refusal.raw_headers, (b"connection", b"close"))]

@@ -206,6 +206,53 @@ async def test_one_connection_serves_many_requests_and_pipelined_ones(served):
         assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [200] * 3
 
 
+RUN = HEAD + b"content-length: %d\r\n\r\n" % len(ASK) + ASK
+PAGE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+async def test_more_requests_than_may_wait_end_their_connection(served):
+    """No key is needed for them: 8 MB of such heads were 513 MB of requests that waited."""
+    async with served() as (c, _):
+        answer = await said(c, 16 * PAGE + PAGE.replace(b"host:", b"connection: close\r\nhost:"))
+        assert answer.count(b"HTTP/1.1 200 OK") == 17
+        c.decode[0].hold("decode")
+        assert b"HTTP/1.1" not in await said(c, RUN + 16 * PAGE, PAGE, pause_s=0.1)
+        await c.until(lambda: not c.gateway.handler.num_running and not c.gateway.http.server_state.connections)
+        c.decode[0].release("decode")
+
+
+@pytest.mark.parametrize("first", [RUN, PAGE + RUN], ids=["at once", "in turn"])
+async def test_who_hangs_up_with_a_request_that_waits_ends_the_one_that_runs(served, first):
+    """That it had gone was told to the last request alone: the answer was computed to its end."""
+    async with served() as (c, _):
+        c.decode[0].hold("decode")
+        _, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        writer.write(first)
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        writer.write(PAGE)
+        (connection,) = c.gateway.http.server_state.connections
+        await c.until(lambda: connection.pipeline)
+        writer.close()
+        await c.until(lambda: not c.gateway.handler.num_running)
+        c.decode[0].release("decode")
+
+
+@pytest.mark.parametrize("behind", [b"no words\r\n\r\n", HEAD + 70 * b"x-a: 1\r\n" + b"\r\n"])
+async def test_a_bad_head_behind_a_request_that_runs_is_not_answered_in_its_place(served, behind):
+    async with served() as (c, _):
+        c.decode[0].hold("decode")
+        assert await said(c, RUN, behind, pause_s=0.1) == b""
+        await c.until(lambda: not c.gateway.handler.num_running)
+        c.decode[0].release("decode")
+
+
+async def test_a_body_that_is_no_http_is_told_so(served):
+    head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+    async with served() as (c, _):
+        found, headers, value = decoded(await said(c, head, b"no length\r\n", pause_s=0.1))
+        assert (found, value["error"]["param"], headers["connection"]) == (400, "head", "close")
+
+
 H2C = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
 
 

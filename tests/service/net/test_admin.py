@@ -164,7 +164,7 @@ async def test_a_caller_is_answered_beside_a_thousand_idle_connections():
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("num_pages", [1, 30])
+@pytest.mark.parametrize("num_pages", [1, 16])
 async def test_those_who_read_nothing_leave_their_places_to_others(monkeypatch, num_pages):
     """Once a page waits for room in their connection; they could hold all of them for ever."""
     monkeypatch.setattr(admin_module, "_MAX_CONNECTIONS", 4)

@@ -14,7 +14,7 @@ from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from kvtransfer.wire import encode_frame
 
 GRPC, HTTP, HTTPS, FRAMES = "grpc", "http", "https", "frames"
-ALL_ON_ONE, FEW = 0, 25  # calls a connection
+ALL_ON_ONE, FEW = 0, 16  # calls a connection; over HTTP more end it
 
 
 class Abuse(NamedTuple):
