@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from baton.constraints.constraint import MAX_CHOICES
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields import (
@@ -12,7 +13,9 @@ from gateway.http.fields import (
     FORMAT_TYPES,
     FORMATS,
     STRING,
+    TEXTS,
     VERBOSITY,
+    check_length,
     put,
     read_as,
     without_nulls,
@@ -38,6 +41,8 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
     read_as(_BACKEND, STRING, values.get(_BACKEND, ""))
     for row in (*FORMATS, *CONSTRAINTS, *BARE_CONSTRAINTS):
         if row.name in found:
+            if row.kind is TEXTS:
+                check_length(row.name, found[row.name], MAX_CHOICES)
             value = read_as(row.name, row.kind, found[row.name])
             if must_call and row in FORMATS:
                 return

@@ -16,6 +16,7 @@ from gateway.http.fields import (
     STRING,
     ReasoningOption,
     ValueKind,
+    check_length,
     read_as,
     without_nulls,
 )
@@ -185,11 +186,10 @@ def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, 
 
 
 def read_list(where: str, value: object, most: int) -> list[Any]:
-    """Return a list; null is an empty one. Its length is looked at before what it holds: to read 40,000 calls took 0.3 s."""
+    """Return a list; null is an empty one. Its length is looked at before what it holds."""
     if not isinstance(value, list | None):
         raise InvalidRequest(where, "must be a list")
-    if value and len(value) > most:
-        raise InvalidRequest(where, f"has {len(value)} elements, at most {most} are allowed")
+    check_length(where, value, most)
     return value or []
 
 

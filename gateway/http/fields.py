@@ -371,6 +371,13 @@ def read_as(where: str, kind: ValueKind, value: object) -> Any:
         raise InvalidRequest(where, f"must be {kind.words}") from None
 
 
+def check_length(where: str, value: object, most: int) -> None:
+    """Raises InvalidRequest for a list or an object of more elements, before these are looked at: to read 40,000 calls took
+    0.3 s."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise InvalidRequest(where, f"has {len(value)} elements, at most {most} are allowed")
+
+
 def put(message: Any, path: str, value: object) -> None:
     """Set a field of a message, by its path. Raises TypeError, ValueError or OverflowError."""
     *parents, name = path.split(".")

@@ -32,18 +32,28 @@ from gateway.http.fields import (
     VERBOSITY,
     Field,
     ValueKind,
+    check_length,
     put,
     read_as,
     without_nulls,
     write,
 )
 from gateway.http.wire.errors import rename
-from gateway.request.validation import REQUEST_ID
+from gateway.request.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, REQUEST_ID
 
 ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
 MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_MAX_COPIED_BYTES = (
+    32 << 20
+)  # of what prompts of one call share: 128 of them with the longest constraint are half of it
+# Elements of a field, by its path; to read 90,000 biases took 60 ms.
+_MOST = {
+    "stopping.stop": MAX_STOPS,
+    "stopping.stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "sampling.logit_bias": MAX_LOGIT_BIAS,
+}
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 _OF_CHAT = ("logprobs", "prediction", "verbosity", "include_reasoning")
@@ -142,8 +152,9 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
     if shared.echo and shared.sampling.HasField("logprobs") and not shared.sampling.HasField("prompt_logprobs"):
         shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text
         names["sampling.prompt_logprobs"] = "logprobs"
-    requests = []
-    for prompt in _prompts(values, "prompt", MAX_PROMPTS):
+    prompts, requests = _prompts(values, "prompt", MAX_PROMPTS), list[pb.GenerateRequest]()
+    _check_copies("prompt", shared, len(prompts))
+    for prompt in prompts:
         request = pb.GenerateRequest()
         request.CopyFrom(shared)
         put(request, "text" if isinstance(prompt, str) else "token_ids.ids", prompt)
@@ -164,6 +175,7 @@ def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) ->
         raise InvalidRequest("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
     texts, asked = _prompts(values, "input", MAX_TEXTS), AskedEmbeddings([], [], encoding)
     request_id = shared.request_id or new_id()
+    _check_copies("input", shared, -(-len(texts) // most_inputs))
     for begin in range(0, len(texts), most_inputs):
         request, part = pb.EmbedRequest(), texts[begin : begin + most_inputs]
         request.CopyFrom(shared)
@@ -245,6 +257,13 @@ def _prompts(values: Mapping[str, Any], name: str, most: int) -> Sequence[str | 
         _token_ids(f"{name}[{index}]", each) if isinstance(each, list) else read_as(f"{name}[{index}]", STRING, each)
         for index, each in enumerate(prompt)
     ]
+
+
+def _check_copies(where: str, shared: pb.GenerateRequest | pb.EmbedRequest, num_copies: int) -> None:
+    """Raises InvalidRequest for more requests than what they share may be copied to."""
+    if num_copies > 1 and num_copies * (num_bytes := shared.ByteSize()) > _MAX_COPIED_BYTES:
+        told = f"is {num_copies} requests, each with {num_bytes} bytes that they share: send fewer at once"
+        raise InvalidRequest(where, told)
 
 
 def _token_ids(where: str, value: object) -> list[int]:
@@ -332,6 +351,8 @@ def fill_rows(request: Any, values: Mapping[str, Any], table: Sequence[Field], n
     """Set the fields of `table` that are given, and note their words in `names`. Raises InvalidRequest."""
     for row in table:
         if row.name in values:
+            if row.path in _MOST:
+                check_length(row.name, values[row.name], _MOST[row.path])
             write(request, row, values[row.name])
             names[row.path] = row.name
 

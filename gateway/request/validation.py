@@ -16,13 +16,16 @@ from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
-from gateway.config.served_model import RequestLimits, ServedModel
+from gateway.config.served_model import PRESETS, RequestLimits, ServedModel
 from gateway.config.slo_classes import DEFAULT_CLASS
 from gateway.request.messages import check_conversation
 from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
+MAX_STOPS, MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS = (
+    max(getattr(limits, name) for limits in PRESETS.values()) for name in ("stops", "stop_token_ids", "logit_bias")
+)
 _NO_IDS: frozenset[int] = frozenset()
 _NO_SPECULATION = pb.Speculation()  # never changed: each message is 0.5 KB of an open stream
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -3,6 +3,7 @@ told in the client's own word for it."""
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -79,6 +80,11 @@ OBJECTS = (
 )  # fmt: skip
 TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "messages": MESSAGES}
 ROWS = [(door, row) for door, table in TABLES.items() for row in table]
+TOO_LONG = {
+    "stopping.stop": [0] * 17,
+    "stopping.stop_token_ids": [""] * 1025,
+    "sampling.logit_bias": dict.fromkeys(range(1025), ""),
+}
 
 
 def anthropic_blocks(role: str, **block) -> dict:
@@ -580,13 +586,47 @@ def test_large_bodies_are_read_in_few_steps():
     assert num_calls(lambda: read_completion({"prompt": [ids[:5000]] * 10})) < 1000
     assert num_calls(lambda: read_embeddings({"input": [ids[:5000]] * 10})) < 1000
     assert num_calls(lambda: read_detokenize({"tokens": ids})) < 1000
-    assert num_calls(lambda: read_chat({**chat, "stop_token_ids": ids})) < 1000
     (request,) = read_chat({**chat, "chat_template_kwargs": wide}).requests
     assert request.messages.chat_template_kwargs.count('"a"') == 20_000
     tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
     (request,) = read_chat({**chat, "tools": [tool]}).requests
     conversation = check_conversation(request.messages, RequestLimits())
     assert num_calls(lambda: conversation.words) < 1000
+
+
+@pytest.mark.parametrize("door, row", [each for each in ROWS if each[1].path in TOO_LONG], ids=str)
+def test_a_list_that_nobody_may_have_is_refused_before_it_is_read(door, row):
+    """What is in these is of no form."""
+    read, body = READERS[door]
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        read({**body, row.name: TOO_LONG[row.path]})
+    assert caught.value.field == row.name
+
+
+@pytest.mark.parametrize("name", ["guided_choice", "structured_outputs.choice"])
+def test_so_is_one_of_texts_to_choose_from(name):
+    parent, _, own = name.rpartition(".")
+    texts = [0] * 4097
+    with pytest.raises(InvalidRequest, match="at most 4096") as caught:
+        read_completion({"prompt": "hi", **({parent: {own: texts}} if parent else {own: texts})})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    "read, body, field",
+    [
+        (read_completion, {"prompt": ["a"] * 128, "suffix": "b" * 300_000}, "prompt"),
+        (read_completion, {"prompt": ["a"] * 128, "request_id": "b" * 300_000}, "prompt"),
+        (partial(read_embeddings, most_inputs=1), {"input": ["a"] * 128, "model": "b" * 300_000}, "input"),
+    ],
+)
+def test_what_prompts_share_is_not_copied_without_end(read, body, field):
+    """One body could take 0.8 GB, and the event loop for 2.5 s."""
+    with pytest.raises(InvalidRequest, match="send fewer") as caught:
+        read(body)
+    assert caught.value.field == field
+    fewer = {name: value[:8] if isinstance(value, list) else value for name, value in body.items()}
+    assert len(read(fewer).requests) == 8
 
 
 def test_ids_are_integers_all_of_them():
