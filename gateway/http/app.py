@@ -25,7 +25,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.answers import ChatForm, CompletionForm, Form, StreamForm, TokenTexts
 from gateway.http.anthropic import MessageForm, read_count, read_request
-from gateway.http.call import BadCall, HttpCall, ToError
+from gateway.http.call import BadCall, HttpCall, ToError, WriteTimeout
 from gateway.http.openapi import document
 from gateway.http.prompts import serve_each
 from gateway.http.requests import (
@@ -324,7 +324,7 @@ def make_app(
         middleware.insert(0, cors)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={404: _elsewhere, 405: _elsewhere})
     app.router.redirect_slashes = False
-    return app
+    return WriteTimeout(app)
 
 
 def refuse_head(is_too_large: bool, path: str) -> Response:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
 from baton.service.net.http_server import ABORT
@@ -154,15 +154,12 @@ class HttpCall:
         await self._within(within_s, {"type": "http.response.body", "body": data})
 
     async def _within(self, seconds: float, message: Message) -> None:
-        """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises
-        ClientGone."""
+        """As _send_within."""
         try:
-            async with asyncio.timeout(seconds):
-                await self._send(message)
-        except TimeoutError:
+            await _send_within(seconds, self._scope, self._send, message)
+        except ClientGone:
             self._is_gone = True
-            self._scope["extensions"][ABORT]()
-            raise ClientGone from None
+            raise
 
     async def _read_on(self) -> None:
         """Read, and drop, what the client still sends: closed at once, it would see a broken connection and no
@@ -216,12 +213,40 @@ class HttpCall:
             task.cancel()
 
 
+class WriteTimeout:
+    """An application that hangs up on clients that leave no room for an answer, as they do not read: for pages and
+    refusals, which are no HttpCall. What a stream has between its first part and its last waits as long as its request may."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            if message.get("more_body"):
+                await send(message)
+            else:
+                await _send_within(_LAST_PART_S, scope, send, message)
+
+        with suppress(ClientGone):
+            await self._app(scope, receive, send_in_time)
+
+
 class BadCall(InvalidRequest):
     """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its own."""
 
     def __init__(self, field: str, message: str, reason: str):
         super().__init__(field, message)
         self.reason = reason
+
+
+async def _send_within(seconds: float, scope: Scope, send: Send, message: Message) -> None:
+    """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises ClientGone."""
+    try:
+        async with asyncio.timeout(seconds):
+            await send(message)
+    except TimeoutError:
+        scope["extensions"][ABORT]()
+        raise ClientGone from None
 
 
 def _peer(scope: Scope) -> str:

@@ -399,6 +399,45 @@ async def test_a_prompt_is_not_kept_for_the_length_of_its_answer(served):
             pass
 
 
+OPENAPI = PAGE.replace(b"/health", b"/openapi.json")
+PREFLIGHT = b"OPTIONS /health HTTP/1.1\r\nhost: localhost\r\norigin: https://app.example\r\n"
+PREFLIGHT += b"access-control-request-method: POST\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        OPENAPI,
+        PAGE,
+        PAGE.replace(b"GET", b"HEAD"),
+        PAGE.replace(b"/health", b"/nothing"),
+        PAGE.replace(b"/health", b"/v1/completions"),
+        PAGE.replace(b"localhost", b"evil.example"),
+        PREFLIGHT,
+    ],
+    ids=["openapi", "health", "HEAD", "404", "405", "421", "preflight"],
+)
+async def test_those_who_read_no_pages_leave_their_places_to_others(served, monkeypatch, ask):
+    """No key is needed for these: so many connections were all that there were, for ever."""
+    monkeypatch.setattr(call_module, "_LAST_PART_S", 0.5)
+    async with served(http_origins=("https://app.example",)) as (c, _):
+        c.gateway.http._max_connections = 2
+        sockets = [socket.create_connection(("127.0.0.1", c.gateway.http.port)) for _ in range(2)]
+        try:
+            await c.until(lambda: len(c.gateway.http.server_state.connections) == 2)
+            connections = {each.client: each for each in c.gateway.http.server_state.connections}
+            for silent in sockets:
+                while not connections[silent.getsockname()].flow.write_paused:
+                    silent.sendall(OPENAPI)
+                    await asyncio.sleep(0.01)
+                silent.sendall(ask)
+            await c.until(lambda: not c.gateway.http.server_state.connections)
+            assert b"200 OK" in await said(c, PAGE.replace(b"host:", b"connection: close\r\nhost:"))
+        finally:
+            for silent in sockets:
+                silent.close()
+
+
 def unread(monkeypatch, num_read: int) -> tuple[HttpCall, asyncio.Event]:
     """Return a call whose client reads so many messages, and what is set where it is hung up on."""
     for bound in ("_LAST_PART_S", "_LAST_WORDS_S", "_LINGER_S"):
