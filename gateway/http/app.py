@@ -51,6 +51,7 @@ from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
 _MAX_VECTOR_BYTES = 32 << 20  # of an answer: 2,048 vectors of 2,048 numbers in base64
+_MAX_LOGPROBS = 2_500_000  # of an answer in one object: one prompt of 8 choices may have 2,424,832
 _MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
 # Of an answer, to scripts of pages, which by themselves see none of these.
 _SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
@@ -212,9 +213,16 @@ class HttpApi:
         if asked.stream:
             return await self._stream(call, context, form, boxes, num_at_once)
 
+        num_logprobs = 0
+
         async def complete(prompt: int, context: CallContext) -> pb.CompleteResponse:
+            nonlocal num_logprobs
             response = await self._handler.complete(_box(boxes, prompt), context)
             boxes[prompt].clear()
+            num_logprobs += _num_logprobs(response)
+            if num_logprobs > _MAX_LOGPROBS:
+                told = f"answers have over {_MAX_LOGPROBS} log-probabilities in all: send fewer prompts, or stream"
+                raise InvalidRequest("prompt", told)
             return response
 
         deadline = self._handler.with_deadline(context)
@@ -359,6 +367,12 @@ def _check_size(num_texts: int, num_numbers: int, encoding: str) -> None:
     if num_texts * embedding_bytes(num_numbers, encoding) > _MAX_VECTOR_BYTES:
         told = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
         raise InvalidRequest("input", told)
+
+
+def _num_logprobs(response: pb.CompleteResponse) -> int:
+    """Return how many log-probabilities an answer tells: each choice has those of its prompt before its own."""
+    rows = [response.prompt_logprobs] * len(response.choices) + [choice.logprobs for choice in response.choices]
+    return sum(len(row) * (1 + len(row[0].top)) for row in rows if row)
 
 
 def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:

@@ -78,6 +78,20 @@ async def test_what_is_wrong_with_one_of_several_prompts_is_told_of_that_one(ser
         assert error.value.param == "temperature"
 
 
+async def test_log_probabilities_of_all_prompts_are_counted_where_they_are_one_object(served, monkeypatch):
+    """Those of a prompt are told once for each choice. 128 prompts could have 128 times as many as one."""
+    monkeypatch.setattr(app, "_MAX_LOGPROBS", 3 * (2 * 2 + 2 * 4))
+    ask = {"model": "fake", "max_tokens": 4, "n": 2, "logprobs": 0, "echo": True}
+    async with served() as (_, client):
+        whole = await client.completions.create(**ask, prompt=[[20, 21, 22]] * 3)
+        assert [len(choice.logprobs.token_logprobs) for choice in whole.choices] == [7] * 6
+        with pytest.raises(BadRequestError, match="send fewer prompts, or stream") as error:
+            await client.completions.create(**ask, prompt=[[20, 21, 22]] * 4)
+        assert error.value.param == "prompt"
+        stream = await client.completions.create(**ask, prompt=[[20, 21, 22]] * 4, stream=True)
+        assert {choice.index async for chunk in stream for choice in chunk.choices} == set(range(8))
+
+
 async def test_a_refusal_that_is_told_late_ends_no_call_whose_others_were_served_meanwhile():
     """With keys refusals are paced. This one passed for that of a prompt alone, and all was thrown away."""
     num_running = 0
