@@ -180,9 +180,13 @@ class _Item:
     id: str
     call: pb.ToolCall | None = None
     name: Json = field(default_factory=dict)  # of the call, and of its namespace if it has one
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # that come to `text`: added to it each would copy all before it
     logprobs: list[pb.Logprobs] = field(default_factory=list)
     status: str = "in_progress"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def end(self, status: str) -> None:
         """Say how it ended; a call whose arguments are not whole is incomplete in any case."""
@@ -325,7 +329,7 @@ class ResponseForm:
     def _said(self, text: str, **more: object) -> list[Json]:
         """Return the event by which the open item has more text."""
         item = self._items[-1]
-        item.text += text
+        item.texts.append(text)
         self._logprobs = []
         return self._of_item(f"{_DELTAS[item.kind]}.delta", delta=text, **more)
 
@@ -344,10 +348,8 @@ class ResponseForm:
         """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the deltas
         and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
         item = self._items[-1]
-        if item.kind == "function_call" and item.call is not None:
-            done: Json = {"arguments": item.text, **item.name}
-        else:
-            done = {"text": item.text, **({"logprobs": []} if item.kind == "message" else {})}
+        more = {"logprobs": []} if item.kind == "message" else {}
+        done = {"text": item.text, **more} if item.call is None else {"arguments": item.text, **item.name}
         events = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
         if item.call is None:
             events += self._of_item("response.content_part.done", part=item.part())
