@@ -37,7 +37,7 @@ from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known
 from gateway.http.wire.errors import ThreadRefused
 from gateway.http.wire.signatures import hidden_in, sign
 from gateway.http.wire.writing import Json, named_event
-from gateway.request.messages import MAX_MESSAGES, MAX_TOOLS, THINKING
+from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, THINKING
 
 MESSAGES = (
     Field("model", "model", STRING),
@@ -125,6 +125,8 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
         conversation.messages.add(role="system", content=system)
     for index, message in enumerate(given):
         for each, words in _messages(f"messages[{index}]", message):
+            if len(conversation.messages) >= MAX_MESSAGES:
+                raise InvalidRequest("messages", f"has over {MAX_MESSAGES} messages, of which each result is one")
             here = f"messages.messages[{len(conversation.messages)}]"
             names |= {here + name: word for name, word in words.items()}
             conversation.messages.append(each)
@@ -227,8 +229,10 @@ class _Said:
         elif kind == "thinking":
             shown = read_as(f"{where}.thinking", STRING, fields.get("thinking"))
             self._thoughts.append(shown or hidden_in(fields.get("signature")))
-        else:
+        elif len(self.calls) < MAX_CALLS:
             self.calls.append(_call(where, fields))
+        else:
+            raise InvalidRequest(where, f"is beyond the {MAX_CALLS} calls that a message may have")
 
     def message(self) -> pb.Message:
         content, reasoning = "".join(self._texts), "".join(self._thoughts)
