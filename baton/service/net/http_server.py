@@ -53,6 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self.url = b""
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
+        self._has_ended_request = False  # in what was received last
         self._running: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` is the newest
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -83,13 +84,14 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        is_body = self._in_body  # it may come behind an answer that did not wait for it
+        self._has_ended_request = False
         self._unset_keepalive_if_required()
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
             self.send_400_response("")
-        if self._in_head and not is_body:
+        # A body may come behind an answer that did not wait for it, and a head begin behind the end of a request.
+        if self._in_head and not (self._in_body or self._has_ended_request):
             self._num_head_bytes += len(data)
         if self.transport.is_closing():
             self._abort_in(_FLUSH_S)
@@ -140,7 +142,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._offers_upgrade:
             return
         super().on_message_complete()
-        self._in_body = False
+        self._in_body, self._has_ended_request = False, True
 
     def on_response_complete(self) -> None:
         if self.pipeline:

@@ -246,6 +246,17 @@ async def test_a_bad_head_behind_a_request_that_runs_is_not_answered_in_its_plac
         c.decode[0].release("decode")
 
 
+async def test_a_head_that_begins_behind_a_long_request_is_not_as_long(served):
+    """What came with its first bytes was counted as its own: 431."""
+    long = ASK + 9000 * b" "
+    first, last = HEAD + b"content-length: %d\r\n\r\n" % len(long) + long, with_length(ASK)
+    async with served() as (c, _):
+        for parts in ((first + last[:20], last[20:]), (first + 12 * RUN + last[:20], last[20:])):
+            answer = await said(c, *parts, pause_s=0.2)
+            statuses = [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)]
+            assert statuses == [200] * (b"".join(parts).count(b"POST"))
+
+
 async def test_a_body_that_is_no_http_is_told_so(served):
     head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
     async with served() as (c, _):
