@@ -317,7 +317,13 @@ class Gateway:
         self.handler.is_draining = True
         health.shut_down()
         log.info("draining %s", fields(running=self.handler.num_running))
-        deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
+        if self.http:
+            self.http.drain()
+        # What runs goes on, and clients are told (GOAWAY) that the next call takes a new connection: that of a Service leads to
+        # another gateway. `run` ends what is left, by a shorter grace, which counts.
+        grace_s = self._settings.drain_grace_s
+        self._closing = asyncio.create_task(self._server.stop(grace_s + 2 * _STOP_GRACE_S), name="close the port")
+        deadline = asyncio.get_running_loop().time() + grace_s
         while self.handler.num_running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         if self._running:

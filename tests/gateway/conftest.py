@@ -78,6 +78,7 @@ class Cluster:
     stub: inference_pb2_grpc.InferenceStub
     channel: grpc.aio.Channel
     target: str
+    stop: asyncio.Event  # as SIGTERM sets it
     workers: list[FakeWorker] = field(default_factory=list)
 
     @property
@@ -153,7 +154,7 @@ def cluster(folder, digest):
         running = asyncio.create_task(gateway.run(port, stop))
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         stub, target = inference_pb2_grpc.InferenceStub(channel), f"127.0.0.1:{port}"
-        c = Cluster(gateway, prefill, decode, stub, channel, target, prefill + decode)
+        c = Cluster(gateway, prefill, decode, stub, channel, target, stop, prefill + decode)
         try:
             await c.until(lambda: all(link.serving for link in gateway.registry.links))
             yield c

@@ -135,6 +135,8 @@ class HttpConnection(HttpToolsProtocol):
         if not self.pipeline:
             self._running = self.cycle
         self.flow.resume_reading()  # uvicorn stops where a request waits, and would not hear the client hang up
+        if self._server.is_draining:
+            self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             _end_by_close(self.cycle)
 
@@ -152,6 +154,12 @@ class HttpConnection(HttpToolsProtocol):
             self._abort_in(_FLUSH_S)
         elif self.cycle.response_complete:  # no further request waits
             self._begin_head()
+
+    def shutdown(self) -> None:
+        """End it, behind the answer to a request that runs."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_in(_FLUSH_S)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -248,6 +256,7 @@ class HttpServer(uvicorn.Server):
         self.refuse_head = refuse_head
         self.waiting: dict[HttpConnection, None] = {}  # between requests or amid a head; the longest first
         self.unread_s = unread_s
+        self.is_draining = False
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
         self._running: list[asyncio.Task] = []
@@ -262,6 +271,12 @@ class HttpServer(uvicorn.Server):
         # uvicorn's own task could fail unseen, wakes ten times a second, and counts a connection only after its
         # TLS handshake.
         self._running = [tasks.start("http accept", self._accept), tasks.start("http date", self._date)]
+
+    def drain(self) -> None:
+        """Keep no connection from now on: a client's next request takes a new one, and that may lead to another process."""
+        self.is_draining = True
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     async def stop(self) -> None:
         """End what still runs, and the port with it."""
