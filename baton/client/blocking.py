@@ -37,7 +37,8 @@ class Client:
         self,
         target: str | Sequence[str],
         *,
-        api_key: str | None = None,
+        api_key: str | Callable[[], str] | None = None,
+        tls: bool = False,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
@@ -45,10 +46,12 @@ class Client:
         timeout_s: float | None = 600.0,
         retry: RetryPolicy = RetryPolicy(),
     ):
-        """`target`: host:port of a gateway, or of several with commas between, which are asked in turn when one fails.
-        `tls_ca`: file with the authority of their certificates; without it plain text is spoken. `timeout_s`: of each
-        call, retries included, where the call names none. Raises ValueError, OSError."""
-        self._settings = ConnectionSettings(api_key, tls_ca, tls_cert, tls_key, tls_server_name)
+        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when it
+        fails. Calls go by turns to all addresses that a name has. `api_key`: or what returns it, which is asked before each
+        attempt. `tls_ca`: file with the authority of the gateways' certificates; `tls`: the public ones, which gRPC brings
+        along or finds in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken.
+        `timeout_s`: of each call, retries included, where the call names none. Raises ValueError, OSError."""
+        self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)
         self._timeout_s, self._retry = timeout_s, retry
 
@@ -101,7 +104,7 @@ class Client:
     def send(self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()) -> "Stream":
         """Return the answer to a request as the contract has it, as it comes."""
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
-        return Stream(self._addresses, request, attempts, self._metadata(metadata), self._retry.resends)
+        return Stream(self._addresses, request, attempts, lambda: self._metadata(metadata), self._retry.resends)
 
     def score(
         self, query: str, documents: Sequence[str], *, timeout_s: float | None = None, metadata: Metadata = (),
@@ -192,10 +195,10 @@ class Stream(Iterator[pb.GenerateResponse]):
         addresses: "Addresses[Methods]",
         request: pb.GenerateRequest,
         attempts: Attempts,
-        metadata: tuple[tuple[str, str], ...],
+        metadata: Callable[[], tuple[tuple[str, str], ...]],
         resumes: bool,
     ):
-        """Sends `request` at once."""
+        """Sends `request` at once. `metadata()`: that of each attempt."""
         self._addresses, self._attempts, self._metadata = addresses, attempts, metadata
         self._request = make_resumable(request) if resumes else request
         self._received = Received(self._request) if resumes else None
@@ -241,12 +244,12 @@ class Stream(Iterator[pb.GenerateResponse]):
 
     def _open(self, request: pb.GenerateRequest) -> "tuple[int, ReplyCall]":
         index, methods = self._addresses.current()
-        return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata)
+        return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata())
 
     def _again(self, error: CallError) -> None:
         """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
         pause_s = self._attempts.pause_s(error)
-        if self._received is None:
+        if self._received is None or not self._received.may_go_on(error):
             raise error
         with self._addresses.ending(self._cancelled):
             if self._cancelled.wait(pause_s):

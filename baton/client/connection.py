@@ -1,6 +1,6 @@
 """How a gateway is reached: TLS, a key, and the settings of channels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,10 @@ _OPTIONS: tuple[tuple[str, object], ...] = (
     ("grpc.min_reconnect_backoff_ms", 3000),  # the time that a connection may take
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", -1),
+    # Calls go by turns to all gateways of a name, as of a headless Service. Such a channel would hold on to its connections for
+    # half an hour without a call, and open them again that gateways close as idle (300 s): it lets go within twice this time.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.client_idle_timeout_ms", 140_000),
 )
 
 
@@ -27,20 +31,26 @@ _OPTIONS: tuple[tuple[str, object], ...] = (
 class ConnectionSettings:
     """Plain text and no key where nothing is given."""
 
-    api_key: str | None = None
+    api_key: str | Callable[[], str] | None = None
+    tls: bool = False
     tls_ca: str | Path | None = None
     tls_cert: str | Path | None = None
     tls_key: str | Path | None = None
     tls_server_name: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_cert is not None and self.tls_ca is None):
-            raise ValueError("tls_cert, tls_key and tls_ca go together")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_cert is not None and not self._speaks_tls):
+            raise ValueError("tls_cert and tls_key go together, with tls_ca or tls")
+
+    @property
+    def _speaks_tls(self) -> bool:
+        return self.tls or self.tls_ca is not None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For every call."""
-        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+        """For a call that is sent now."""
+        key = self.api_key() if callable(self.api_key) else self.api_key
+        return () if key is None else (("authorization", f"Bearer {key}"),)
 
     @property
     def options(self) -> Sequence[tuple[str, object]]:
@@ -50,7 +60,7 @@ class ConnectionSettings:
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return what a TLS channel needs, of the files as they are now; None: plain text. Raises OSError."""
-        if self.tls_ca is None:
+        if not self._speaks_tls:
             return None
-        key, chain = (None if file is None else Path(file).read_bytes() for file in (self.tls_key, self.tls_cert))
-        return grpc.ssl_channel_credentials(Path(self.tls_ca).read_bytes(), key, chain)
+        files = (self.tls_ca, self.tls_key, self.tls_cert)
+        return grpc.ssl_channel_credentials(*(None if file is None else Path(file).read_bytes() for file in files))

@@ -1,7 +1,7 @@
 """Read what a call failed with: its status, and the google.rpc details that a gateway adds."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -23,6 +23,10 @@ class CallError(grpc.RpcError):
         self.message = message
         self.reason, self.field, self.retry_after_s, self.request_id = _read_details(trailing_metadata)
         self._code, self._trailing_metadata = code, trailing_metadata
+
+    def __reduce__(self) -> tuple[type[Self], tuple[grpc.StatusCode, str, Metadata]]:
+        # An exception is made again of its `args`, the one line: pools of processes, to which an error is sent, hang or break.
+        return type(self), (self._code, self.message, self._trailing_metadata)
 
     def code(self) -> grpc.StatusCode:
         """Return the status."""

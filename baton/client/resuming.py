@@ -3,6 +3,7 @@
 import secrets
 import uuid
 
+from baton.client.errors import CallError
 from baton.v1 import inference_pb2 as pb
 
 
@@ -38,6 +39,11 @@ class Received:
         del rest.resume_from[:]
         rest.resume_from.extend(self._num_tokens)
         return rest
+
+    def may_go_on(self, error: CallError) -> bool:
+        """Return whether the rest may follow what has come: not once the gateway could not continue the answer alike. It would
+        compute another one, and leave out as many of its tokens."""
+        return error.reason != "DIVERGED" or not any(self._num_tokens)
 
     def take(self, message: pb.GenerateResponse, is_resumed: bool) -> bool:
         """Count a message; return whether it is for the caller. A resumed stream repeats the ends of

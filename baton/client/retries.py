@@ -86,11 +86,12 @@ class Attempts:
 
 
 def is_gone(error: CallError) -> bool:
-    """Return whether nobody is there. CANCELLED without a reason is gRPC's own word: a server that shuts down says it of
-    calls that it has not begun."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE or (
-        error.code() is grpc.StatusCode.CANCELLED and not error.reason
-    )
+    """Return whether nobody is there. Without a reason CANCELLED is gRPC's own word: a server that shuts down says it of
+    calls that it has not begun; and so is INTERNAL with RST_STREAM, by which a proxy ends a stream whose gateway died."""
+    code = error.code()
+    if code is grpc.StatusCode.INTERNAL:
+        return not error.reason and "RST_STREAM" in error.message
+    return code is grpc.StatusCode.UNAVAILABLE or (code is grpc.StatusCode.CANCELLED and not error.reason)
 
 
 OpenT = TypeVar("OpenT")
@@ -103,7 +104,7 @@ class Settable(Protocol):
 
 
 class Addresses(Generic[OpenT]):
-    """Gateways of which any will do: the first that answers is kept until it fails. Threads may share it."""
+    """Gateways of which any will do: one, drawn at random, is kept until it fails, then the next. Threads may share it."""
 
     def __init__(self, target: str | Sequence[str], open_one: Callable[[str], OpenT]):
         """`target`: host:port, several with commas between or as a sequence. Raises ValueError."""
@@ -112,7 +113,8 @@ class Addresses(Generic[OpenT]):
         if not self.targets:
             raise ValueError("no address: give host:port")
         self._open_one, self._opened = open_one, dict[int, OpenT]()
-        self._current, self._is_closed, self._lock = 0, False, threading.Lock()
+        self._current = random.randrange(len(self.targets))  # clients that are told alike do not all ask one
+        self._is_closed, self._lock = False, threading.Lock()
         self._pauses = set[Settable]()
 
     def current(self) -> tuple[int, OpenT]:

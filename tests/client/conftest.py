@@ -88,10 +88,11 @@ def answer_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
 
 
 @contextmanager
-def serving(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
+def serving(gateway: ScriptedGateway, tls: grpc.ServerCredentials | None = None) -> Iterator[ScriptedGateway]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
-    gateway.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    at = "127.0.0.1:0"
+    gateway.target = f"127.0.0.1:{server.add_secure_port(at, tls) if tls else server.add_insecure_port(at)}"
     server.start()
     try:
         yield gateway

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from baton.client import AsyncClient, CallError, Client, RetryPolicy
+from baton.client import AsyncClient, CallError, Client, RetryPolicy, retries
 from baton.client.request import make_request
 from baton.client.retries import Addresses
 from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
@@ -21,15 +21,21 @@ QUICK = RetryPolicy(first_pause_s=0.001, longest_pause_s=0.002)
 PATIENT = RetryPolicy(first_pause_s=30, longest_pause_s=30)
 
 
-def asked_blocking(target, prompt, **options):
-    with Client(target, retry=QUICK) as client:
+@pytest.fixture(autouse=True)
+def from_the_first(monkeypatch):
+    """Of several addresses the first is asked first."""
+    monkeypatch.setattr(retries.random, "randrange", lambda stop: 0)
+
+
+def asked_blocking(target, prompt, api_key=None, **options):
+    with Client(target, retry=QUICK, api_key=api_key) as client:
         stream = client.stream(prompt, **options)
         return list(stream), stream
 
 
-def asked_async(target, prompt, **options):
+def asked_async(target, prompt, api_key=None, **options):
     async def ask():
-        async with AsyncClient(target, retry=QUICK) as client:
+        async with AsyncClient(target, retry=QUICK, api_key=api_key) as client:
             stream = client.stream(prompt, **options)
             return [message async for message in stream], stream
 
@@ -132,6 +138,29 @@ def test_what_would_fail_again_is_not_sent_again(gateways, ask, error):
         ask(gateway.target, "a")
     assert caught.value.code() is error.code and caught.value.field == error.field
     assert len(gateway.requests) == 1
+
+
+def test_what_diverged_is_not_joined_with_what_has_come(gateways, ask):
+    """From its beginning it would be another answer, whose first tokens nobody sees."""
+    (gateway,) = gateways(1)
+    diverged = Unavailable("it diverged", reason="DIVERGED")
+    gateway.script = [(2, diverged)]
+    with pytest.raises(CallError, match="it diverged"):
+        ask(gateway.target, "a")
+    assert len(gateway.requests) == 1
+    gateway.script = [(0, diverged)]
+    messages, _ = ask(gateway.target, "a")
+    assert gather(messages).token_ids == list(range(NUM_TOKENS))
+
+
+@pytest.mark.parametrize("broken_after", [0, 3])
+def test_each_attempt_shows_the_key_as_it_is_then(gateways, ask, broken_after):
+    (gateway,) = gateways(1)
+    gateway.script = [(broken_after, GONE)]
+    keys = iter(["old", "new"])
+    messages, _ = ask(gateway.target, "a", api_key=lambda: next(keys))
+    assert gather(messages).token_ids == list(range(NUM_TOKENS))
+    assert [sent["authorization"] for sent in gateway.metadata] == ["Bearer old", "Bearer new"]
 
 
 def test_a_refused_client_waits_as_long_as_is_asked(gateways, ask):
