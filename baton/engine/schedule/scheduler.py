@@ -90,6 +90,7 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
+                self._clear_wait(seq)
                 self._tenants -= Counter((seq.group.tenant,))
 
     def schedule(self, num_stages: int = 1) -> list[Slice]:
@@ -210,8 +211,11 @@ class Scheduler:
             return False
         if not self._leaves_owed(seq) or not self._enter(seq):
             blocked.add(tenant)
+            with self.ledger.lock:
+                self.shares.note_wait(seq, self._blocks.lacked(seq))
             return False
         self.waiting.remove(seq)
+        self._clear_wait(seq)
         insort(self.running, seq, key=by_rank)
         seq.group.note_wait(seq, self.lacks.seconds)
         self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
@@ -365,6 +369,10 @@ class Scheduler:
             if other.group.tenant == seq.group.tenant and self._blocks.lacks_any(other):
                 self.park(other)
         return may_take
+
+    def _clear_wait(self, seq: Sequence) -> None:
+        with self.ledger.lock:
+            self.shares.clear_wait(seq)
 
     # ---- choices ----
 

@@ -1,6 +1,7 @@
 """Count what the tenants of one engine hold, and bound what each may take more. A lone tenant may have everything. One
 with less than its part finds room where others have taken it all, and is owed the blocks that it lacks: sequences of
-tenants above their part park for it (scheduler.py), and while it asks for them none above its part takes them again."""
+tenants above their part park for it (scheduler.py), and while it asks for them none above its part takes them again. What waits
+in the loop for blocks is not passed by new requests of its tenant: these leave what it lacks."""
 
 import time
 from collections import Counter
@@ -36,6 +37,14 @@ class Amounts(NamedTuple):
 
     def minus(self, other: "Amounts") -> "Amounts":
         return Amounts(self.blocks - other.blocks, self.states - other.states)
+
+
+class Wait(NamedTuple):
+    """The first sequence of a tenant that waits in the loop for blocks."""
+
+    seq: Sequence
+    lacked: Amounts  # with the margin that it leaves
+    whole: Amounts  # what it then has, with the margin
 
 
 class Stock(NamedTuple):
@@ -79,6 +88,7 @@ class Shares:
         self._groups = groups
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
         self._owed: dict[bytes, tuple[Amounts, float]] = {}  # by tenant, until when
+        self._waits: dict[bytes, Wait] = {}  # by tenant
         self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
         if ledger.states is not None:
             self.stocks.append(Stock(ledger.states, lambda seq: seq.recurrent.num_own, 0))
@@ -102,8 +112,11 @@ class Shares:
         return self._has_room(request, most, num_taken, own, num_tokens)
 
     def has_blocks(self, request: Request, more: Amounts) -> bool:
-        """Return whether it may take `more`: a tenant that has its part leaves those that others are owed, and a few."""
+        """Return whether it may take `more`: it leaves those that what waits before it lacks, and a tenant that has its part
+        those that others are owed, and a few."""
         tenant = request.tenant_mark
+        if not self._leaves(self._awaited_before(request), more):
+            return False
         left = self._owed_beside(tenant).plus(Amounts(self._spare if tenant else 0))
         return self._leaves(left, more) or self._is_part(tenant, more)
 
@@ -114,6 +127,19 @@ class Shares:
             return True
         held = self._held()
         return self._is_within(held, tenant, more, len(held[0].keys() | self._owed))
+
+    def note_wait(self, seq: Sequence, lacked: Amounts) -> None:
+        """Note what the first sequence of its tenant lacks that waits in the loop, until `clear_wait`."""
+        lacked = Amounts(
+            *(num + stock.margin if num > 0 else 0 for stock, num in zip(self.stocks, lacked, strict=False))
+        )
+        has = Amounts(*(stock.num_of(seq) for stock in self.stocks))
+        self._waits[seq.group.tenant] = Wait(seq, lacked, has.plus(lacked))
+
+    def clear_wait(self, seq: Sequence) -> None:
+        """It waits no more, if it did."""
+        if (wait := self._waits.get(seq.group.tenant)) is not None and wait.seq is seq:
+            del self._waits[seq.group.tenant]
 
     def note_shortage(self, request: Request, lacked: Amounts) -> bool:
         """Note what it lacks, and return whether it is owed that."""
@@ -152,6 +178,16 @@ class Shares:
         """Return what others are owed."""
         others = [lacked for other, lacked in self.owed().items() if other != tenant]
         return Amounts(sum(lacked.blocks for lacked in others), sum(lacked.states for lacked in others))
+
+    def _awaited_before(self, request: Request) -> Amounts:
+        """Return what a sequence of its tenant lacks that is before it in rank. One that is more than the tenant's part has to
+        wait until others end: nothing is kept for it."""
+        wait = self._waits.get(request.tenant_mark)
+        if wait is None or wait.seq.group.request.priority < request.priority:
+            return Amounts()
+        num_sharing, num_blocks = len(self._held()[0]), [stock.ledger.num_blocks for stock in self.stocks]
+        is_part = all(min(num, most) * num_sharing <= most for most, num in zip(num_blocks, wait.whole, strict=False))
+        return wait.lacked if is_part else Amounts()
 
     def _leaves(self, left: Amounts, more: Amounts) -> bool:
         """Return whether there is what is `left` to others behind `more`, of each kind of which that is anything."""

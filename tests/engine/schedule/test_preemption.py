@@ -138,13 +138,20 @@ def test_what_was_promised_runs_past_one_that_cannot_be_helped():
     """Taking the promise of the one behind would not make room enough: it is left alone."""
     engine = toy_engine(num_blocks=20, max_model_len=256)
     held, long = make_request("held", prompt(128)), make_request("long", prompt(60, 2), max_tokens=190)
-    engine.admission.accept(held)
+    short = make_request("short", prompt(20, 3), max_tokens=10)
     engine.submit(long)
     records = Collector()
-    while not (engine.scheduler.waiting and not engine.scheduler.running):
+    for _ in range(140):  # 13 blocks
         records.take(engine.step())
-    short = make_request("short", prompt(20, 3), max_tokens=10)
-    engine.submit(short)
+    engine.admission.park(long.key)
+    records.take(engine.step())
+    engine.admission.accept(held)
+    engine.admission.admit(short, fetches=False)
+    engine.admission.resume(long.key)
+    for _ in range(5):
+        records.take(engine.step())
+    assert engine.scheduler.waiting and not engine.scheduler.running
+    engine.admission.compute_rest(short.key)
     for _ in range(10):
         records.take(engine.step())
         engine.check_integrity()
@@ -152,6 +159,71 @@ def test_what_was_promised_runs_past_one_that_cannot_be_helped():
     assert records[long.key].ended is None
     engine.admission.release_lease(held.key)
     check(run(engine, collector=records), [long])
+
+
+class Flood:
+    """Short requests, as many as are admitted at a time, without end."""
+
+    def __init__(self, engine, records: Collector, **options):
+        self.engine, self.records, self.options = engine, records, options
+        self.requests: list = []
+
+    def submit(self) -> None:
+        while True:
+            index = len(self.requests)
+            request = make_request(f"s{index}", prompt(20 + index % 21, index), 8 + index * 7 % 23, **self.options)
+            try:
+                self.engine.submit(request)
+            except Refusal as refused:
+                assert refused.reason == "kv_full"
+                return
+            self.requests.append(request)
+
+    def steps(self, num: int, until=lambda: False) -> None:
+        for _ in range(num):
+            if until():
+                return
+            self.submit()
+            self.records.take(self.engine.step())
+            self.engine.check_integrity()
+
+
+def beside_a_flood(long, **options) -> tuple[Flood, Collector]:
+    """`long` was parked, came back, and has waited for blocks since, as a flood has them all."""
+    engine, records = toy_engine(num_blocks=32, max_num_seqs=16, max_model_len=512), Collector()
+    engine.submit(long)
+    while records[long.key].first is None:
+        records.take(engine.step())
+    engine.admission.park(long.key)
+    flood = Flood(engine, records, **options)
+    flood.steps(10)
+    engine.admission.resume(long.key)
+    return flood, records
+
+
+@pytest.mark.parametrize("num_tokens", [150, 440])
+def test_what_waits_for_blocks_is_not_passed_for_good_by_new_requests(num_tokens):
+    """These take the few that are free each time, of the many that it needs at a time. Of 500 tokens it needs the whole pool."""
+    long = make_request("long", prompt(num_tokens), 60)
+    flood, records = beside_a_flood(long)
+    flood.steps(500, lambda: records[long.key].ended)
+    check(records, [long])
+    assert not records[long.key].ended.report.num_preemptions
+    run(flood.engine, collector=records)
+    check(records, flood.requests)
+
+
+def test_nothing_is_kept_for_what_has_ended():
+    long = make_request("long", prompt(440), 60)
+    flood, records = beside_a_flood(long)
+    flood.steps(200, lambda: not flood.engine.scheduler.running)
+    flood.engine.cancel(long.key)
+    flood.engine.step()
+    num_before = len(flood.requests)
+    flood.submit()
+    assert len(flood.requests) - num_before >= 6
+    run(flood.engine, collector=records)
+    check(records, flood.requests)
 
 
 @pytest.mark.parametrize("seed", range(12))

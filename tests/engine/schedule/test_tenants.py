@@ -324,6 +324,63 @@ def test_nobody_parks_for_a_tenant_that_holds_more():
     assert any(records[request.key].ended.report.num_preemptions for request in flood)
 
 
+def flood_door(engine, tenant: bytes, requests: list, num_tokens: int) -> None:
+    """Submit requests until one is refused."""
+    while True:
+        request = of(tenant, f"{tenant.decode()}{len(requests)}", num_tokens, 6 + len(requests) % 5)
+        try:
+            engine.submit(request)
+        except Refusal:
+            return
+        requests.append(request)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_part"), [(200, True), (360, False)])
+def test_what_waits_for_blocks_is_not_passed_for_good_by_its_tenants_requests(num_tokens, is_part):
+    """As long as it is no more than its tenant's part, 24 blocks. One that is has to wait for other tenants, and those of its own
+    go on meanwhile."""
+    engine, records = toy_engine(max_num_seqs=16, num_blocks=48), Collector()
+    long = of(QUIET, "long", num_tokens, 60)
+    engine.submit(long)
+    steps(engine, records, 4)
+    engine.admission.park(long.key)
+    own, flood = [], []
+    for step in range(200):
+        flood_door(engine, QUIET, own, 30)
+        flood_door(engine, FLOOD, flood, 60)
+        steps(engine, records, 1)
+        if step == 10:
+            engine.admission.resume(long.key)
+        if is_part and records[long.key].ended:
+            break
+    assert (records[long.key].ended is not None) == is_part
+    assert is_part or sum(records[request.key].ended is not None for request in own) > 100
+    run(engine, collector=records)
+    check(records, [long, *own, *flood])
+
+
+def test_what_waits_for_blocks_is_passed_by_a_request_of_higher_priority():
+    engine, records = toy_engine(num_blocks=32), Collector()
+    long, held = of(QUIET, "long", 300, 60, named=False), of(QUIET, "held", 240)
+    engine.submit(long)
+    steps(engine, records, 4)
+    engine.admission.park(long.key)
+    steps(engine, records, 1)
+    engine.admission.accept(held)
+    engine.admission.resume(long.key)
+    steps(engine, records, 3)
+    assert engine.scheduler.waiting and engine.ledger.num_available >= 2
+    assert refusal(lambda: engine.submit(of(QUIET, "q0", 20))).reason == "kv_full"
+    first = of(QUIET, "q1", 20, priority=1)
+    engine.submit(first)
+    steps(engine, records, 12)
+    check(records, [first])
+    assert records[long.key].ended is None
+    engine.admission.release_lease(held.key)
+    run(engine, collector=records)
+    check(records, [long])
+
+
 def test_what_parks_unread_holds_nothing():
     engine, records = toy_engine(max_num_seqs=4), Collector()
     flood = [of(FLOOD, f"f{i}", max_tokens=60) for i in range(4)]
