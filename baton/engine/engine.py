@@ -84,7 +84,7 @@ class Engine:
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler, grammars)
         self.grammars = grammars  # None: it keeps no answer to a constraint
         self.adapters = Adapters(model, config.adapter_slots)
-        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters)
+        self.admission = Admission(config, pool.layout, self.lifecycle, shares, self.adapters)
         self.ranks = ranks  # that share the model with this process
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.output_processor = OutputProcessor(self.scheduler, self.lifecycle, self.runner)
@@ -314,10 +314,9 @@ class Engine:
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
-        several = None if self._pending else self._multi_step
         on_layer = layer_watermark(slices, self.layout, self.on_progress)
         drawn, num_steps = compute(
-            self.runner, several, slices, self.scheduler, on_layer, self.speculator.num_plain_steps
+            self.runner, self._multi_step, slices, self.scheduler, on_layer, self.speculator.num_plain_steps
         )
         self.step_number += num_steps
         self.work.add(slices, num_steps)

@@ -369,6 +369,28 @@ def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
     check_empty(engine)
 
 
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, monkeypatch):
+    """The bell that tells of a grammar ends the call."""
+    monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
+    engine, gate, _ = gated
+    calls, by_call = engine._multi_step._run, []
+    monkeypatch.setattr(engine._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
+    slow, free = (
+        replace(make_request("slow", [1, 2, 3], 6), constraint=CONSTRAINTS[4]),
+        make_request("free", [1, 2, 3], 40),
+    )
+    records = Collector()
+    for request in (slow, free):
+        engine.submit(request)
+    while records[free.key].ended is None:
+        records.take(engine.step())
+    assert records[slow.key].first is None and max(by_call) == multi_step.MOST_STEPS
+    gate.set()
+    run(engine, collector=records)
+    assert records[slow.key].ended.error == ""
+
+
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_parked_while_its_grammar_compiles(gated, is_read_again):
     """Of what was posted meanwhile each counts, in order."""

@@ -254,6 +254,29 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
     assert pair.decode.ledger.num_available == pair.decode.num_blocks
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_what_is_computed_behind_a_whole_fetch_is_written_into_blocks_without_a_name(window):
+    """All of a prompt of whole units had come, and its source was lost before it told the first token."""
+    pair = Pair({"window": window}, {"window": window})
+    request, other = make_request("a", prompt(128), max_tokens=20), make_request("b", [*prompt(128), 5], max_tokens=20)
+    pair.begin(request)
+    while pair.from_prefill[request.key].first is None:
+        pair.from_prefill.take(pair.prefill.step())
+    pair.fetch(request, 128)
+    named = set(pair.decode.ledger.find(other.span_hashes, 129))
+    pair.decode.admission.fetch_settled(request.key)
+    pair.decode.admission.submit(other)
+    pair.decode.admission.compute_rest(request.key)
+    pair.decode.check_integrity()
+    written = set[int]()
+    pair.decode.runner.model.before_forward = lambda batch: written.update((batch.slots // 16).tolist())
+    records = run(pair.decode)
+    assert not written & named
+    for each in (request, other):
+        assert records[each.key].answer() == toy_answer(each, window or 1 << 30)
+    assert pair.decode.ledger.num_available == pair.decode.num_blocks
+
+
 def test_prefill_refuses_beyond_two_chunks_waiting():
     engine = toy_engine(max_num_batched_tokens=100, num_blocks=128)
     engine.admission.accept(make_request("long", prompt(400)))  # nothing waits yet: any length may come

@@ -14,7 +14,6 @@ from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Requ
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.schedule.inbox import Park, Resume
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
-from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Amounts, Shares
@@ -30,7 +29,7 @@ class Admission:
     """Requests of other threads to an engine. Thread-safe: every method takes the ledger's lock."""
 
     def __init__(
-        self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths,
+        self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares,
         adapters: Adapters | None = None,
     ):  # fmt: skip
         """Without `adapters` no request may name one."""
@@ -40,7 +39,6 @@ class Admission:
         self.ledger: Ledger = lifecycle.ledger
         self.groups = lifecycle.groups
         self.shares = shares
-        self.lengths = lengths
         self.adapters = adapters
 
     # ---- the decode side: credit first, blocks as they are announced ----
@@ -63,9 +61,9 @@ class Admission:
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             window, num_choices = self.ledger.window, request.sampling.n
             if fetches and (window.is_part or not group.reads_cache):  # what is fetched is whole until it has come
-                most = missing + window.most_blocks(self._growth(request), num_choices)
+                most = missing + window.most_blocks(self.lifecycle.num_to_grow(request), num_choices)
             else:
-                most = window.most_blocks(missing + self._growth(request), num_choices)
+                most = window.most_blocks(missing + self.lifecycle.num_to_grow(request), num_choices)
             credit = min(most, self.ledger.num_blocks - trunk.num_held(window))
             needed = Amounts(credit, trunk.recurrent.num_to_have(self.ledger.states, num_choices))
             may_take = self.shares.has_blocks(request, needed)
@@ -296,10 +294,3 @@ class Admission:
     def _state_refs(self, trunk: Sequence) -> tuple[BlockRef, ...]:
         own = trunk.recurrent.block_id if trunk.recurrent.block_id is not None else trunk.recurrent.checkpoint_id
         return () if self.ledger.states is None or own is None else self.ledger.states.refs([own])
-
-    def _growth(self, request: Request) -> int:
-        """Blocks beyond the prompt's: all choices as long as outputs were lately, and a tail for each but the first."""
-        num_tokens, n = len(request.token_ids), request.sampling.n
-        left = self.lengths.expected_left(request, num_tokens - request.num_prompt_tokens)
-        growth = self.layout.num_blocks(num_tokens + left) - self.layout.num_blocks(num_tokens)
-        return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)

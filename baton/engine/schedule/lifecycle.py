@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from baton.engine.core.request import FirstToken, Key, Refusal, RequestEnded
+from baton.engine.core.request import FirstToken, Key, Refusal, Request, RequestEnded
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.sampling.grammars import Grammars
 from baton.engine.schedule.groups import Groups
@@ -66,6 +66,14 @@ class GroupLifecycle:
                 self.ledger.states.release(self._quarantined_states.pop(key, []), Holder.QUARANTINED)
             if (group := self.groups.get(key)) is not None:
                 group.fetch_settled = True
+
+    def num_to_grow(self, request: Request) -> int:
+        """Return the blocks beyond the prompt's that are promised: all choices as long as outputs were lately, and a tail for each but
+        the first."""
+        num_tokens, n = len(request.token_ids), request.sampling.n
+        left = self.scheduler.lengths.expected_left(request, num_tokens - request.num_prompt_tokens)
+        growth = self.layout.num_blocks(num_tokens + left) - self.layout.num_blocks(num_tokens)
+        return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)
 
     def holdings(self) -> list[tuple[Holder, list[int]]]:
         """Return the holders of blocks by the keys' own records, to compare with the ledger."""
@@ -188,6 +196,7 @@ class GroupLifecycle:
         """Let a fetched prompt decode from its first tokens. Raises ValueError before its last block is verified."""
         if group.trunk.num_computed < group.trunk.num_tokens:
             raise ValueError(f"{group.key}: start before the last block was verified")
+        self._lower_promise(group, self.num_to_grow(group.request))
         group.note_first_tokens()
         self.inbox.post(Start(group.key, group.arrival, tuple(first_tokens)))
 
@@ -205,7 +214,7 @@ class GroupLifecycle:
             group.trunk.recurrent.settle(self.ledger.states, Holder.LEASED)
         else:
             self._drop_unverified(group)
-            self._lower_promise(group)
+            self._lower_promise(group, self.ledger.window.most_blocks(group.trunk.reserve, group.request.sampling.n))
             group.accepted_at = time.monotonic()
         group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
         self._wait(group)
@@ -288,26 +297,33 @@ class GroupLifecycle:
         num_states = trunk.recurrent.num_own
         num_missing = self.ledger.window.most_blocks(len(trunk.block_ids) - group.num_owned)
         self._give_back_fetching(group)
+        cache = self.ledger.cache
         is_past = trunk.recurrent.is_ready and trunk.num_computed >= trunk.num_tokens
-        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
+        # The last token is computed again: where its unit has a name, others may look at it, and all of it is read anew.
+        is_named = trunk.num_sealed * cache.unit_tokens >= trunk.num_tokens
+        again = cache.unit_tokens if is_named else 1
+        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - again)
         is_inside = self.ledger.window.num_outside(trunk.num_computed) >= trunk.num_outside
-        # A state stands behind the last token, which is computed again, or what the next token sees was skipped: from the
-        # cache on.
+        # A state stands behind the last token, or what the next token sees was skipped: from the cache on.
         if is_past or not is_inside:
             num_missing = self.ledger.window.most_blocks(self.layout.num_blocks(trunk.num_tokens))
             group.num_owned = 0
             trunk.give_back(self.ledger)
+        elif is_named:
+            num_missing += cache.blocks_per_unit
+            group.num_owned -= cache.blocks_per_unit
+            self.ledger.release(trunk.block_ids[group.num_owned :], group.holder)
+            trunk.block_ids, trunk.num_sealed = trunk.block_ids[: group.num_owned], trunk.num_sealed - 1
         promised = trunk.recurrent.promise(self.ledger.states, num_states - trunk.recurrent.num_own)
         if not (promised and self.ledger.reserve(num_missing)):
             raise Refusal(KV_FULL)
         trunk.reserve += num_missing
 
-    def _lower_promise(self, group: Group) -> None:
-        """To what a prompt that is read here holds at a time: what was promised for a fetch may be more."""
-        trunk = group.trunk
-        most = self.ledger.window.most_blocks(trunk.reserve, group.request.sampling.n)
-        self.ledger.unreserve(trunk.reserve - most)
-        trunk.reserve = most
+    def _lower_promise(self, group: Group, most: int) -> None:
+        """To what it needs from here on: to be fetched or, where layers see a window, to be read may take more."""
+        num_left = min(group.trunk.reserve, most)
+        self.ledger.unreserve(group.trunk.reserve - num_left)
+        group.trunk.reserve = num_left
 
     def _give_back_fetching(self, group: Group) -> None:
         """Blocks that a fetch may still write into are quarantined until it has settled."""

@@ -52,7 +52,7 @@ class Bench:
         shares = Shares(config, layout, self.ledger, groups)
         self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths, Copies(no_copy, no_copy))
         self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler)
-        self.admission = Admission(config, layout, self.lifecycle, shares, lengths)
+        self.admission = Admission(config, layout, self.lifecycle, shares)
         self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
         self.group: Group | None = None
         self.ends: list[RequestEnded] = []

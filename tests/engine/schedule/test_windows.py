@@ -186,6 +186,29 @@ def test_a_prompt_that_is_fetched_whole_is_promised_blocks_for_all_of_it():
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_was_fetched_is_promised_its_growth_alone(n):
+    """The promise to read a prompt in chunks ends with its fetch, which took a window's blocks of it."""
+    prefill, decode = toy_engine(**ALL | dict(num_blocks=64)), toy_engine(**ALL | dict(num_blocks=64))
+    request, firsts = make_request("a", PROMPT, 20, n=n), Collector()
+    decode.admission.admit(request)
+    acceptance = prefill.admission.accept(request)
+    while firsts[request.key].first is None:
+        firsts.take(prefill.step())
+    skipped = decode.admission.skip(request.key, 600) // 16
+    refs = decode.admission.set_aside(request.key, 600)
+    copy_kv(prefill, acceptance.blocks[skipped:], decode, refs[skipped:])
+    decode.admission.verify(request.key, 600)
+    decode.admission.fetch_settled(request.key)
+    decode.admission.start(request.key, going_on(firsts[request.key].first))
+    decode.check_integrity()
+    assert decode.ledger.num_reserved == n * 1 + (n - 1), "620 tokens are 39 blocks, and each choice has a tail"
+    rest = run(decode, collector=Collector(first_index=1))
+    for choice, (tokens, _) in answer_of(request, ALL).items():
+        assert rest[request.key].tokens[choice] == tokens[1:]
+    assert decode.ledger.num_available == 64
+
+
 @pytest.mark.parametrize("brought", [0, 576, 592, 600])
 @pytest.mark.parametrize("settled", [False, True])
 @each_kind
