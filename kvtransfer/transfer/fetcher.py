@@ -37,7 +37,7 @@ from kvtransfer.transports.transport import Line, TransferRates, TransportChoice
 from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
-_MAX_BROKEN = 256
+_MAX_KEPT = 256  # pairs of a source and a transport of which something is kept
 _MAX_WRONG = 2  # ranges in a row that arrive wrong over one transport from one source, before another one is taken
 
 log = logging.getLogger(__name__)
@@ -196,6 +196,8 @@ class Fetcher:
     def _note_wrong(self, choice: TransportChoice, source: bytes, transport: str, exc: DigestMismatch) -> None:
         """Take another transport from the next fetch on where this one brings wrong bytes again, and there is another."""
         self._wrong[source, transport] += 1
+        if len(self._wrong) > _MAX_KEPT:
+            del self._wrong[next(iter(self._wrong))]
         if self._wrong[source, transport] < _MAX_WRONG or len(choice.endpoints) < 2:
             return
         del self._wrong[source, transport]
@@ -204,7 +206,7 @@ class Fetcher:
 
     def _set_aside(self, source: bytes, transport: str) -> None:
         self._broken[source, transport] = None
-        if len(self._broken) > _MAX_BROKEN:
+        if len(self._broken) > _MAX_KEPT:
             del self._broken[next(iter(self._broken))]
 
     async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from kvtransfer.layout import Box
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.digest import cell_sums
 from kvtransfer.memory.pools import BytePlaces, DevicePool, OnDevice
+from kvtransfer.transports.transport import TransportChoice
 from kvtransfer.wire import Range, taker_to_proto
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.kvtransfer.rig import NUM_BLOCKS, NUM_TOKENS, Rig, assert_still_serves, kind, layout, running, until
@@ -206,6 +207,19 @@ def test_a_transport_that_brings_wrong_bytes_twice_is_set_aside():
             report = await rig.fetch(rig.ready_offer(), rig.destination())
             assert report.transport == "shm" and rig.arrived()
             assert "cuda_ipc: did not work with this source" in report.reason
+
+    asyncio.run(main())
+
+
+def test_sources_that_brought_wrong_bytes_once_and_are_gone_are_forgotten():
+    """Workers are replaced, and each has an instance of its own."""
+
+    async def main():
+        async with running(("shm",)) as rig:
+            for index in range(1000):
+                mismatch = errors.DigestMismatch("tokens 0 to 64 are not what the source has")
+                rig.fetcher._note_wrong(TransportChoice((), ""), index.to_bytes(16), "shm", mismatch)
+            assert len(rig.fetcher._wrong) <= 256
 
     asyncio.run(main())
 
