@@ -19,11 +19,12 @@ import sys
 import uuid
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 LINUX = sys.platform == "linux"
 PAGE = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2 and 1
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 # Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere nobody
 # is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between fork
@@ -45,6 +46,36 @@ except OSError as error:
 def cores() -> list[int]:
     """Those that this process may use, in order."""
     return sorted(os.sched_getaffinity(0)) if LINUX else list(range(os.cpu_count() or 1))
+
+
+class CpuQuota(NamedTuple):
+    """What a group of processes may compute at once, in whole cores, and a number that no other group of this host has."""
+
+    cores: int
+    group: int
+
+
+def cpu_quota() -> CpuQuota | None:
+    """Return the least that a container, a service or what is around it may use of the cores; None where nothing bounds them."""
+    found = None
+    for folder in _cgroups("cpu"):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            cores = -(-int(quota) // int(period))
+        except (OSError, ValueError):  # the root has none, or "max"
+            continue
+        if cores > 0 and (found is None or cores <= found.cores):
+            found = CpuQuota(cores, folder.stat().st_ino)
+    return found
+
+
+def num_cores() -> int:
+    """Return how many threads of this process can run at once."""
+    quota = cpu_quota()
+    return len(cores()) if quota is None else min(len(cores()), quota.cores)
 
 
 def numa_nodes(pid: int) -> list[int]:
@@ -198,11 +229,12 @@ def memory_bytes() -> int:
 def memory_limit() -> int:
     """Return the bytes that this process may have: the machine's memory, or its container's limit where that is less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        try:
-            sizes.append(int(path.read_text()))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
+    for folder in _cgroups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                sizes.append(int((folder / name).read_text()))
+            except (OSError, ValueError):  # another version of cgroups, or "max"
+                continue
     return min(sizes)
 
 
@@ -235,10 +267,23 @@ def boot_id() -> str:
     return str(uuid.UUID(value.value.decode()))
 
 
+def _cgroups(controller: str) -> list[Path]:
+    """Return the folders of the groups that this process is in, each behind those within it, as far as they are mounted here: of
+    version 2, and of version 1 for this controller. In a container its own group is where they are mounted."""
+    folders = []
+    for line in _text_of(str(_OWN_CGROUPS)).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root, parts = _CGROUPS / controller if names else _CGROUPS, path.strip("/").split("/")
+        folders += [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
+
+
 def _text_of(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:  # the thread has ended
+    except OSError:  # there is none, or its thread has ended
         return ""
 
 

@@ -86,7 +86,7 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
     if product_dtype() == torch.bfloat16:  # which the rate is of
         forms["fp32"] /= 2  # half as many fit in a vector
     return Device(
-        name, "cpu", system.memory_limit(), rates.bytes_per_s, forms, 2.0 * GB, len(system.cores()), threads,
+        name, "cpu", system.memory_limit(), rates.bytes_per_s, forms, 2.0 * GB, system.num_cores(), threads,
         cpu.last_cache_bytes(), rates.cache_bytes_per_s,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.core.device import product_dtype
+from baton.engine.core.device import product_dtype, set_threads
 from baton.engine.speculation.proposers.heads_folder import KINDS
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import HELD_OUT, Corpus, Document, gather
@@ -139,8 +139,7 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
     State for resuming is kept in `out/.training` and removed at the end.  Raises OSError if `out` cannot be written,
     ValueError if the corpus is too small.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     run = Run(recipe, out, out / ".training", seed)
     target_figures = run.train_target()
     draft_figures = run.train_draft(load(out / "target").to(product_dtype()))  # the draft follows what is served
@@ -167,8 +166,7 @@ def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
 
     State for resuming is kept in `out/.training-int4` and removed at the end. Raises OSError if `out` cannot be written.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     target, work = out / "target", out / ".training-int4"
     tokenizer = load_tokenizer(target)
     batches = Batches(tokenizer, gather(max_bytes=recipe.max_corpus_bytes), seed)
@@ -183,8 +181,7 @@ def make_mixture(recipe: Recipe, out: Path, seed: int = 0, threads: int | None =
 
     State for resuming is kept in `out/.training-mixture` and removed at the end. Raises OSError if `out` cannot be
     written."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     torch.manual_seed(seed)
     work, corpus, tokenizer = (
         out / ".training-mixture",
@@ -209,8 +206,7 @@ def make_adapter(recipe: Recipe, out: Path, seed: int = 0, threads: int | None =
 
     State for resuming is kept in `out/.training-adapter` and removed at the end. Raises OSError if `out` cannot be
     written."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     work, corpus = out / ".training-adapter", tabbed_corpus(gather(max_bytes=recipe.max_corpus_bytes))
     tokenizer, model = load_tokenizer(out / "target"), load(out / "target")
     work.mkdir(exist_ok=True)

@@ -270,6 +270,26 @@ def test_ranks_on_gpus_have_shared_memory():
         assert (mounts.get("shm") == "/dev/shm") is has_it and volumes == [shared] * has_it
 
 
+@pytest.mark.parametrize(
+    "worker, threads",
+    [
+        ({}, "--threads=2"),
+        ({"resources": {"requests": {"cpu": 3.5}}}, "--threads=4"),
+        ({"resources": {"limits": {"cpu": "16"}}}, "--threads=16"),
+        ({"resources": {"limits": {"cpu": "2500m"}}}, "--threads=3"),
+        ({"resources": {"limits": {"cpu": 6}}, "flags": {"tensor-parallel": 2}}, "--threads=3"),
+        ({"flags": {"tensor-parallel": 2, "pipeline-parallel": 2}}, "--threads=1"),
+        ({"flags": {"threads": 8}}, "--threads=8"),
+        ({"resources": {"requests": {"cpu": None}}}, None),
+        ({"gpu": {"count": 1}}, None),
+    ],
+)
+def test_a_worker_computes_by_as_many_threads_as_its_pod_has_cores(worker, threads):
+    """Pods of one node share no folder, so that each would take all cores of it."""
+    templates = dict(pods(render({"workers": {"decode": worker}})))
+    assert [word for word in container(templates["decode"])["args"] if "--threads" in word] == [threads] * bool(threads)
+
+
 def test_values_of_a_release_before_the_operators_make_the_same_chart():
     """`helm upgrade --reuse-values` gives those of the chart before: what is new in this one is not there."""
     assert render({"networkPolicy": {"operators": None}}) == render({})

@@ -6,12 +6,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 import pytest
 
 from baton import system
 from kvtransfer.memory.region import Region
+
+# What /proc/self/cgroup has, of version 1 in a container, whose own group is where the host's would be mounted, and of version 2.
+IN_DOCKER = "12:memory:/docker/4f5\n4:cpu,cpuacct:/docker/4f5\n1:name=systemd:/docker/4f5\n0::/docker/4f5\n"
+IN_SERVICE = "0::/system.slice/b.service\n"
 
 
 @pytest.fixture(params=[True, False], ids=["linux", "elsewhere"], autouse=True)
@@ -64,17 +70,78 @@ def test_a_file_has_room_for_what_is_reserved(tmp_path):
 def test_cores_and_memory():
     assert system.cores() == sorted(set(system.cores())) != []
     assert system.memory_bytes() > 0
+    assert 1 <= system.num_cores() <= len(system.cores())
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """Returns what writes the files of this process's groups: what /proc/self/cgroup says, then each file's text by its path."""
+
+    def write(own: str | None, files: Mapping[str, str]) -> Path:
+        if own is not None:
+            (tmp_path / "own").write_text(own)
+        for name, text in files.items():
+            path = tmp_path / "mounted" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        return tmp_path / "mounted"
+
+    monkeypatch.setattr(system, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(system, "_CGROUPS", tmp_path / "mounted")
+    return write
 
 
 @pytest.mark.parametrize(
-    "limit, wanted", [("max", 64 << 30), (str(2 << 30), 2 << 30), (str((1 << 63) - 4096), 64 << 30), (None, 64 << 30)]
+    "own, files, wanted",
+    [
+        ("0::/\n", {"memory.max": "max"}, 64 << 30),
+        ("0::/\n", {"memory.max": str(2 << 30)}, 2 << 30),
+        (IN_DOCKER, {"memory/memory.limit_in_bytes": str(2 << 30)}, 2 << 30),
+        (IN_DOCKER, {"memory/memory.limit_in_bytes": str((1 << 63) - 4096)}, 64 << 30),
+        (IN_SERVICE, {"system.slice/memory.max": str(8 << 30), "system.slice/b.service/memory.max": "max"}, 8 << 30),
+        (None, {}, 64 << 30),
+    ],
 )
-def test_a_containers_limit_is_all_the_memory_that_there_is(tmp_path, monkeypatch, limit, wanted):
+def test_a_groups_limit_is_all_the_memory_that_there_is(cgroups, monkeypatch, own, files, wanted):
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 << 20}.__getitem__)
-    if limit is not None:
-        (tmp_path / "limit").write_text(limit + "\n")
-    monkeypatch.setattr(system, "_LIMITS", (tmp_path / "limit", tmp_path / "none"))
+    cgroups(own, files)
     assert system.memory_limit() == wanted
+
+
+@pytest.mark.parametrize(
+    "own, files, wanted",
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {"cpu.max": "400000 100000"}, (4, "")),
+        ("0::/\n", {"cpu.max": "250000 100000"}, (3, "")),
+        ("0::/\n", {"cpu.max": "50000 100000"}, (1, "")),
+        ("0::/../neighbour\n", {"cpu.max": "400000 100000"}, (4, "")),
+        (
+            IN_SERVICE,
+            {
+                "system.slice/b.service/cpu.max": "800000 100000",
+                "system.slice/cpu.max": "200000 50000",
+                "cpu.max": "max 100000",
+            },
+            (4, "system.slice"),
+        ),
+        (IN_DOCKER, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (IN_DOCKER, {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, (2, "cpu")),
+        (None, {}, None),
+    ],
+)
+def test_a_groups_quota_is_all_the_cores_that_there_are(cgroups, monkeypatch, own, files, wanted):
+    monkeypatch.setattr(system, "cores", lambda: list(range(64)))
+    mounted = cgroups(own, files)
+    if wanted is None:
+        assert (system.cpu_quota(), system.num_cores()) == (None, 64)
+        return
+    cores, group = wanted
+    assert system.cpu_quota() == (cores, (mounted / group).stat().st_ino)
+    assert system.num_cores() == cores
+    monkeypatch.setattr(system, "cores", lambda: [5])
+    assert system.num_cores() == 1
 
 
 def test_threads_by_name():

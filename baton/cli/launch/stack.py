@@ -37,7 +37,7 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
         return dict(threads)
     taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())
     num_sharing = sum(num_workers[role] for role, each in threads.items() if each is None)
-    share = max(1, (len(system.cores()) - taken) // max(1, num_sharing))
+    share = max(1, (system.num_cores() - taken) // max(1, num_sharing))
     return {role: each or share for role, each in threads.items()}
 
 

@@ -55,13 +55,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 failed, 2 wrong use or input."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    import torch  # seconds
-
+    # Here: importing torch takes seconds.
+    from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     try:
         figures = evaluate(args)
     except (QuantizeError, ModelError, ValueError) as error:

@@ -64,14 +64,13 @@ def run(args: argparse.Namespace) -> int:
     if wrong := _wrong_use(args):
         return _fail(wrong, 2)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    import torch  # after the checks: importing it takes seconds
-
+    # After the checks: importing torch takes seconds.
+    from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
     from baton.quantization.quantize import plan, quantize
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was begun is cleared away
     try:
         job = plan(args.model, args.scheme, args.group)

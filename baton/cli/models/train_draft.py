@@ -53,13 +53,12 @@ def run(args: argparse.Namespace) -> int:
     if wrong := _wrong_use(args):
         return _fail(wrong, 2)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    import torch  # after the checks: importing it takes seconds
-
+    # After the checks: importing torch takes seconds.
+    from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.training.heads.heads import train_heads
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     try:
         figures = train_heads(args.kind, args.model, _documents(args.text), args.out, args.minutes, args.seed)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """The device that an engine computes on: found, or refused with the reason; how much of its memory the pool gets."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton import system
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import DEVICES, MIN_CAPABILITY, EngineConfig
@@ -81,6 +83,14 @@ def unfit() -> str:
         found, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
         return f"{torch.cuda.get_device_name()} has compute capability {found}, at least {needed} is needed"
     return ""
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at once."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), system.num_cores()))
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from baton.engine.core.device import (
     pool_blocks,
     pool_room,
     pool_states,
+    set_threads,
     wait_for_memory,
 )
 from baton.engine.core.model_spec import ModelSpec
@@ -76,8 +77,7 @@ def load_parts(
     if device.type == "cpu" and config.sm_share is not None:
         raise ValueError("sm_share has no effect on a CPU; give threads")
     spec, make = read_spec(config.model), make or make_proposers
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     if device.type == "cpu":
         if config.batch_invariant:
             fix_order_of_sums()

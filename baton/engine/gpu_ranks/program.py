@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.core.device import set_threads
 from baton.engine.core.model_errors import ModelError
 from baton.engine.gpu_ranks.build import device_parts, joined_by, load_part, use, widest
 from baton.engine.gpu_ranks.launcher import follow_launches
@@ -30,8 +31,7 @@ def serve(
     made ready."""
     given = Assignment.parse(sys.stdin.readline())
     threading.Thread(target=leave_with_leader, daemon=True).start()
-    if given.config.threads is not None:
-        torch.set_num_threads(given.config.threads)
+    set_threads(given.config.threads)
     try:
         with suppress(RankLost):
             _serve(given, memory_for, beside)

@@ -15,7 +15,7 @@ import torch
 
 import baton
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import instruction_set
+from baton.engine.core.device import instruction_set, set_threads
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
@@ -119,7 +119,8 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
         if fields.get("build") != own["build"]:
             raise ValueError(f"the worker runs another build of baton {own['version']}: install one on both hosts")
         given = Assignment.parse(told.decode())
-        config = replace(given.config, model=settings.model, threads=settings.threads or torch.get_num_threads())
+        set_threads(settings.threads)
+        config = replace(given.config, model=settings.model, threads=torch.get_num_threads())
         if given.identity != identity:
             raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
         model = await asyncio.to_thread(_load, config, given)

@@ -38,6 +38,10 @@ spec:
         - --drain-grace-s={{ $worker.drainGraceS }}
         {{- if $worker.gpu.count }}
         - --device=cuda
+        {{- else }}
+        {{- with include "baton.threads" $worker | trim }}
+        - {{ . }}
+        {{- end }}
         {{- end }}
         {{- include "baton.tls" . | nindent 8 }}
         {{- with include "baton.flags" $worker.flags | trim }}
@@ -85,6 +89,17 @@ spec:
     - name: model
       {{- toYaml . | nindent 6 }}
     {{- end }}
+{{- end }}
+
+{{- /* (worker): threads of each of its ranks on a CPU: pods of one node do not see each other's, and would each take all cores. */ -}}
+{{- define "baton.threads" -}}
+{{- $flags := .flags | default dict }}
+{{- $cpu := (.resources.limits | default dict).cpu | default (.resources.requests | default dict).cpu | default 0 | toString }}
+{{- $cores := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu) 1000) (float64 $cpu) | ceil | int }}
+{{- $ranks := mul (get $flags "tensor-parallel" | default 1) (get $flags "pipeline-parallel" | default 1) }}
+{{- if and $cores (not (hasKey $flags "threads")) }}
+--threads={{ max 1 (div $cores $ranks) }}
+{{- end }}
 {{- end }}
 
 {{- /* (worker): its resources; devices are limits, which count as requests too. */ -}}

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton import system
 from baton.cli.cluster import up, up_settings
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.main import main
@@ -304,6 +305,7 @@ def test_workers_share_the_cores(folder, monkeypatch):
     """Workers without a number of threads divide the cores by themselves; where some have one, or ranks, those that are left are
     divided among the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(system, "cpu_quota", lambda: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def threads(*options: str) -> tuple[list[str], list[str]]:
@@ -323,6 +325,10 @@ def test_workers_share_the_cores(folder, monkeypatch):
         gpus.setattr(up_settings, "visible_gpus", lambda: ["0"])
         assert threads() == (["--threads=8"], ["--threads=8"]), "on GPUs nobody else divides what the host computes"
         assert threads("--device", "cpu") == ([], [])
+    with monkeypatch.context() as container:
+        container.setattr(system, "cpu_quota", lambda: system.CpuQuota(6, 1))
+        assert threads("--tensor-parallel", "2") == (["--threads=1"], ["--threads=1"]), "of a container's quota"
+        assert threads("--prefill.threads", "2") == (["--threads=2"], ["--threads=4"])
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == ([], []), "each reads it itself"
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -332,6 +338,7 @@ def test_workers_share_the_cores(folder, monkeypatch):
 
 def test_one_worker_together_with_its_gateway_has_all_cores(folder, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(system, "cpu_quota", lambda: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made = plan("--model", str(folder / "m"), "--together", "--block-size", "16")
     assert made.together and dict(made.num_placed) == {"prefill": 0, "decode": 0}

@@ -6,8 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baton import system
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks, sent, wait_for_memory
+from baton.engine.core.device import (
+    GIB,
+    Memory,
+    check_weights,
+    find_device,
+    pool_blocks,
+    sent,
+    set_threads,
+    wait_for_memory,
+)
 from baton.engine.engine import Engine
 from baton.engine.weights.formats.placed import placed
 from tests.support.engine.folders import make_folder
@@ -54,6 +64,25 @@ def test_a_gpu_that_is_too_old(monkeypatch):
     assert find_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="Old One has compute capability 7.5, at least 8.0 is needed"):
         find_device("cuda")
+
+
+def test_threads_are_those_that_can_run_at_once(monkeypatch):
+    """torch has one for each core of the machine, whatever its container may use of them."""
+    monkeypatch.setattr(system, "num_cores", lambda: 3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+
+    def after(has: int, asked: int | None) -> int:
+        torch.set_num_threads(has)
+        set_threads(asked)
+        return torch.get_num_threads()
+
+    try:
+        assert (after(8, None), after(2, None), after(8, 5)) == (3, 2, 5)
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+        assert after(8, None) == 8, "somebody said so"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_pool_gets_what_is_left():

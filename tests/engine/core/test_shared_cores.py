@@ -46,6 +46,7 @@ IN_FULL_FOLDER = (
 @pytest.fixture
 def sixteen(monkeypatch):
     monkeypatch.setattr(system, "cores", lambda: list(range(16)))
+    monkeypatch.setattr(system, "cpu_quota", lambda: None)
 
 
 def test_each_has_an_equal_part_and_one_at_least(tmp_path, sixteen):
@@ -79,7 +80,7 @@ def test_the_place_of_one_that_died_is_free(tmp_path, sixteen, monkeypatch):
     argv = [
         sys.executable,
         "-c",
-        "from baton import system; system.cores = lambda: list(range(16))\n" + DIES,
+        "from baton import system; system.cores = lambda: list(range(16)); system.cpu_quota = lambda: None\n" + DIES,
         str(tmp_path),
     ]
     with subprocess.Popen(argv, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -98,6 +99,27 @@ def test_who_may_use_other_cores_shares_none(tmp_path, sixteen, monkeypatch):
     other = SharedCores(tmp_path)
     assert (own.share, other.share) == (16, 2)
     own.close(), other.close()
+
+
+def test_those_of_one_quota_divide_it_and_leave_the_host_to_others(tmp_path, sixteen, monkeypatch):
+    """Two containers that may use 6 and 4 of 16 cores, with two workers and one, and a worker beside them."""
+    workers = {}
+    for name, quota in (("a1", (6, 70)), ("a2", (6, 70)), ("b", (4, 7)), ("free", None), ("as many", (16, 9))):
+        monkeypatch.setattr(system, "cpu_quota", lambda quota=quota: quota and system.CpuQuota(*quota))
+        workers[name] = SharedCores(tmp_path)
+    shares = {name: each.share for name, each in workers.items()}
+    assert shares == {"a1": 3, "a2": 3, "b": 3, "free": 3, "as many": 3}
+    assert [workers[name].num_cores for name in ("a1", "b", "free", "as many")] == [6, 4, 16, 16]
+    workers.pop("as many").close()
+    assert {name: each.share for name, each in workers.items()} == {"a1": 3, "a2": 3, "b": 4, "free": 4}
+    assert workers["a1"].take(is_long=True) == 6, "which no other of its container uses"
+    assert workers["a2"].take(is_long=True) == 3, "its part, though others of the host are idle"
+    assert workers["b"].take(is_long=True) == 4
+    assert workers["free"].take(is_long=True) == 4, "the others compute with 13"
+    workers["a1"].rest()
+    assert workers["free"].take(is_long=True) == 9
+    for each in workers.values():
+        each.close()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):

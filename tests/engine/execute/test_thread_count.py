@@ -99,6 +99,7 @@ def test_behind_a_call_all_threads_compute(monkeypatch):
 def test_a_prompt_takes_the_cores_of_those_that_are_idle(monkeypatch, tmp_path):
     """Of four workers on eight cores; what is measured with one number of threads says nothing of another."""
     monkeypatch.setattr(system, "cores", lambda: list(range(8)))
+    monkeypatch.setattr(system, "cpu_quota", lambda: None)
     machine = Machine(monkeypatch, 1, lambda threads, rows: 1.0)
     own, *others = (SharedCores(tmp_path) for _ in range(4))
     machine.count.share(own)
@@ -112,6 +113,18 @@ def test_a_prompt_takes_the_cores_of_those_that_are_idle(monkeypatch, tmp_path):
     assert others[0].take(is_long=True) == 4
     for each in (own, *others):
         each.close()
+
+
+def test_an_engine_alone_has_the_threads_that_can_run_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(system, "num_cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = Engine.load(EngineConfig(save_tiny(tmp_path / "tiny", 256), block_size=16, num_blocks=16))
+        assert engine.runner.threads.most == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(bool(native.reason()), reason=native.reason())
