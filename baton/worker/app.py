@@ -20,11 +20,11 @@ from baton.engine.core.device import find_device, unfit
 from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
 from baton.service.net import server as grpc_server
-from baton.service.net.admin import Admin
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
 from baton.service.out_of_memory import leave, leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
@@ -37,6 +37,7 @@ from baton.worker.hello import make_hello, new_identity, tokenizer_digest
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv_transfer import KVTransfer
 from baton.worker.legs.leg import Leg
+from baton.worker.observe.admin_port import AdminPort, open_admin
 from baton.worker.observe.gpu_health import watch_gpu
 from baton.worker.observe.meters import WorkerMeters
 from baton.worker.observe.reports import SERVICE_NAME, Reports
@@ -154,16 +155,17 @@ class Worker:
 
     def __init__(
         self, settings: WorkerSettings, role: str, table: Table, engine: Engine, memory: PoolMemory, digest: bytes,
-        bound: BoundServer, roofline: Roofline | None = None,
+        bound: BoundServer, admin: AdminPort, roofline: Roofline | None = None,
     ):  # fmt: skip
         """`role`: prefill | decode, what it tells gateways it is for. `table`: what follows from each event of a leg.
-        `digest`: the tokenizer's. Without a `roofline` there is no baton_utilisation."""
+        `digest`: the tokenizer's. `admin`: to which it adds what it has to say. Without a `roofline` there is no
+        baton_utilisation."""
         self.engine = engine
         self._settings, self._role, self._digest = settings, role, digest
-        self._memory, self._bound = memory, bound
+        self._memory, self._bound, self._admin = memory, bound, admin
         self._identity = new_identity(engine)
         self._spans = Spans(engine.model_name)
-        self._meters = WorkerMeters(engine, memory, roofline, bound.guard.num_denied)
+        self._meters = WorkerMeters(admin.metrics, engine, memory, roofline, bound.guard.num_denied)
         changed = asyncio.Event()
         self._transfer = transfer = KVTransfer(engine, memory, self._identity, settings, bound.guard)
         lifecycle = Lifecycle(
@@ -187,6 +189,10 @@ class Worker:
     @property
     def port(self) -> int:
         return self._bound.port
+
+    @property
+    def admin_port(self) -> int:
+        return self._admin.port
 
     async def __aenter__(self) -> "Worker":
         try:
@@ -233,10 +239,9 @@ class Worker:
         self._run("reports", self._reports.run, on_failure=leave_if_exhausted)
         exits.push_async_callback(server.stop, STOP_GRACE_S)
         exits.callback(self._health.shut_down)
-        admin = Admin(self._readiness, {"/metrics": self._meters.page}, settings.admin_hosts)
-        self.admin_port = await admin.start(settings.admin)
-        exits.push_async_callback(admin.stop)
+        exits.push_async_callback(self._admin.stop)
         await server.start()
+        self._admin.readiness = self._readiness
         self._run("adapters", adapters.catch_up)
         if settings.gateways:
             where = pb.RegisterRequest(address=settings.address_at(self.port), role=self._role)
@@ -279,7 +284,12 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
     """A worker with its model, which serves within the block; the process ends if `stop` comes before it has. Raises
     ListenError, ModelError, SettingsError or ValueError, one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
-    async with listening_for_ranks(settings) as joining, sharing_cores(settings) as cores:
+    model_name = settings.engine.served_model_name or read_spec(settings.engine.model).name
+    async with (
+        open_admin(settings.admin, settings.admin_hosts, model_name) as admin,
+        listening_for_ranks(settings) as joining,
+        sharing_cores(settings) as cores,
+    ):
         memory = PoolMemory(settings.kv_mirror_gib)
         with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
             digest = tokenizer_digest(settings.engine.model)
@@ -287,7 +297,7 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
             engine = await _load_unless_stopped(loading, stop)
         _log_start(settings, engine)
         roofline = await asyncio.to_thread(of_engine, engine)
-        async with Worker(settings, role, table, engine, memory, digest, bound, roofline) as worker:
+        async with Worker(settings, role, table, engine, memory, digest, bound, admin, roofline) as worker:
             yield worker
 
 

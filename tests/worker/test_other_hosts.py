@@ -4,6 +4,7 @@ does not fit."""
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -315,14 +318,44 @@ async def test_a_rank_that_is_told_to_end_waits_for_no_worker(model, monkeypatch
         await serving
 
 
-def test_a_worker_that_is_told_to_end_waits_for_no_rank(model, tmp_path):
-    """It would for ten minutes; what reads a large model is as deaf."""
+def waiting(model, folder: Path, *options: str) -> Process:
+    """Return a worker that has not read its model yet, and waits for a rank."""
     flags = "--listen 127.0.0.1:0 --threads 1 --num-blocks 64 --pipeline-parallel 2 --remote-stages 1 --rank-listen 127.0.0.1:0"
-    command = [sys.executable, "-m", "decode_worker", "--model", str(model), *flags.split()]
-    worker = Process("worker", command, tmp_path)
+    command = [sys.executable, "-m", "decode_worker", "--model", str(model), *flags.split(), *options]
+    worker = Process("worker", command, folder)
     deadline = time.monotonic() + patience(60)
     while "waits for 1 ranks" not in worker.text() and time.monotonic() < deadline:
         time.sleep(0.05)
+    return worker
+
+
+def test_a_worker_answers_its_operators_before_it_has_read_its_model(model, tmp_path):
+    """That takes half an hour where it is large, and who does not answer for a minute is down."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    worker = waiting(model, tmp_path, "--admin", f"127.0.0.1:{port}")
+
+    def get(path: str) -> tuple[int, str]:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}{path}", timeout=patience(10)) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+    try:
+        assert get("/healthz")[0] == 200
+        status, said = get("/readyz")
+        assert status == 503 and json.loads(said) == {"ready": False, "state": "starting"}
+        status, page = get("/metrics")
+        assert status == 200 and re.search(r'^baton_python_blocks\{model_name="deep"\} ', page, re.MULTILINE)
+        assert "baton_kv_blocks" not in page
+    finally:
+        assert worker.stop() == 0, worker.text()
+
+
+def test_a_worker_that_is_told_to_end_waits_for_no_rank(model, tmp_path):
+    """It would for ten minutes; what reads a large model is as deaf."""
+    worker = waiting(model, tmp_path)
     worker.terminate()
     assert worker.wait(20) == 0
     assert "told to end before its model was loaded" in worker.text()

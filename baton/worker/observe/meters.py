@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from baton.engine.engine import Engine
 from baton.service.observe.core_wait import CoreWait
 from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics
-from baton.service.observe.process_gauges import process_gauges
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.gpu_health import GpuHealth
@@ -17,10 +16,11 @@ SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5,
 
 
 class WorkerMeters:
-    """`page` is /metrics."""
+    """Adds to the metrics of its process."""
 
     def __init__(
         self,
+        metrics: Metrics,
         engine: Engine,
         memory: PoolMemory,
         roofline: Roofline | None,
@@ -28,8 +28,7 @@ class WorkerMeters:
     ):
         """`memory`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
         `num_denied`: calls by (method, reason), as the guard counts them."""
-        self._metrics = metrics = Metrics(engine.model_name)
-        self.page = metrics.page
+        self._metrics = metrics
         self._engine, self._pool, self._roofline, self._cost = engine, memory, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
         self._bytes = metrics.counter("baton_transfer_bytes", "bytes of KV pulled from other workers", "transport")
@@ -64,7 +63,6 @@ class WorkerMeters:
             ),
             Count("baton_rank_wait_seconds", "time that a rank has waited for others", self._waits, "rank"),
             Count("baton_denied", "denied calls", lambda: num_denied, "method", "reason"),
-            *process_gauges(),
         )
 
     def watch(self, tables: Tables) -> None:

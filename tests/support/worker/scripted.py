@@ -17,6 +17,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.app import Worker, bind_server, load_engine
 from baton.worker.hello import tokenizer_digest
 from baton.worker.kv.pool_memory import PoolMemory
+from baton.worker.observe.admin_port import open_admin
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.worker.doubles import TABLE
@@ -280,7 +281,10 @@ async def run_worker(model: Path, role: str, **options):
     settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 160, "threads": 1, **options})
     bound, memory = bind_server(settings), PoolMemory(settings.kv_mirror_gib)
     engine = load_engine(settings.engine, memory)
-    async with Worker(settings, role, TABLE, engine, memory, tokenizer_digest(model), bound) as worker:
+    async with (
+        open_admin(settings.admin, settings.admin_hosts, engine.model_name) as admin,
+        Worker(settings, role, TABLE, engine, memory, tokenizer_digest(model), bound, admin) as worker,
+    ):
         yield worker
 
 

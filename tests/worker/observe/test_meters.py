@@ -5,13 +5,13 @@ import json
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from baton.service.observe.metrics import Metrics
 from baton.worker.legs.leg import Leg
 from baton.worker.observe import meters
 from baton.worker.observe.meters import WorkerMeters
@@ -64,7 +64,7 @@ def test_a_handoff_is_counted_where_the_kv_was_pulled_to(stack):
 def test_what_was_pulled_is_not_local_too(monkeypatch):
     """A prefill's cached tokens are those that it has pulled as well."""
     monkeypatch.setattr(meters, "Cost", lambda engine: None)
-    counted = WorkerMeters(cast(Any, SimpleNamespace(model_name="tiny")), cast(Any, None), None, {})
+    counted = WorkerMeters(Metrics("tiny"), cast(Any, None), cast(Any, None), None, {})
     for num_cached, num_pulled in ((192, 128), (192, 0), (0, 64)):  # at last, less than a block
         leg = Leg(KEY, cast(Any, None))
         leg.prefill_done = replace(DONE, num_cached_tokens=num_cached)

@@ -1,0 +1,40 @@
+"""A worker's --admin port. It answers from before the model is read, which takes half an hour where that is large: who asks meets a
+process that starts, not one that is down."""
+
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+
+from baton.service.net.admin import Admin
+from baton.service.observe.metrics import Metrics
+from baton.service.observe.process_gauges import process_gauges
+
+
+class AdminPort:
+    """`port`: where it listens; `metrics`: those of the process, to which the worker adds its own; `readiness`: what /readyz says."""
+
+    def __init__(self, model_name: str, hosts: Collection[str]):
+        """`hosts`: names that it is asked by."""
+        self.metrics = Metrics(model_name)
+        self.metrics.collect(*process_gauges())
+        self.readiness: Callable[[], tuple[bool, dict]] = lambda: (False, {"ready": False, "state": "starting"})
+        self.port = 0
+        self._admin = Admin(lambda: self.readiness(), {"/metrics": self.metrics.page}, hosts)
+
+    async def start(self, address: str) -> None:
+        """Listen. Raises ListenError."""
+        self.port = await self._admin.start(address)
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        await self._admin.stop()
+
+
+@asynccontextmanager
+async def open_admin(address: str, hosts: Collection[str], model_name: str) -> AsyncIterator[AdminPort]:
+    """Within the block the port answers. Raises ListenError."""
+    admin = AdminPort(model_name, hosts)
+    await admin.start(address)
+    try:
+        yield admin
+    finally:
+        await admin.stop()
