@@ -18,6 +18,7 @@ from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HttpServer, open_http
 from baton.service.net.server import Health
 from baton.service.observe import genai_metrics, telemetry
+from baton.service.observe.process_gauges import process_gauges
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
@@ -103,6 +104,7 @@ class Gateway:
         self.recent = RecentRequests(self.registry.worker_started_at)
         gauges = request_gauges(self.recent, self.catalog) + fleet_gauges(self.registry, self.index)
         whose = folders[0].name if len(folders) == 1 else ""
+        gauges += process_gauges(settings.tls)
         self.meters = GatewayMeters(whose, self.registry.slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
         self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
         self._running: dict[str, RequestMachine] = {}  # of all models, by key_id

@@ -200,7 +200,7 @@ FOLDERS = {
         ".": "",
         "security": ".",
         "net": ". security",
-        "observe": ". net",
+        "observe": ". security net",
     },
     "baton.worker": {
         "wire": "",

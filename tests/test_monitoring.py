@@ -142,7 +142,7 @@ def test_a_query_names_what_the_code_has(where, query):
 
 def test_what_is_of_no_model_is_shown_with_each():
     """A gateway of several models has its own readings under no name, which `.+` would leave out."""
-    readings = (*fleet_gauges(SimpleNamespace(), SimpleNamespace()), *process_gauges())
+    readings = (*fleet_gauges(SimpleNamespace(), SimpleNamespace()), *process_gauges(None))
     nameless = {each.name for each in readings if not each.by_model} | {"baton_denied_total"}
     shown = set()
     for path in DASHBOARDS:

@@ -286,7 +286,7 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     model_name = settings.engine.served_model_name or read_spec(settings.engine.model).name
     async with (
-        open_admin(settings.admin, settings.admin_hosts, model_name) as admin,
+        open_admin(settings.admin, settings.admin_hosts, model_name, settings.tls) as admin,
         listening_for_ranks(settings) as joining,
         sharing_cores(settings) as cores,
     ):

@@ -42,6 +42,12 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
             names.setdefault(fleet.name if fleet else unknown, []).append(link)
         return names
 
+    def ready() -> dict[str, int]:
+        found = Counter[str]()
+        for fleet in (each for each in registry.fleets if not each.is_retired):
+            found[fleet.name] |= fleet.not_ready() is None
+        return found
+
     def workers() -> dict[str, dict[str, int]]:
         return {
             name: {state.value: sum(link.state is state for link in its_links) for state in LinkState}
@@ -71,6 +77,7 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
             loop_delays,
             "cause",
         ),
+        Gauge("baton_ready", "1 while a request for the model can be served", ready, by_model=True),
         Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(not index.down)),
         Gauge("baton_workers", "workers as this gateway sees them", workers, "state", by_model=True),
         Gauge(

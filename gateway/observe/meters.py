@@ -15,7 +15,6 @@ from baton.service.observe.metrics import (
     Histogram,
     Metrics,
 )
-from baton.service.observe.process_gauges import process_gauges
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.observe.predictions import predictions
@@ -43,7 +42,7 @@ class GatewayMeters:
         self._metrics, self._slo_classes = Metrics(model_name), slo_classes
         self.page, self.exposition = self._metrics.page, self._metrics.exposition
         self._models: dict[str, _ModelMeters] = {}  # names that were served: requests cannot add any
-        self._metrics.collect(*readings, *process_gauges())
+        self._metrics.collect(*readings)
         self.of(model_name)
 
     def of(self, model_name: str) -> "_ModelMeters":

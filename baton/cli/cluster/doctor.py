@@ -15,6 +15,7 @@ import grpc
 from baton.cli.cluster.findings import (
     Findings,
     advice_for,
+    check_certificates,
     describe_layout,
     describe_ranks,
     describe_unreachable,
@@ -126,6 +127,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         await _redis(found.redis, bool(args.redis), report)
     if found.collector:
         await _collector(found.collector, report)
+    await check_certificates([*([target] if target else []), *found.prefill, *found.decode], access, report)
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
         for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why

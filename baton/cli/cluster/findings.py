@@ -1,19 +1,24 @@
 """Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, and say them in words, with
 advice."""
 
+import asyncio
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 import grpc
 
 from baton.service.logs import printable
-from baton.service.net.client import wrong_access
+from baton.service.net.client import certificate_end, wrong_access
 from baton.service.security.access import Access
+from baton.service.security.tls import end_of
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 
+_SOON_S = 14 * 86400.0  # as the alert BatonCertificateEnds
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
 
 
@@ -105,6 +110,23 @@ def describe_unreachable(
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return f"no {what} answers there", f"start it, or correct {flag}"
     return f"{error.code().name}: {error.details()}", "look into its log"
+
+
+async def check_certificates(addresses: Iterable[str], access: Access, report: Findings) -> None:
+    """Warn of certificates that have ended, or do so soon: ours, and those of servers. Takes up to 2 s."""
+    if access.tls_ca is None:
+        return
+    shown = dict.fromkeys(addresses)
+    found = await asyncio.gather(*(asyncio.to_thread(certificate_end, each) for each in shown))
+    ends = dict(zip(shown, found, strict=True))
+    if access.tls_cert is not None:
+        with suppress(ValueError):
+            ends[str(access.tls_cert)] = end_of(access.tls_cert.read_bytes())
+    for where, end in ends.items():
+        if end is not None and (left_s := end - time.time()) < _SOON_S:
+            day = time.strftime("%Y-%m-%d", time.gmtime(end))
+            told = f"ended on {day}" if left_s < 0 else f"ends on {day}"
+            report.warn("tls", where, f"its certificate {told}", "renew it; processes read new files by themselves")
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.service.logs import printable
 from baton.service.net.server import MAX_MESSAGE_BYTES, ListenError, split_address
 from baton.service.security.access import Access
-from baton.service.security.tls import GATEWAY_NAME
+from baton.service.security.tls import GATEWAY_NAME, end_of
 
 # A frozen peer is noticed in 3 to 5 s. `keepalive_timeout_ms` alone has no effect in today's grpcio: the ping timeout
 # of HTTP/2 rules. Servers permit pings at least every second (server.py), else keepalive would end healthy streams.
@@ -99,19 +99,36 @@ def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, acces
 
 def _probe(target: str) -> str:
     """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
-    context.set_alpn_protocols(["h2"])
     try:
         with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
             try:
-                tls = context.wrap_socket(sock)
+                tls = _to_any().wrap_socket(sock)
             except OSError:  # also of a server that waits for the rest of something else
                 return "plain text"
             with tls:
                 return "TLS" if _is_greeted(tls) else _TLS_OF_BOTH
     except (OSError, ListenError, ValueError):
         return "nothing"
+
+
+def certificate_end(target: str) -> float | None:
+    """Return when the certificate ends that is shown there, in seconds since 1970; None where none can be read. Takes up to 2 s."""
+    try:
+        with (
+            socket.create_connection(split_address(target), timeout=_PROBE_S) as sock,
+            _to_any().wrap_socket(sock) as tls,
+        ):
+            return end_of(ssl.DER_cert_to_PEM_cert(tls.getpeercert(True) or b"").encode())
+    except (OSError, ListenError, ValueError):
+        return None
+
+
+def _to_any() -> ssl.SSLContext:
+    """For a look at who is there, to whom nothing is sent."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def _is_greeted(tls: ssl.SSLSocket) -> bool:

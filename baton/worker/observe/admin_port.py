@@ -7,15 +7,16 @@ from contextlib import asynccontextmanager
 from baton.service.net.admin import Admin
 from baton.service.observe.metrics import Metrics
 from baton.service.observe.process_gauges import process_gauges
+from baton.service.security.tls import Tls
 
 
 class AdminPort:
     """`port`: where it listens; `metrics`: those of the process, to which the worker adds its own; `readiness`: what /readyz says."""
 
-    def __init__(self, model_name: str, hosts: Collection[str]):
-        """`hosts`: names that it is asked by."""
+    def __init__(self, model_name: str, hosts: Collection[str], tls: Tls | None):
+        """`hosts`: names that it is asked by; `tls`: of the worker's other ports."""
         self.metrics = Metrics(model_name)
-        self.metrics.collect(*process_gauges())
+        self.metrics.collect(*process_gauges(tls))
         self.readiness: Callable[[], tuple[bool, dict]] = lambda: (False, {"ready": False, "state": "starting"})
         self.port = 0
         self._admin = Admin(lambda: self.readiness(), {"/metrics": self.metrics.page}, hosts)
@@ -30,9 +31,11 @@ class AdminPort:
 
 
 @asynccontextmanager
-async def open_admin(address: str, hosts: Collection[str], model_name: str) -> AsyncIterator[AdminPort]:
+async def open_admin(
+    address: str, hosts: Collection[str], model_name: str, tls: Tls | None
+) -> AsyncIterator[AdminPort]:
     """Within the block the port answers. Raises ListenError."""
-    admin = AdminPort(model_name, hosts)
+    admin = AdminPort(model_name, hosts, tls)
     await admin.start(address)
     try:
         yield admin

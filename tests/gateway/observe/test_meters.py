@@ -17,12 +17,13 @@ from baton.service.errors import (
     Unavailable,
     from_code,
 )
+from baton.service.observe.process_gauges import process_gauges
 from baton.service.observe.telemetry import TraceContext
 from baton.service.settings import SettingsError
 from baton.service.slo import Slo
 from gateway.config.slo_classes import BUILT_IN, read_classes
 from gateway.observe.access_log import line
-from gateway.observe.gauges import denied_count, request_gauges
+from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters, outcome
 from gateway.observe.predictions import predictions
 from gateway.observe.recent_requests import RecentRequests
@@ -123,9 +124,26 @@ def test_gauges_are_read_at_the_scrape():
     assert (seen["baton_running",], seen["baton_waiting",]) == (1, 2)
 
 
+def test_whether_requests_of_a_model_can_be_served():
+    """By a version of it that is not retired: one that was removed ends what it has, and is asked no more."""
+    fleets = [
+        SimpleNamespace(name=name, is_retired=is_retired, not_ready=lambda reason=reason: reason)
+        for name, is_retired, reason in (
+            ("a", True, "no decode worker serves"), ("a", False, None), ("b", False, "no decode worker serves"),
+            ("b", True, None), ("gone", True, "no decode worker serves"),
+        )
+    ]  # fmt: skip
+    (gauge,) = (
+        each for each in fleet_gauges(SimpleNamespace(fleets=fleets), SimpleNamespace()) if each.name == "baton_ready"
+    )
+    assert gauge.read() == {"a": 1, "b": 0}
+    fleets[2].not_ready = lambda: None
+    assert gauge.read() == {"a": 1, "b": 1}
+
+
 def test_each_model_has_its_own_counts():
     """The families are one; what belongs to no model is under no name where there are several."""
-    meters = GatewayMeters("", BUILT_IN)
+    meters = GatewayMeters("", BUILT_IN, process_gauges(None))
     for name, num in (("a", 2), ("b", 1)):
         for _ in range(num):
             ended = record(**ANSWERED)

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import time
 from datetime import datetime, timedelta
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from baton.cli.cluster import certs
 from baton.cli.cluster.certs import NAMES
 from baton.cli.main import main as baton
+from baton.service.observe.process_gauges import process_gauges
 from baton.service.security.credentials import Credentials
 from gateway.prefix.cluster_secret import read_secret
-from tests.support.security.installation import install
+from tests.support.security.installation import Installation, install
 
 FILES = {"ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"} | {
     f"{role}.{end}" for role in NAMES for end in ("crt", "key")
@@ -52,6 +54,28 @@ def test_new_certificates_of_the_same_authority(installation, tmp_path):
     }
     assert (renewed.folder / "ca.crt").read_bytes() == (installation.folder / "ca.crt").read_bytes()
     assert (renewed.folder / "decode.crt").read_bytes() != (installation.folder / "decode.crt").read_bytes()
+
+
+def test_a_process_tells_when_its_certificate_ends(installation, tmp_path):
+    """That which it shows: one that took the place of another counts at once, and what is being replaced does not."""
+    shutil.copytree(installation.folder, tmp_path / "certs")
+    renewed = install(tmp_path / "new", "--renew", str(installation.folder), "--days", "20")
+    mine = Installation(tmp_path / "certs")
+
+    def days_left() -> int | None:
+        found = {gauge.name: gauge.read() for gauge in process_gauges(tls)}["baton_certificate_not_after_seconds"]
+        return None if found is None else round((found - time.time()) / 86400)
+
+    tls = mine.tls("decode")
+    assert days_left() == 365
+    shutil.copy(renewed.folder / "decode.key", mine.folder)
+    assert days_left() == 365
+    shutil.copy(renewed.folder / "decode.crt", mine.folder)
+    assert days_left() == 20
+    tls = Installation(tmp_path / "nowhere").tls("decode")
+    assert days_left() is None
+    tls = None
+    assert days_left() is None
 
 
 def test_wrong_use(tmp_path, capsys):

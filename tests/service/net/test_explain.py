@@ -1,15 +1,19 @@
 """What a caller is told of a call that failed: whether anything listens there, and which side speaks TLS."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from baton.cli.cluster import findings
 from baton.cli.main import main
 from baton.cli.planning import scaler
 from baton.service.net.client import explain_failure
@@ -114,6 +118,26 @@ def test_doctor_says_it(targets, certs, capsys):
     told = capsys.readouterr().out
     assert told.count("asks for a certificate: give --tls-cert and --tls-key") == 2, told
     assert "no gateway answers" not in told and "no decode worker is known: the gateway does not tell" in told
+
+
+async def test_doctor_tells_of_certificates_that_end(targets, certs, monkeypatch):
+    """Ours, and those of servers that let nobody in any more; not of what has none."""
+    operator = Access(*(certs / name for name in ("ca.crt", "operator.crt", "operator.key")))
+
+    async def warned(days: float, access: Access = operator) -> dict[str, str]:
+        at = SimpleNamespace(time=lambda: time.time() + 86400 * days, strftime=time.strftime, gmtime=time.gmtime)
+        monkeypatch.setattr(findings, "time", at)
+        report = findings.Findings(is_json=True)
+        await findings.check_certificates([*targets.values(), "127.0.0.1:9", "nowhere"], access, report)
+        return {each.where: each.text for each in report.found}
+
+    assert await warned(350) == await warned(400, Access()) == {}
+    shown = {targets["tls"], targets["both"], str(certs / "operator.crt")}
+    for days, words in ((352, "ends on"), (366, "ended on")):
+        told = await warned(days)
+        assert told.keys() == shown
+        assert all(re.fullmatch(rf"its certificate {words} \d{{4}}-\d\d-\d\d", each) for each in told.values())
+    assert (await warned(366, Access(tls_ca=certs / "ca.crt"))).keys() == {targets["tls"], targets["both"]}
 
 
 async def test_the_scaler_says_it(targets, capsys):

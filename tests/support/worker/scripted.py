@@ -282,7 +282,7 @@ async def run_worker(model: Path, role: str, **options):
     bound, memory = bind_server(settings), PoolMemory(settings.kv_mirror_gib)
     engine = load_engine(settings.engine, memory)
     async with (
-        open_admin(settings.admin, settings.admin_hosts, engine.model_name) as admin,
+        open_admin(settings.admin, settings.admin_hosts, engine.model_name, settings.tls) as admin,
         Worker(settings, role, TABLE, engine, memory, tokenizer_digest(model), bound, admin) as worker,
     ):
         yield worker
