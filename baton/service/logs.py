@@ -1,8 +1,13 @@
-"""Logs: one line an event on stderr, `HH:MM:SS.mmm role level message key=value`. Prompts and token ids never go in."""
+"""Logs: one line an event on stderr, `2026-11-30T18:10:48.556+01:00 role level message key=value`. Prompts and token ids never go in."""
 
 import logging
+import os
 import sys
 import time
+from datetime import datetime
+
+# In a process's environment, what who keeps it calls it: a role says too little where several of it write one log.
+NAME_VARIABLE = "BATON_PROCESS_NAME"
 
 _MAX_VALUE_CHARS = 1000
 _QUIET_S = 60.0
@@ -11,11 +16,12 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup(role: str, level: str = "info") -> None:
-    """Send the logs of this process to stderr. Raises ValueError for an unknown level."""
+    """Send the logs of this process to stderr, under its name if it has one, else its role. Raises ValueError for an unknown
+    level."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
     handler = _Handler(sys.stderr)
-    handler.setFormatter(_OneLine(role))
+    handler.setFormatter(_OneLine(os.environ.get(NAME_VARIABLE) or role))
     handler.addFilter(_OnceAMinute("opentelemetry"))  # it says every few seconds that a collector is away
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -70,8 +76,12 @@ class _Handler(logging.StreamHandler):
 
 
 class _OneLine(logging.Formatter):
-    def __init__(self, role: str):
-        super().__init__(f"%(asctime)s.%(msecs)03d {role} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    def __init__(self, name: str):
+        super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Local, with its offset: hosts may have clocks of several zones."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
     def format(self, record: logging.LogRecord) -> str:
         return " | ".join(map(printable, super().format(record).splitlines()))

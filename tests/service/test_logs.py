@@ -1,6 +1,9 @@
 """The log of a process: what a library says again and again is one line a minute."""
 
 import logging
+import re
+import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -16,6 +19,32 @@ def clock(monkeypatch):
     yield at
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def zone(monkeypatch):
+    """Half an hour beside the others, as India has it."""
+    monkeypatch.setenv("TZ", "IST-05:30")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    "name, shown", [(None, "decode"), ("", "decode"), ("decode worker 2", "decode worker 2"), ("%s", "%s")]
+)
+def test_a_line_says_when_and_who(zone, clock, capsys, monkeypatch, name, shown):
+    """The day and the offset too; and which process it is of those whose lines are in one log."""
+    monkeypatch.delenv(logs.NAME_VARIABLE, raising=False)
+    if name is not None:
+        monkeypatch.setenv(logs.NAME_VARIABLE, name)
+    logs.setup("decode")
+    before = datetime.now(UTC).replace(microsecond=0)
+    logging.getLogger("x").info("ready %s", "h:1")
+    (line,) = capsys.readouterr().err.splitlines()
+    found = re.fullmatch(rf"(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{3}}\+05:30) {re.escape(shown)} INFO ready h:1", line)
+    assert found and before <= datetime.fromisoformat(found[1]) <= datetime.now(UTC)
 
 
 def test_a_collector_that_is_away_is_a_line_a_minute(clock, capsys):

@@ -46,6 +46,17 @@ async def test_ready_then_drained():
     assert not alive(int(fields["pid"]))
 
 
+async def test_its_log_says_which_one_it_is(capfd):
+    """Workers of one role write into one log."""
+    body = (
+        "import logging\nfrom baton.service import logs\nlogs.setup('decode')\nlogging.getLogger('x').warning('here')\n"
+    )
+    keeper = Keeper("decode worker 2", program(IMPORTS + body + SAY_READY + "time.sleep(60)"))
+    await keeper.started
+    assert await keeper.stop(10)
+    assert " decode worker 2 WARNING here\n" in capfd.readouterr().err
+
+
 async def test_killed_when_it_does_not_drain(capfd):
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\n"
     keeper = Keeper("x", program(IMPORTS + deaf + SAY_READY + "time.sleep(60)"))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from baton import system
 from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
+from baton.service.logs import NAME_VARIABLE
 from baton.service.progress import PREFIX
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
@@ -108,7 +109,7 @@ class Keeper:
 
     async def _run(self) -> str:
         """Run the process once and return how it ended, in words. Raises OSError when it cannot be started."""
-        self._child = await _Child.spawn(self.argv, self.env)
+        self._child = await _Child.spawn(self.argv, {**self.env, NAME_VARIABLE: self.name})
         self._on_change(Life("starting"))
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
