@@ -229,9 +229,9 @@ def test_promtool(arguments):
 @pytest.mark.long
 def test_a_workers_first_xid_is_drawn(tmp_path):
     """No series was there before it."""
-    (query,) = [query for _, query in QUERIES if "by (instance, xid)" in query]
-    series = {"series": 'baton_gpu_xids_total{instance="d", model_name="m", xid="79"}', "values": "_x4 1x20"}
-    drawn = [{"labels": '{instance="d", xid="79"}', "value": 1}]
+    (query,) = [query for _, query in QUERIES if "by (instance, gpu, xid)" in query]
+    series = {"series": 'baton_gpu_xids_total{instance="d", model_name="m", gpu="1", xid="79"}', "values": "_x4 1x20"}
+    drawn = [{"labels": '{instance="d", gpu="1", xid="79"}', "value": 1}]
     case = {"expr": re.sub(r"\$\w+", ".*", query), "eval_time": "4m", "exp_samples": drawn}
     test = {"interval": "15s", "input_series": [series], "promql_expr_test": [case]}
     path = tmp_path / "test.yml"

@@ -19,6 +19,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import find_device, unfit
 from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
+from baton.engine.gpu_ranks.build import devices_for
 from baton.engine.loop import EngineLoop
 from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_details, start_line
@@ -38,7 +39,7 @@ from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv_transfer import KVTransfer
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.admin_port import AdminPort, open_admin
-from baton.worker.observe.gpu_health import watch_gpu
+from baton.worker.observe.gpu_health import watch_gpus
 from baton.worker.observe.meters import WorkerMeters
 from baton.worker.observe.reports import SERVICE_NAME, Reports
 from baton.worker.observe.roofline import Roofline, full_step_s, of_engine
@@ -234,8 +235,8 @@ class Worker:
         await adapters.restore()
         exits.callback(self._loop.stop)
         self._loop.start()
-        if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:
-            self._meters.watch_gpu(health)
+        if gpus := exits.enter_context(watch_gpus(_devices_of(self.engine))):
+            self._meters.watch_gpus(gpus)
         self._run("reports", self._reports.run, on_failure=leave_if_exhausted)
         exits.push_async_callback(server.stop, STOP_GRACE_S)
         exits.callback(self._health.shut_down)
@@ -336,6 +337,12 @@ def _log_start(settings: WorkerSettings, engine: Engine) -> None:
     if settings.engine.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
         log.warning("holds %d of the model's %d tokens: %s", held, context, why)
+
+
+def _devices_of(engine: Engine) -> list[torch.device]:
+    """Return what its ranks compute on, the first one first."""
+    own = engine.pool.device
+    return [own] if own.type == "cpu" or engine.ranks is None else devices_for(engine.config)
 
 
 def _unused_gpu(engine: Engine) -> str:

@@ -131,20 +131,19 @@ class _Histograms:
 
 
 class Gauge:
-    """`read()` gives one number, None where there is none to show, or with `label` a number for each of its values; one that
-    is `by_model` gives as much for each name of a model."""
+    """`read()` gives one number, None where there is none to show, or a number for each value of its label, or each tuple of several
+    `labels`; one that is `by_model` gives as much for each name of a model."""
 
-    def __init__(self, name: str, text: str, read, label: str | None = None, by_model: bool = False):
-        self.name, self.text, self.read, self.label, self.by_model = name, text, read, label, by_model
+    def __init__(self, name: str, text: str, read, *labels: str, by_model: bool = False):
+        self.name, self.text, self.read, self.labels, self.by_model = name, text, read, labels, by_model
 
     def family(self, model_name: str) -> GaugeMetricFamily:
-        labels = ["model_name"] if self.label is None else ["model_name", self.label]
-        family = GaugeMetricFamily(self.name, self.text, labels=labels)
+        family = GaugeMetricFamily(self.name, self.text, labels=["model_name", *self.labels])
         value = self.read()
         for model, its_value in (value if self.by_model else {model_name: value}).items():
-            for name, number in {None: its_value}.items() if self.label is None else its_value.items():
+            for values, number in (its_value if self.labels else {(): its_value}).items():
                 if number is not None:
-                    family.add_metric([model] if name is None else [model, name], number)
+                    family.add_metric([model, *([values] if isinstance(values, str) else values)], number)
         return family
 
 

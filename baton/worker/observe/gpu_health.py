@@ -1,11 +1,11 @@
-"""Read a worker's GPU through NVML: temperature, power, throttling and errors."""
+"""Read a worker's GPUs through NVML: temperature, power, throttling and errors."""
 
 import contextlib
 import importlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -38,65 +38,89 @@ class GpuHealth:
     power_watts: float | None = None
     uncorrected_ecc_errors: float | None = None
     throttled: dict[str, float] = field(default_factory=dict)
-    xids: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    xids: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def readings(self) -> tuple[Gauge | Count, ...]:
-        return (
-            Gauge("baton_gpu_temperature_celsius", "temperature of the GPU", lambda: self.temperature_celsius),
-            Gauge("baton_gpu_power_watts", "power that the GPU draws", lambda: self.power_watts),
-            Gauge("baton_gpu_throttled", "1 while this lowers the GPU's clocks", lambda: self.throttled, "reason"),
-            Gauge(
-                "baton_gpu_ecc_errors", "uncorrected errors of the GPU's memory since its driver was loaded",
-                lambda: self.uncorrected_ecc_errors,
-            ),
-            Count("baton_gpu_xids", "errors that the GPU's driver has reported", lambda: self.xids, "xid"),
-        )  # fmt: skip
+
+def readings_of(gpus: Mapping[str, GpuHealth]) -> tuple[Gauge | Count, ...]:
+    """Return the metrics of GPUs by their numbers."""
+
+    def throttled() -> dict[tuple[str, str], float]:
+        return {(gpu, reason): value for gpu, each in gpus.items() for reason, value in each.throttled.items()}
+
+    def xids() -> dict[tuple[str, ...], float]:
+        return {(gpu, xid): number for gpu, each in gpus.items() for xid, number in each.xids.items()}
+
+    return (
+        Gauge(
+            "baton_gpu_temperature_celsius", "temperature of the GPU",
+            lambda: {gpu: each.temperature_celsius for gpu, each in gpus.items()}, "gpu",
+        ),
+        Gauge(
+            "baton_gpu_power_watts", "power that the GPU draws",
+            lambda: {gpu: each.power_watts for gpu, each in gpus.items()}, "gpu",
+        ),
+        Gauge("baton_gpu_throttled", "1 while this lowers the GPU's clocks", throttled, "gpu", "reason"),
+        Gauge(
+            "baton_gpu_ecc_errors", "uncorrected errors of the GPU's memory since its driver was loaded",
+            lambda: {gpu: each.uncorrected_ecc_errors for gpu, each in gpus.items()}, "gpu",
+        ),
+        Count("baton_gpu_xids", "errors that the GPU's driver has reported", xids, "gpu", "xid"),
+    )  # fmt: skip
 
 
 @contextmanager
-def watch_gpu(device: torch.device) -> Iterator[GpuHealth | None]:
-    """Read the GPU every INTERVAL_S in a thread until the context ends: a reading may take milliseconds, which the
-    event loop has not. None on a CPU, and where NVML cannot be used, which a log line says."""
-    if device.type != "cuda":
-        yield None
+def watch_gpus(devices: Sequence[torch.device]) -> Iterator[dict[str, GpuHealth]]:
+    """Read these GPUs every INTERVAL_S in a thread until the context ends: a reading may take milliseconds, which the
+    event loop has not. By the number of each among those that this process sees; on a CPU, and where NVML cannot be used, which
+    a log line says, none."""
+    if not any(device.type == "cuda" for device in devices):
+        yield {}
         return
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         log.warning("no metrics of the GPU's temperature, power and errors: pip install nvidia-ml-py")
-        yield None
+        yield {}
         return
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as exc:
         log.warning("no metrics of the GPU's temperature, power and errors: NVML: %s", exc)
-        yield None
+        yield {}
         return
-    health, stop = GpuHealth(), threading.Event()
-    thread = None
+    readers = []
+    for device in devices:
+        try:
+            readers.append(_Reader(nvml, device))
+        except nvml.NVMLError as exc:  # of a MIG instance NVML knows no such id
+            log.warning("no metrics of the temperature, power and errors of GPU %s: NVML: %s", device.index, exc)
+    stop = threading.Event()
+    thread = threading.Thread(target=_read_often, args=(readers, stop), name="gpu health", daemon=True)
+    thread.start()
     try:
-        reader = _Reader(nvml, f"GPU-{torch.cuda.get_device_properties(device).uuid}", health)
-        reader.read()
-        thread = threading.Thread(target=reader.run, args=(stop,), name="gpu health", daemon=True)
-        thread.start()
-    except nvml.NVMLError as exc:  # of a MIG instance NVML knows no such id
-        log.warning("no metrics of the GPU's temperature, power and errors: NVML: %s", exc)
-    try:
-        yield health if thread else None
+        yield {reader.number: reader.health for reader in readers}
     finally:
         stop.set()
-        if thread:
-            thread.join()
+        thread.join()
         nvml.nvmlShutdown()
 
 
+def _read_often(readers: Sequence["_Reader"], stop: threading.Event) -> None:
+    while not stop.wait(INTERVAL_S):
+        for reader in readers:
+            reader.read()
+
+
 class _Reader:
-    def __init__(self, nvml: ModuleType, uuid: str, health: GpuHealth):
+    """What one GPU tells, read once and then whenever it is asked to."""
+
+    def __init__(self, nvml: ModuleType, device: torch.device):
         """Raises NVMLError for a GPU that NVML does not know."""
-        self._nvml, self._health = nvml, health
-        self._gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._nvml, self.number, self.health = nvml, str(device.index), GpuHealth()
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
         self._events = self._register()
+        self.read()
 
     def _register(self):
         with contextlib.suppress(self._nvml.NVMLError):
@@ -105,12 +129,8 @@ class _Reader:
             return events
         return None
 
-    def run(self, stop: threading.Event) -> None:
-        while not stop.wait(INTERVAL_S):
-            self.read()
-
     def read(self) -> None:
-        nvml, gpu, health = self._nvml, self._gpu, self._health
+        nvml, gpu, health = self._nvml, self._gpu, self.health
         health.temperature_celsius = self._ask(lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
         milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu))
         health.power_watts = None if milliwatts is None else milliwatts / 1000
@@ -120,8 +140,8 @@ class _Reader:
         if reasons is not None:
             health.throttled = {name: float(bool(reasons & getattr(nvml, bit))) for name, bit in THROTTLING.items()}
         while self._events and (event := self._ask(lambda: nvml.nvmlEventSetWait_v2(self._events, 0))):
-            health.xids[(str(event.eventData),)] += 1
-            log.error("the GPU's driver reports Xid %s", event.eventData)
+            health.xids[str(event.eventData)] += 1
+            log.error("the driver reports Xid %s of GPU %s, %s", event.eventData, self.number, self._uuid)
 
     def _ask(self, call: Callable[[], T]) -> T | None:
         """Return its answer, None where it is not supported, there is no event, or the GPU is gone."""

@@ -8,7 +8,7 @@ from baton.service.observe.core_wait import CoreWait
 from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.legs.leg import Leg
-from baton.worker.observe.gpu_health import GpuHealth
+from baton.worker.observe.gpu_health import GpuHealth, readings_of
 from baton.worker.observe.roofline import Cost, Roofline
 from baton.worker.observe.tables import Tables
 
@@ -70,8 +70,8 @@ class WorkerMeters:
             Gauge("baton_table_entries", "entries of tables that are empty when nothing runs", tables.counts, "table")
         )
 
-    def watch_gpu(self, health: GpuHealth) -> None:
-        self._metrics.collect(*health.readings)
+    def watch_gpus(self, gpus: Mapping[str, GpuHealth]) -> None:
+        self._metrics.collect(*readings_of(gpus))
 
     def ended(self, leg: Leg) -> None:
         """Count a leg that has just ended, however it did."""
