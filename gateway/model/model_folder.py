@@ -15,6 +15,8 @@ from baton.service.settings import SettingsError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST = 2**31 - 1  # of anything that is counted
+# What published configs leave out, by the model_type of their text_config: transformers' class says it.
+_LEFT_OUT = {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def read_folder(path: Path) -> ModelFolder:
     config, generation = path / "config.json", path / "generation_config.json"
     said, preferred = _read_json(config), _read_json(generation, optional=True)
     if isinstance(text := said.get("text_config"), dict):  # of a model around a text model
-        said |= text
+        said = _LEFT_OUT.get(str(text.get("model_type")), {}) | said | text
     tokenizer_config = path / "tokenizer_config.json"
     of_tokenizer = _read_json(tokenizer_config, optional=True)
     special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer

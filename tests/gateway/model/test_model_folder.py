@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from baton.engine.models.registry import read_spec
 from baton.service.settings import SettingsError
 from gateway.model.model_folder import Defaults, read_folder
 
@@ -37,6 +38,35 @@ def test_a_text_model_within_another(copied):
     path.write_text(json.dumps({"text_config": json.loads(path.read_text())}))
     found = read_folder(copied)
     assert (found.context, found.vocab_size, found.eos_ids) == (expected.context, expected.vocab_size, expected.eos_ids)
+
+
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_what_gemma_3_leaves_out(copied):
+    """As published: what workers read of it is what the gateway reads."""
+    (copied / "config.json").write_text(json.dumps(GEMMA3_4B))
+    spec, found = read_spec(copied), read_folder(copied)
+    assert (found.context, found.vocab_size) == (spec.context, spec.vocab_size) == (131_072, 262_208)
+
+
+@pytest.mark.parametrize("kind", ["other", ["gemma3_text"], None])
+def test_what_another_text_model_leaves_out_is_missing(copied, kind):
+    (copied / "config.json").write_text(json.dumps({"text_config": {"model_type": kind}}))
+    assert "vocab_size is missing" in refusal(copied, "config.json")
 
 
 @pytest.mark.parametrize(
