@@ -52,7 +52,7 @@ class ServedModel:
     """The served model, as far as requests depend on it."""
 
     name: str
-    context: int  # the model's, or less: what the longest decode worker holds
+    context: int  # what the longest decode worker holds; before all have said that, the model's where it is more
     vocab_size: int
     eos_ids: frozenset[int]
     defaults: Defaults

@@ -199,12 +199,13 @@ class ModelFleet:
         hellos = [link.hello for link in self.candidates.serving("decode") if link.hello]
         # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
         lengths = [link.limits.max_model_len for link in self.links("decode") if link.limits]
-        longest = max(lengths, default=folder.context) if is_whole else folder.context
+        # As they say it, also where it is more than config.json has: yarn, linear and dynamic rope stretch that.
+        context = max(lengths if lengths and is_whole else [folder.context, *lengths])
         return ServedModel(
             name=folder.name,
-            context=min(folder.context, longest),
-            is_bound_by_workers=longest < folder.context,
-            lengths=tuple(sorted({min(folder.context, length) for length in lengths})),
+            context=context,
+            is_bound_by_workers=context < folder.context,
+            lengths=tuple(sorted(set(lengths))),
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             defaults=folder.defaults,

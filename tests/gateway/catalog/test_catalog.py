@@ -241,7 +241,7 @@ async def test_one_is_replaced_while_it_answers(serving, root):
         old.hold("decode")
         second = asyncio.create_task(generate(c, model="a", max_tokens=4))
         await c.until(lambda: old.kinds().count("admit") == 3)
-        await join(c, "a", worker_of(root, "a2", name="a"))
+        await join(c, "a", worker_of(root, "a2", name="a", context=512))
         new = c.of["a"]
         assert await states(c) == [("a", "retired"), ("b", "serving"), ("a", "serving")]
         assert await generate(c, model="a", max_tokens=2)

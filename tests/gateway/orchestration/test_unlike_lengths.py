@@ -147,6 +147,25 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
         assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
+async def test_a_context_that_rope_stretches_is_what_workers_hold(cluster, digest):
+    """As with yarn: config.json says 1,024, the worker holds four times as much. Of it a shorter one is known as well."""
+    prompt = [10 + i % 300 for i in range(3000)]
+    late = await FakeWorker("decode", digest, 400).start()
+    late.hold("hello")
+    async with cluster(0, (4096, 2048), max_start_wait_s=0) as c:
+        c.workers.append(late)
+        for is_whole in (True, False):
+            assert (await c.stub.GetModelInfo(pb.GetModelInfoRequest())).context == 4096
+            messages = await generate(c, prompt=prompt, max_tokens=20, ignore_eos=True)
+            assert ids_of(messages) == tokens_of(prompt, 20, 400)
+            assert c.fleet.model.lengths == (2048, 4096) and c.fleet.model.is_whole == is_whole
+            said = await refused(generate(c, prompt=prompt, max_tokens=1097))
+            assert "3000 + 1097 > 4096, the maximum context length: 1096 are left" in said.message
+            await register(c, late.address)
+            await c.until(lambda: late.commands)
+        late.release("hello")
+
+
 async def test_one_that_was_tried_in_vain_holds_nothing(cluster, digest):
     gone = await FakeWorker("decode", digest, 400).start()
     await gone.stop()
