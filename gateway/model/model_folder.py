@@ -67,7 +67,8 @@ def read_folder(path: Path) -> ModelFolder:
     with _named(generation if names_ends else config):
         eos_ids = _eos_ids(preferred if names_ends else said, vocab_size)
     with _named(tokenizer_config):
-        templates, special = _chat_templates(path, of_tokenizer), _special_tokens(special_tokens)
+        special = _special_tokens(special_tokens)
+    templates = _chat_templates(path, of_tokenizer)
     return ModelFolder(
         path=path,
         name=path.resolve().name,
@@ -192,21 +193,31 @@ def _shown(value: object) -> str:
 
 
 def _chat_templates(folder: Path, tokenizer_config: dict) -> dict[str, str]:
-    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json."""
+    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json, and that before what
+    the processor of a model that also sees has."""
     path, beside = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if found := {name: file for name, file in (("default", path), ("tool_use", beside)) if os.path.lexists(file)}:
         return {name: _read_text(file) for name, file in found.items()}
-    template = tokenizer_config.get("chat_template")
-    if template is None:
+    with _named(folder / "tokenizer_config.json"):
+        if templates := _templates(tokenizer_config.get("chat_template")):
+            return templates
+    of_processor = folder / "chat_template.json"
+    with _named(of_processor):
+        return _templates(_read_json(of_processor, optional=True).get("chat_template"))
+
+
+def _templates(value: object) -> dict[str, str]:
+    """Return those of a `chat_template` by name."""
+    if value is None:
         return {}
-    if not isinstance(template, list):
-        template = [{"name": "default", "template": template}]
-    elif not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+    if not isinstance(value, list):
+        value = [{"name": "default", "template": value}]
+    elif not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in value):
         raise ValueError("chat_template is a list, and not of names and templates")
-    for entry in template:
+    for entry in value:
         if not isinstance(entry["name"], str) or not isinstance(entry["template"], str):
             raise ValueError(f"chat_template is {_shown(entry['template'])}, not a text")
-    return {entry["name"]: entry["template"] for entry in template}
+    return {entry["name"]: entry["template"] for entry in value}
 
 
 def _special_tokens(values: dict) -> dict[str, str]:

@@ -29,7 +29,8 @@ _NOT_WANTED = re.compile(r"consolidated.*")  # the weights once more, in Mistral
 _INDEX, _WEIGHTS, _CONFIG, _SUMS = "model.safetensors.index.json", "model.safetensors", "config.json", "SHA256SUMS"
 # What a web server, which lists nothing, is asked for beside the weights.
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
-           "chat_template.jinja", _TOOL_TEMPLATE, "quantize_config.json", "vocab.json", "added_tokens.json")  # fmt: skip
+           "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE, "quantize_config.json", "vocab.json",
+           "added_tokens.json")  # fmt: skip
 _PIECE_BYTES = 32 << 20
 _DONE = ".complete"
 _LOOK_S = 0.2  # between two looks whether another process has downloaded it

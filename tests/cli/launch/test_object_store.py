@@ -329,23 +329,24 @@ def test_files_that_the_store_has_no_more_are_removed(web):
     assert files_in(folder) == {**new, "q.gguf": gguf, "notes.json": b"of somebody else"}
 
 
-def test_a_template_for_tools_on_a_web_server(web):
-    """Verified, replaced and removed as the files beside it are, though it is in a folder below."""
-    web.files |= {TOOLS: b"old", "SHA256SUMS": f"{hashlib.sha256(b'old').hexdigest()}  {TOOLS}\n".encode()}
-    web.tags |= {TOOLS: '"v1"', "SHA256SUMS": '"s1"'}
+@pytest.mark.parametrize("name", [TOOLS, "chat_template.json"])
+def test_a_template_on_a_web_server(web, name):
+    """Verified, replaced and removed as the files beside it are, also where it is in a folder below."""
+    web.files |= {name: b"old", "SHA256SUMS": f"{hashlib.sha256(b'old').hexdigest()}  {name}\n".encode()}
+    web.tags |= {name: '"v1"', "SHA256SUMS": '"s1"'}
     folder = find_model(Path(web.url))
-    assert (folder / TOOLS).read_bytes() == b"old"
+    assert (folder / name).read_bytes() == b"old"
     web.asked = []
     find_model(Path(web.url))
-    assert ("GET", TOOLS) not in {(method, name) for method, name, _ in web.asked}, "nothing is fetched again"
-    web.files[TOOLS], web.tags[TOOLS] = b"new", '"v2"'
-    assert f"{TOOLS}: is not what SHA256SUMS names" in refused(web.url)
+    assert ("GET", name) not in {(method, asked) for method, asked, _ in web.asked}, "nothing is fetched again"
+    web.files[name], web.tags[name] = b"new", '"v2"'
+    assert f"{name}: is not what SHA256SUMS names" in refused(web.url)
     del web.files["SHA256SUMS"]
     find_model(Path(web.url))
-    assert (folder / TOOLS).read_bytes() == b"new"
-    del web.files[TOOLS]
+    assert (folder / name).read_bytes() == b"new"
+    del web.files[name]
     find_model(Path(web.url))
-    assert not list((folder / TOOLS).parent.iterdir()), "its marks are removed too"
+    assert not list((folder / name).parent.glob(f"*{Path(name).name}*")), "its marks are removed too"
 
 
 @pytest.mark.parametrize("tag", ["strong", "weak"])

@@ -166,6 +166,10 @@ NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": 
         ({}, {"chat_template": NAMED[1:]}, (None, "b")),
         ({"chat_template.jinja": "x"}, {"chat_template": NAMED}, ("x", None)),
         ({"chat_template.jinja": "x", "additional_chat_templates/tool_use.jinja": "y"}, {}, ("x", "y")),
+        ({"chat_template.json": '{"chat_template": "z"}'}, {}, ("z", None)),  # as Mistral Small 3.1 and Llama 4 have it
+        ({"chat_template.json": "{}"}, {}, (None, None)),
+        ({"chat_template.json": "no JSON"}, {"chat_template": "a"}, ("a", None)),
+        ({"chat_template.json": "no JSON", "chat_template.jinja": "x"}, {}, ("x", None)),
     ],
 )
 def test_templates_by_name(copied, files, values, expected):
@@ -177,6 +181,13 @@ def test_templates_by_name(copied, files, values, expected):
         (copied / name).write_text(text)
     found = read_folder(copied)
     assert (found.chat_template, found.tool_template) == expected
+
+
+@pytest.mark.parametrize("content", ["no JSON", '{"chat_template": 5}', '{"chat_template": ["a"]}'])
+def test_a_template_of_a_processor_that_is_none(copied, content):
+    (copied / "tokenizer_config.json").unlink()
+    (copied / "chat_template.json").write_text(content)
+    refusal(copied, "chat_template.json")
 
 
 def test_a_template_that_is_no_text(copied):
