@@ -104,7 +104,8 @@ NAMES = tuple(each.name for each in FORMATS)
 
 def format_of(template: str) -> AnswerFormat | None:
     """Return the form of a chat template's model; None: its answers are plain text."""
-    return next((each for each in FORMATS if all(sign in template for sign in each.signs)), None)
+    written = template.replace('\\"', '"')  # as a text in double quotes has it
+    return next((each for each in FORMATS if all(sign in written for sign in each.signs)), None)
 
 
 def format_named(name: str) -> AnswerFormat | None:

@@ -128,7 +128,8 @@ class Conversation(NamedTuple):
 
 
 NO_OPTIONS = ChatOptions()
-_PROBED = ChatOptions(({"name": "other", "description": "", "parameters": {"type": "object", "properties": {}}},))
+_PROBED_TOOL = "other_tool_0000"
+_PROBED = ChatOptions(({"name": _PROBED_TOOL, "description": "", "parameters": {"type": "object", "properties": {}}},))
 _SYSTEM = ("system", "developer")
 # What a template is given in any case.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -141,12 +142,13 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         # By name: a template that does not know them would leave them out of the prompt without a word.
-        self.takes_tools, self.takes_tool_calls = "tools" in source, "tool_calls" in source
+        self.takes_tool_calls = "tool_calls" in source
         self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
             raise TemplateFailed(_one_line(error)) from None
+        self.takes_tools = "tools" in source and self._writes_tools()
         self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
 
     def of(self, options: ChatOptions) -> "ChatTemplate":
@@ -178,6 +180,15 @@ class ChatTemplate:
         if not found:
             raise TemplateFailed("it does not write the message that is to be continued")
         return head if tail.startswith(" ") else head.rstrip()
+
+    def _writes_tools(self) -> bool:
+        """Return whether a tool stands in what it writes: some know another word for them (SmolLM3), or look for them in a message
+        (Phi-4-mini). One that refuses whatever it is given may take other tools, and says itself what it wants."""
+        written, user = list[str](), ChatMessage("user", "?")
+        for chat in ((ChatMessage("system", "!"), user), (user,)):
+            with contextlib.suppress(TemplateFailed):
+                written.append(self._written(chat, _PROBED, PLAIN_CALLS))
+        return not written or any(_PROBED_TOOL in text for text in written)
 
     def _find_form(self) -> CallForm:
         """Return the first form of calls in which the template writes one. Some write it only where the content is none, or

@@ -146,6 +146,7 @@ def test_characters_stand_for_control_tokens():
         ("{{ '[TOOL_CALLS]' }}", "mistral-v3"),
         ("<tool_call>\\n<function=example>", "qwen-xml"),
         ('<tool_call>{"name": {{ name }}, "arguments": {{ arguments }}}</tool_call><think>', "hermes"),
+        ('<think>{{ "<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <object>}" }}', "hermes"),  # SmolLM3
         ('{"name": function name, "parameters": dict} ipython', "llama-json"),
         ("<|python_start|>", "pythonic"),
         ("<｜tool▁calls▁begin｜>", "deepseek-v31"),

@@ -124,14 +124,42 @@ async def test_what_a_template_would_leave_out_is_refused(conversation, field):
     work.close()
 
 
+# As Phi-4-mini and SmolLM3 know tools, and others.
+KNOWING_TOOLS = {
+    "of a message": ("{{ messages[0].tools }}", False),
+    "by another word": ("{% if xml_tools or python_tools %}{{ xml_tools }}{% endif %}", False),
+    "without a system message": (
+        "{{ raise_exception('no') if messages[0].role == 'system' }}{{ tools | tojson }}",
+        True,
+    ),
+    "behind a system message": ("{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}", True),
+    "of a kind": ("{{ raise_exception('no') if tools and 'a' not in (tools | string) }}{{ tools | tojson }}", True),
+    "not at all": ("{% if tools is none %}{{ messages[0].content }}{% endif %}", False),
+}
+
+
+@pytest.mark.parametrize("name", KNOWING_TOOLS)
+async def test_tools_that_a_template_only_names_are_refused(name):
+    source, takes_tools = KNOWING_TOOLS[name]
+    assert ChatTemplate(source, {}).takes_tools == takes_tools
+    work = work_for(source)
+    conversation = Conversation(CHAT[:1], ChatOptions(TOOLS))
+    if takes_tools:
+        await work.encode(None, None, conversation, 4096)
+    else:
+        with pytest.raises(InvalidRequest, match="this model's chat template has no place for tools"):
+            await work.encode(None, None, conversation, 4096)
+    work.close()
+
+
 async def test_tools_have_a_template_of_their_own():
     """Command R, Hermes 2 Pro and 3: the one without tools has no place for them."""
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with_tools = "{{ tools | length }} tools: {{ messages[0].content }}"
+    with_tools = "{{ tools[0].function.name }}: {{ messages[0].content }}"
     template = ChatTemplate(plain, {"bos_token": "<s>"}, with_tools)
     tokenizer = Tokenizer(byte_level())
     work = TextWork(tokenizer, template, 1000)
-    for options, text in ((ChatOptions(), "the fox"), (ChatOptions(TOOLS), "1 tools: the fox")):
+    for options, text in ((ChatOptions(), "the fox"), (ChatOptions(TOOLS), "find: the fox")):
         found = await work.encode(None, None, Conversation((ChatMessage("user", "the fox"),), options), 4096)
         assert tokenizer.decoder.decode(list(found)) == text
     with pytest.raises(TemplateFailed):
