@@ -4,6 +4,7 @@ asked for."""
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 # Steps that take no character away, and what those may take that write several as one: four letters at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
+# What Gemma's vocabulary has as words of its texts.
+_HTML = re.compile(r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|sub|sup|code)>")
 _BEFORE = "☺"  # that joins nothing behind it; as makers of SentencePiece models have it
 
 
@@ -40,7 +43,7 @@ class Tokenizer:
     """One tokenizer.json. Immutable after the start, so threads may share it; the library holds no lock of Python's
     while it encodes.
 
-    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...].
+    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...], but for HTML.
     """
 
     def __init__(
@@ -231,7 +234,8 @@ def _added(token: dict) -> tokenizers.AddedToken:
 
 def _is_control(token: dict) -> bool:
     content = token["content"]
-    return bool(content.strip()) and (token.get("special", False) or content[0] + content[-1] in ("<>", "[]"))
+    is_tag = content[:1] + content[-1:] in ("<>", "[]") and not _HTML.fullmatch(content)
+    return bool(content.strip()) and (token.get("special", False) or is_tag)
 
 
 def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:

@@ -50,6 +50,27 @@ def test_tags_are_control_tokens_though_not_called_special():
     assert added["    "] in encode(tokenizer, "a    <tool_call>"), "white space is no control token"
 
 
+HTML = ("<table>", "<td>", "</td>", "<h1>", "<b>", "</code>")
+
+
+@pytest.mark.parametrize("text", ["a <td>b</td>", "<table><td>the <b>fox</code>", "<h1> the fox"])
+def test_html_is_text_where_the_vocabulary_has_words_of_it(text):
+    """As Gemma's has, which calls them not special; beside a control token too."""
+    value = byte_level(unspecial=(*HTML, "<tool_call>", "<tables>"))
+    tokenizer, added = Tokenizer(value), special(value)
+    theirs = tokenizers.Tokenizer.from_buffer(value).encode(text, add_special_tokens=False).ids
+    assert encode(tokenizer, text) == tokenizer.encode_chat(Rendered(text, ())) == theirs
+    assert set(theirs) & {added[tag] for tag in HTML}
+    spelled = tokenizer.encode_chat(Rendered(f"<|user|>{text}<tool_call><|end|><tables>", (Match(0, len("<|user|>")),)))
+    assert spelled[: len(theirs) + 1] == [added["<|user|>"], *theirs]
+    assert not set(spelled[1:]) & {added[tag] for tag in ("<tool_call>", "<|end|>", "<tables>")}
+
+
+def test_html_that_the_file_calls_special_is_none():
+    value = changed(byte_level(unspecial=HTML), lambda content: content["added_tokens"][-1].update(special=True))
+    assert "</code>" in Tokenizer(value).control_ids and "<b>" not in Tokenizer(value).control_ids
+
+
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"model": 1}', b"\xff"])
 def test_no_tokenizer(value):
     with pytest.raises(SettingsError, match="tokenizer.json: not a tokenizer"):
