@@ -93,10 +93,10 @@ FORMATS = (
     AnswerFormat("deepseek-v31", (_SECTION,), DeepSeekReader, calls=section(_SECTION, _BARE, _SECTION_END)),
     AnswerFormat("qwen-xml", ("<tool_call>", "<function="), QwenXmlReader, calls=tagged_calls),
     AnswerFormat("hermes", ("<tool_call>", '"arguments"'), HermesReader, calls=_HERMES),
-    AnswerFormat("pythonic", ("<|python_start|>",), PythonicReader, calls=pythonic_calls),
     AnswerFormat(
         "llama-json", ('"parameters"', "ipython"), LlamaJsonReader, calls=object_calls("", "parameters", "", "; ")
     ),
+    AnswerFormat("pythonic", ("<|python_start|>",), PythonicReader, calls=pythonic_calls),
     AnswerFormat("think", ("<think>",), None),
 )
 NAMES = tuple(each.name for each in FORMATS)

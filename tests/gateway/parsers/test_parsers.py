@@ -148,7 +148,8 @@ def test_characters_stand_for_control_tokens():
         ('<tool_call>{"name": {{ name }}, "arguments": {{ arguments }}}</tool_call><think>', "hermes"),
         ('<think>{{ "<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <object>}" }}', "hermes"),  # SmolLM3
         ('{"name": function name, "parameters": dict} ipython', "llama-json"),
-        ("<|python_start|>", "pythonic"),
+        ('<|python_start|> {"name": function name, "parameters": dict} ipython', "llama-json"),  # Llama 4's own
+        ("<|python_start|> ipython", "pythonic"),
         ("<｜tool▁calls▁begin｜>", "deepseek-v31"),
         ("<｜tool▁calls▁begin｜>```json", "deepseek-v3"),
         ("<｜DSML｜function_calls>", "deepseek-dsml"),
