@@ -20,6 +20,14 @@ ALIGNMENT = 32  # bytes, of every tensor, where general.alignment does not say
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENIZER = "tokenizer."
+CONTROL = 3  # of token types
+# What ends a text: ids that a file names, and, since most name one of several, control tokens by their text, as llama.cpp's
+# llama-vocab.cpp has them.
+_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_END_TEXTS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "</s>", "<EOT>",
+    "<end_of_turn>", "<end_of_utterance>",
+))  # fmt: skip
 _INTEGERS, _FLOATS, _BOOL = frozenset((0, 1, 2, 3, 4, 5, 10, 11)), frozenset((6, 12)), 7
 
 
@@ -103,6 +111,21 @@ class GGUFHeader:
                 digest.update(key.encode() + b"\0")
                 digest.update(self._data[value.begin : value.end])
         return digest.digest()
+
+    def end_ids(self, vocab_size: int) -> frozenset[int]:
+        """Return the ids that end a text. Raises GGUFError for one that the file names and the vocabulary has not."""
+        named = {key: self.get(key, INTEGER, -1) for key in _END_KEYS}  # -1: none
+        if wrong := next((key for key, token_id in named.items() if not -1 <= token_id < vocab_size), None):
+            why = f"{named[wrong]} is not one of the vocabulary, which has {vocab_size} ids"
+            raise GGUFError(f"{self.path}: {wrong} {why}")
+        tokens, types = (
+            self.get("tokenizer.ggml.tokens", TEXTS, ()),
+            self.get("tokenizer.ggml.token_type", INTEGERS, ()),
+        )
+        written = {
+            at for at, (token, type_) in enumerate(zip(tokens, types)) if type_ == CONTROL and token in _END_TEXTS
+        }
+        return frozenset(each for each in {*named.values(), *written} if 0 <= each < vocab_size)
 
     def _read(self) -> None:
         if self._take(4) != MAGIC:

@@ -9,7 +9,6 @@ from baton.tokenizer.gguf_tokenizer import tokenizer_json
 from gateway.model.model_folder import Defaults, ModelFolder, read_folder
 
 EMBEDDING = "token_embd.weight"
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What chat templates call a token -> what the format does; one of its names is misspelt.
 SPECIAL = {
     "bos_token": "bos",
@@ -44,23 +43,13 @@ def _read_gguf(header: GGUFHeader) -> ModelFolder:
         name=header.path.stem,
         context=context,
         vocab_size=embedding.shape[0],
-        eos_ids=_ends(header, embedding.shape[0]),
+        eos_ids=header.end_ids(embedding.shape[0]),
         defaults=Defaults(),
         tokenizer_json=tokenizer_json(header),
         tokenizer_digest=header.tokenizer_digest,
         chat_template=header.get("tokenizer.chat_template", TEXT),
         special_tokens=_special_tokens(header),
     )
-
-
-def _ends(header: GGUFHeader, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids; -1 means none in this format."""
-    ids = {name: header.get(f"tokenizer.ggml.{name}", INTEGER, -1) for name in ENDS}
-    for name, token_id in ids.items():
-        if not -1 <= token_id < vocab_size:
-            why = f"{token_id} is not one of the vocabulary, which has {vocab_size} ids"
-            raise SettingsError(f"{header.path}: tokenizer.ggml.{name} {why}")
-    return frozenset(ids.values()) - {-1}
 
 
 def _special_tokens(header: GGUFHeader) -> dict[str, str]:

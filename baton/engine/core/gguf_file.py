@@ -26,7 +26,6 @@ OF_YARN = {
     "yarn_beta_slow": ("beta_slow", NUMBER),
 }
 MULTIPLIERS = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What is computed in, where the file is asked: the type of its embedding, and bf16 for quantized ones.
 FLOATS = {GGMLType.F32: np.float32, GGMLType.F16: np.float16}
 DTYPES = {GGMLType.F32: "float32", GGMLType.F16: "float16"}
@@ -39,7 +38,7 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """`tensors` by name; `metadata(key, kind)` as Python values."""
+    """`tensors` by name; `metadata(key, kind)` as Python values, `end_ids(vocab_size)` of what they say."""
 
     def __init__(self, path: Path):
         """Raises ModelError for what is not a whole GGUF file."""
@@ -48,7 +47,7 @@ class GGUFFile:
             raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}")
         try:
             header = GGUFHeader(path)
-            self.metadata = header.get
+            self.metadata, self.end_ids = header.get, header.end_ids
             # Copy on write: torch wants writable memory to make a tensor of, and nothing is written.
             self._data = np.memmap(path, mode="c")
             self.tensors = {name: _mapped(self._data, name, info) for name, info in header.tensors.items()}
@@ -123,10 +122,9 @@ def config_of(file: GGUFFile) -> dict:
         "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": arch == "llama" and "blk.0.ffn_gate.bias" in file.tensors,
         "dtype": DTYPES.get(file.tensors[EMBEDDING].tensor_type, "bfloat16"),
-        "eos_token_id": [file.metadata(f"tokenizer.ggml.{key}", INTEGER, -1) for key in END_KEYS],
+        "eos_token_id": sorted(file.end_ids(file.tensors[EMBEDDING].shape[0])),
         "rope_parameters": _rope(file, of),
     }
-    config["eos_token_id"] = sorted({*config["eos_token_id"]} - {-1})
     if window := of("attention.sliding_window"):
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window} if arch == "llama" else {}
     if (rotary := of("rope.dimension_count", default=config["head_dim"])) != config["head_dim"]:

@@ -102,7 +102,8 @@ def test_a_model_as_the_gateway_reads_it(tmp_path):
     reference = Reference.from_buffer(byte_level())
     model = read_model(write(tmp_path / "Small-Q8.gguf", byte_level(), "gpt2", "gpt-2"))
     assert (model.name, model.context, model.vocab_size) == ("Small-Q8", 777, reference.get_vocab_size())
-    assert model.eos_ids == {reference.token_to_id("</s>"), reference.token_to_id("<|eot_id|>")}
+    ends = ("</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end|>")
+    assert model.eos_ids == {reference.token_to_id(end) for end in ends}
     assert model.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert "messages" in model.chat_template and len(model.tokenizer_digest) == 32
     tokenizer = Tokenizer(model.tokenizer_json)

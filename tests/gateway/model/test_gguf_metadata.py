@@ -23,6 +23,7 @@ from tests.support.gateway.gguf_metadata import (
     metadata,
     write,
 )
+from tests.support.gateway.gguf_vocabulary import CONTROL, NORMAL
 
 KINDS = ("gpt2", "llama")
 
@@ -50,6 +51,28 @@ def of_engine(path) -> str | None:
 def test_the_file_that_is_changed_below_is_good(path, kind):
     write(path, metadata(kind))
     assert (of_gateway(path), of_engine(path)) == (None, None)
+
+
+@pytest.mark.parametrize("named", [(), ("eos",), ("eos", "eot"), ("eom",)])
+def test_control_tokens_that_are_written_as_ends_are_ends(path, named):
+    """As llama.cpp has it: files of Llama 3 name 128009 of three, those of Qwen one of two."""
+    said = metadata()
+    tokens = said["tokenizer.ggml.tokens"].value
+    for name in ("eos", "eot", "eom"):
+        said[f"tokenizer.ggml.{name}_token_id"] = Value(I32, tokens.index("<|user|>") if name in named else -1)
+    said["tokenizer.ggml.token_type"].value[tokens.index("<|im_end|>")] = NORMAL
+    write(path, said)
+    written = {"</s>", "<|endoftext|>", "<|eot_id|>", "<|end|>", *["<|user|>"] * bool(named)}
+    assert {tokens[id_] for id_ in read_model(path).eos_ids} == written
+    assert set(read_spec(path).eos_token_ids) == read_model(path).eos_ids
+
+
+def test_an_end_that_the_embedding_has_not_is_none(path):
+    said = metadata()
+    said["tokenizer.ggml.tokens"].value.append("<|eom_id|>")
+    said["tokenizer.ggml.token_type"].value.append(CONTROL)
+    write(path, said, num_tokens=420)
+    assert 420 not in read_model(path).eos_ids | set(read_spec(path).eos_token_ids)
 
 
 BROKEN = {
