@@ -14,8 +14,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # that a `rope_scaling` need not have
 _ROPE_NUMBERS = (
-    "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
-    "mscale_all_dim",
+    "factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
+    "mscale", "mscale_all_dim",
 )  # fmt: skip
 _ROPE_NEEDS = {
     "linear": ("factor",),

@@ -101,10 +101,12 @@ def attention_scale(spec: RopeSpec) -> float:
     factor = _stretch(spec)
     if spec.kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(spec.original_context)) if factor > 1 else 1.0
+    # As SGLang has it, and DeepSeek-R1-0528-Qwen3-8B, of which the product is 1; transformers reads past it.
+    more = parameters.get("attn_factor") or 1.0
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
-    return yarn_scale(factor, 1.0)
+        return more * yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return more * yarn_scale(factor, 1.0)
 
 
 def _powers(base: float, head_dim: int) -> Tensor:

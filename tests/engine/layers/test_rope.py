@@ -1,12 +1,14 @@
 """Rotary frequencies against transformers' own, and tables whose rows do not depend on how they were made."""
 
+import math
+
 import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from baton.engine.core.model_spec import RopeSpec
-from baton.engine.layers.rope import Rope
+from baton.engine.layers.rope import Rope, attention_scale
 
 HEAD_DIM = 16
 LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -56,6 +58,19 @@ def test_within_the_original_context(name):
     spec, theirs = make(name)
     positions = torch.arange(spec.original_context)
     assert_same(Rope(spec, HEAD_DIM, spec.context), theirs, positions, positions)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"factor": 4.0, "attn_factor": 0.8782488562869419}, 1.0),  # DeepSeek-R1-0528-Qwen3-8B's
+        ({"factor": 4.0, "attn_factor": 0.8782488562869419, "attention_factor": 0.7}, 0.7),
+        ({"factor": 4.0, "attn_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.5),
+        ({"factor": 4.0, "attn_factor": None}, 0.1 * math.log(4) + 1),
+    ],
+)
+def test_what_yarn_is_multiplied_by(parameters, expected):
+    assert attention_scale(RopeSpec("yarn", 1e6, 131072, 32768, parameters)) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["default", "linear", "yarn", "llama3"])

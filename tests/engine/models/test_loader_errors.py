@@ -88,6 +88,7 @@ def test_config_lacks_a_size(folder, key):
         {"hidden_act": "gelu"},
         {"rope_parameters": {"rope_type": "spiral"}},
         {"rope_parameters": {"rope_type": "linear"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0}},
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         {"dtype": "float64"},
         {"layer_types": ["full_attention"], "use_sliding_window": True, "sliding_window": 8},
