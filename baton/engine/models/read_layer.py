@@ -137,7 +137,7 @@ def _read_mamba2(
     weight = source.tensor(f"{module}.conv1d.weight", whole.conv_size, 1, spec.taps)
 
     def own(name: str, size: int, index: Tensor | slice) -> Tensor:
-        return source.tensor(f"{module}.{name}", size)[index].float().contiguous()
+        return source.exact(f"{module}.{name}", size)[index].contiguous()
 
     heads, of_heads, channels = whole.num_heads, part.of_heads, part.channels
     parameters = Mamba2Parameters(
@@ -170,14 +170,14 @@ def _read_mamba(
     norms, selected = zip(("dt", "b", "c"), spec.selected_sizes, strict=True), sum(spec.selected_sizes)
     parameters = MambaParameters(
         conv_weight=_taps_first(weight, part.channels),
-        conv_bias=source.tensor(f"{module}.conv1d.bias", inner)[own].float().contiguous() if spec.conv_bias else None,
+        conv_bias=source.exact(f"{module}.conv1d.bias", inner)[own].contiguous() if spec.conv_bias else None,
         selection=linears.read(
             [f"{module}.x_proj"], [selected], inner, False, rows=-selected % VECTOR_STRIDE, row_parallel=True
         ),
-        norms=tuple(source.tensor(f"{module}.{name}_layernorm.weight", size).float() for name, size in norms),
+        norms=tuple(source.exact(f"{module}.{name}_layernorm.weight", size) for name, size in norms),
         steps=linears.read([f"{module}.dt_proj"], [inner], spec.step_rank, True, column_parallel=True),
-        decay=-source.tensor(f"{module}.A_log", inner, spec.state_size)[own].float().exp().t().contiguous(),
-        skip=source.tensor(f"{module}.D", inner)[own].float().contiguous(),
+        decay=-source.exact(f"{module}.A_log", inner, spec.state_size)[own].exp().t().contiguous(),
+        skip=source.exact(f"{module}.D", inner)[own].contiguous(),
     )
     order = torch.arange(2 * inner).roll(inner)[part.rows]  # gates first
     projection = linears.read([f"{module}.in_proj"], [2 * inner], hidden, bias, orders=[order])
@@ -197,9 +197,9 @@ def _read_delta_net(
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
     parameters = DeltaNetParameters(
         conv_weight=_taps_first(weight, part.channels),
-        step_bias=source.tensor(f"{module}.dt_bias", heads)[part.of_heads].float().contiguous(),
-        decay=-source.tensor(f"{module}.A_log", heads)[part.of_heads].float().exp(),
-        norm_weight=source.tensor(f"{module}.norm.weight", spec.value_dim).float(),
+        step_bias=source.exact(f"{module}.dt_bias", heads)[part.of_heads].contiguous(),
+        decay=-source.exact(f"{module}.A_log", heads)[part.of_heads].exp(),
+        norm_weight=source.exact(f"{module}.norm.weight", spec.value_dim),
     )
     read = _read_split if spec.is_split else _read_by_key_head
     projection = read(part, module, linears, model.hidden_size)
