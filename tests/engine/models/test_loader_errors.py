@@ -144,6 +144,16 @@ def test_what_transformers_takes_of_every_family(tmp_path, name, changes, told):
     assert_refused(tmp_path, "config.json", told)
 
 
+@pytest.mark.parametrize(("value", "is_tuned"), [(4, True), (True, True), (0, False), (False, False), (None, True)])
+def test_a_number_that_means_true(tmp_path, value, is_tuned):
+    """Of Llama 4 transformers 4.51 wrote how it scales queries as 4."""
+    make_folder(tmp_path, "llama4")
+    change_config(tmp_path, attn_temperature_tuning=value)
+    assert (read_spec(tmp_path).temperature is not None) == is_tuned
+    change_config(tmp_path, attn_temperature_tuning="4")
+    assert_refused(tmp_path, "config.json", "attn_temperature_tuning is '4', not true or false")
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

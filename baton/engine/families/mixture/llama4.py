@@ -33,8 +33,8 @@ def llama4(config: Config) -> ModelSpec:
         )
         for index, (turn, kind) in enumerate(zip(turns, types, strict=True))
     )  # fmt: skip
-    temperature = None
-    if config.flag("attn_temperature_tuning", True):
+    temperature, tuning = None, config.values.get("attn_temperature_tuning", True)
+    if bool(tuning) if isinstance(tuning, int) else config.flag("attn_temperature_tuning"):  # transformers 4.51 wrote 4
         temperature = TemperatureSpec(config.number("attn_scale", 0.1), config.count("floor_scale", 8192))
     dense = Config(
         config.folder,
