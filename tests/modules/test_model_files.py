@@ -109,3 +109,22 @@ def test_the_identity_of_weights_that_are_a_link(folder):
     with pytest.raises(ModelError, match="which is not there") as caught:
         model_identity(folder)
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("vocabulary", ["tekken.json", "tokenizer.model"])
+def test_of_what_a_tokenizer_can_be_made(folder, vocabulary):
+    """Mistral Small 3.2, Magistral and Devstral are published with a tekken.json alone."""
+    path = folder / "tokenizer.json"
+    path.unlink()
+    for beside in (None, vocabulary):
+        if beside:
+            (folder / beside).write_text("{}")
+        told = (
+            f"is not there; make it of {beside}, as docs/models.md says (Weights)"
+            if beside
+            else "No such file or directory"
+        )
+        for read, error in ((read_model, SettingsError), (tokenizer_digest, ModelError)):
+            with pytest.raises(error) as caught:
+                read(folder)
+            assert str(caught.value) == f"{path}: {told}"
