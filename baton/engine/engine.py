@@ -23,7 +23,7 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
 from baton.engine.execute.build import make_ledger
 from baton.engine.execute.launcher import Launcher
-from baton.engine.execute.multi_step import MultiStep, compute
+from baton.engine.execute.multi_step import MOST_STEPS, MultiStep, compute
 from baton.engine.execute.output_processor import OutputProcessor
 from baton.engine.execute.runner import Flight, Runner
 from baton.engine.execute.watermark import layer_watermark
@@ -89,7 +89,11 @@ class Engine:
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.output_processor = OutputProcessor(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(
-            proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device), self._multi_step is not None
+            proposers,
+            self.scheduler,
+            config.num_draft_tokens,
+            clock_for(pool.device),
+            MOST_STEPS if self._multi_step else 1,
         )
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0

@@ -28,5 +28,8 @@ class AcceptanceRate:
     def rate(self, prior: float) -> float:
         """Return the estimated rate, optimistic after few trials: a proposer rated too high is tried and corrected, one
         rated too low never is."""
-        trials = self.trials + PRIOR_TRIALS
-        return min(1.0, (self.accepted + PRIOR_TRIALS * prior) / trials + HOPE / math.sqrt(trials))
+        return min(1.0, self.mean(prior) + HOPE / math.sqrt(self.trials + PRIOR_TRIALS))
+
+    def mean(self, prior: float) -> float:
+        """Return the estimated rate without hope, of which many sequences together have too much."""
+        return (self.accepted + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)

@@ -9,6 +9,7 @@
              costs leave out (prompts that a draft reads, hidden states that are kept) ends in this factor
     worth    tokens that all sequences gain save whole steps. What one gains beyond the one that gains least only
              frees its place earlier: that counts as far as places are filled again, see Refill
+    looks    one for what costs next to nothing follows soon on another as long as they gain more than they take
 
 Per step the width is chosen that is worth most per second, and none where that is not GAIN times plain (DRAFT_GAIN
 where it is to be drafted). What is off is looked at again every LOOK_INTERVAL steps, and tried out of an allowance that
@@ -108,7 +109,9 @@ class DraftPlan:
 class Controller:
     """One per engine. Belongs to the loop's thread."""
 
-    def __init__(self):
+    def __init__(self, steps_a_call: int = 1):
+        """`steps_a_call`: the most that the engine does in one."""
+        self.steps_a_call = steps_a_call
         self.costs = Costs()
         self.refill = Refill()
         self.lately: dict[str, AcceptanceRate] = {}
@@ -154,7 +157,9 @@ class Controller:
         asked in every step that is not measured as a plain one."""
         if self._plain_left > 0:
             return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
-        resting = (1 if has_fixed else self._states[name].num_resting(self.step, num_seqs) for name in names)
+        if has_fixed:
+            return 1 if any(True for _ in names) else MANY
+        resting = (self._states[name].num_resting(self.step, num_seqs, self.steps_a_call) for name in names)
         return min(resting, default=MANY)
 
     def note_plain_steps(self, num_steps: int) -> None:
@@ -169,11 +174,11 @@ class Controller:
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
-        num_reads: float = 0.0, num_unread: Sequence[int] = (),
+        num_reads: float = 0.0, num_unread: Sequence[int] = (), num_left: int = 1,
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
         `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
-        what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
+        what they took is spent; `num_left`: tokens that the longest of them is expected to make; `num_reads`: tokens to be read first, by each that the sequences are expected to
         make; `num_unread`: those that each has; none where it is not given."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
@@ -181,7 +186,8 @@ class Controller:
         state, prior = self._states[name], self.prior(name)
         rates = [acceptance.rate(prior) for acceptance in own]
         if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECIDED_FOR:
-            state.best = self._best_width(name, rates, limits, plain_s, is_drafted, num_reads)
+            all_right = math.prod(acceptance.mean(prior) for acceptance in own)
+            state.best = self._best_width(name, rates, all_right, limits, plain_s, is_drafted, num_reads, num_left)
             state.decided_at = self.step
         if state.best:
             best = state.choose_width()
@@ -200,11 +206,11 @@ class Controller:
 
     def note_step(
         self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str], num_steps: int = 1,
-        is_plain: bool = True, last: str = "",
+        is_plain: bool = True, last: str = "", least_made: int = 1,
     ) -> None:  # fmt: skip
         """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`: where
         nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps are done;
-        `last`: the last of the proposers whose proposals it had."""
+        `last`: the last of the proposers whose proposals it had; `least_made`: tokens of the sequence that has the fewest."""
         num_seqs, plan = self.plan.num_seqs, self.plan
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
@@ -225,6 +231,8 @@ class Controller:
         foreseen_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
         for name in asked:
             state, account = self._states[name], self._account(name, num_seqs)
+            if num_proposed:
+                state.note_worth(self._worth(least_made, num_made / num_seqs) - spent)
             if num_proposed and plan.is_known:
                 account.add(spent, foreseen_spent)
                 spent = min(spent, foreseen_spent / account.trust)  # it may have been disturbed
@@ -257,13 +265,18 @@ class Controller:
         is_known = plan.num_proposals and self.costs.extra_is_known(plan.last)
         return self.costs.extra_s(plan.last, plan.num_seqs, plan.num_proposals) if is_known else 0.0
 
-    def _best_width(self, name, rates, limits, plain_s, is_drafted, num_reads) -> int:
-        """The width that is worth most per second, all sequences at that width, at their limit or above the floor."""
+    def _worth(self, least: float, mean: float) -> float:
+        """Return the whole steps that are saved, and this one, where the slowest sequence makes `least` tokens."""
+        return least + self.refill.rate * (mean - least)
+
+    def _best_width(self, name, rates, all_right, limits, plain_s, is_drafted, num_reads, num_left) -> int:
+        """The width that is worth most per second, all sequences at that width, at their limit or above the floor.
+        `all_right`: the chance that a proposal is right for each of them."""
         if not self._is_known(name, is_drafted):
             return 0
-        plan, refill = self.plan, self.refill.rate
+        plan = self.plan
         num_seqs, num_proposals = plan.num_seqs, plan.num_proposals
-        extra, most, draft_s = self.costs.extra_curve(name, num_seqs), max(limits), 0.0
+        extra, most, shortest, draft_s = self.costs.extra_curve(name, num_seqs), max(limits), min(limits), 0.0
         if not is_drafted:
             draft, more = self.costs.draft_curve(name, len(rates))
             most = min(most, 2 * draft.largest)
@@ -274,6 +287,7 @@ class Controller:
         gain = GAIN if is_drafted else DRAFT_GAIN
         best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
+        chance_of_all = at_once = 1.0
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
@@ -283,8 +297,9 @@ class Controller:
                     num_proposals += 1
             if num_proposals > 2 * extra.largest:
                 break
-            slowest = min(least, *tokens) if num_seqs > 1 else total
-            worth = slowest + refill * (total / num_seqs - slowest)
+            chance_of_all *= all_right if width <= shortest else 0.0
+            at_once += chance_of_all
+            worth = self._worth(_of_slowest(min(least, *tokens), at_once, num_left), total / num_seqs)
             if not is_drafted:
                 draft_s = more * draft.at(width)
             speed = worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
@@ -346,6 +361,12 @@ class Controller:
             return 0.0
         num_seqs = self.plan.num_seqs
         return self.refill.rate * self.costs.extra_curve(name, num_seqs).slope * num_seqs / plain_s
+
+
+def _of_slowest(tokens: float, at_once: float, num_left: int) -> float:
+    """Return the tokens a step of the sequence for which a batch waits to the end of `num_left`: in one step `at_once`, of the
+    one that is wrong first; in many steps `tokens`, of the one that is wrong most often, as chance evens out."""
+    return tokens - (tokens - min(tokens, at_once)) / math.sqrt(max(1.0, num_left / tokens))
 
 
 def _deepest(rate: float, width: int, floor: float) -> int:

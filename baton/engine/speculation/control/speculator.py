@@ -64,15 +64,14 @@ class Speculator:
         scheduler: Scheduler,
         num_draft_tokens: int | None,
         clock: Callable[[], float],
-        steps_several: bool,
+        steps_a_call: int,
     ):
-        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_several`: the engine
-        does several steps in one call, where nothing is proposed."""
+        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_a_call`: the most that
+        the engine does in one call, where nothing is proposed."""
         proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
-        self.controller = Controller()
+        self.controller = Controller(steps_a_call)
         self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
-        self._steps_several = steps_several
         self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
         self._last = next(reversed(self.proposers), "")  # has no other behind it
         self._scheduler = scheduler
@@ -280,7 +279,8 @@ class Speculator:
         unread = [0 if is_drafted else self._num_unread(name, seqs[index]) for index in free]
         num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
         num_seqs = len(self._decoding)
-        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, unread)
+        num_left = max((self._num_left(seqs[index]) for index in free), default=1)
+        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, unread, num_left)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
         if not is_drafted and not any(widths):
@@ -293,7 +293,10 @@ class Speculator:
         return self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
 
     def _by_token(self, seq: Sequence, num_unread: int) -> float:
-        return num_unread / self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
+        return num_unread / self._num_left(seq)
+
+    def _num_left(self, seq: Sequence) -> int:
+        return self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
 
     def _fixed(self, seq: Sequence) -> int | None:
         asked = seq.group.request.speculation.num_tokens
@@ -330,13 +333,14 @@ class Speculator:
         asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
         if self._proposers_of:
             num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
-            num_made = sum(len(samples) for _, samples in drawn)
-            controller.note_step(num_made, num_proposed, step_s, draft_s, asked, last=self._last_of_step())
+            made = [len(samples) for _, samples in drawn]
+            last, least = self._last_of_step(), min(made)
+            controller.note_step(sum(made), num_proposed, step_s, draft_s, asked, last=last, least_made=least)
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
             controller.note_look(self._looked, self._draft_s)
             # One that was done alone to ask again says nothing of those that are done in one call.
-            is_plain = not (self._steps_several and self.num_plain_steps == 1)
+            is_plain = not (controller.steps_a_call > 1 and self.num_plain_steps == 1)
             controller.note_step(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
