@@ -594,7 +594,9 @@ def test_large_bodies_are_read_in_few_steps():
     assert num_calls(lambda: conversation.words) < 1000
 
 
-@pytest.mark.parametrize("door, row", [each for each in ROWS if each[1].path in TOO_LONG], ids=str)
+@pytest.mark.parametrize(
+    "door, row", [each for each in ROWS if each[1].path in TOO_LONG], ids=lambda value: getattr(value, "name", value)
+)
 def test_a_list_that_nobody_may_have_is_refused_before_it_is_read(door, row):
     """What is in these is of no form."""
     read, body = READERS[door]
