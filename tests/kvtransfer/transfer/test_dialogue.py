@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer import wire
-from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.errors import PeerLost, ProtocolError, TicketRefused
 from kvtransfer.transfer import dialogue, source_dialogue
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
 from kvtransfer.wire import Range
-from tests.support.kvtransfer.rig import NUM_TOKENS, running
+from tests.support.kvtransfer.rig import NUM_TOKENS, kind, running, until
 
 NUM_LAYERS = 5
 LAYERS = range(NUM_LAYERS)
@@ -125,6 +125,50 @@ def test_digests_of_a_layer_that_fit_no_frame_wait_for_all_layers(monkeypatch):
             rig.source.finish("k")
             await fetching
             assert rig.arrived() and destination.upto[-1] == NUM_TOKENS
+
+    asyncio.run(main())
+
+
+def test_a_source_waits_for_its_taker(small_ranges):
+    """Ten ranges are ready, and no more than four go out before the first of them is acknowledged."""
+
+    async def main():
+        async with running("inproc") as rig:
+            num_unacked, most = 0, 0
+
+            def count(frame, line):
+                nonlocal num_unacked, most
+                num_unacked += {"ready": 1, "confirm": -1}.get(kind(frame), 0)
+                most = max(most, num_unacked)
+                return [frame]
+
+            rig.source.fault = count
+            destination, goes_on = rig.destination(640), asyncio.Event()
+            destination.caught_up = goes_on.wait
+            fetching = asyncio.create_task(rig.fetch(rig.ready_offer(num_tokens=640), destination))
+            await until(lambda: most == source_dialogue.MAX_UNACKED, "as many are under way as may be")
+            await asyncio.sleep(0.05)  # for one more, were it sent
+            assert most == source_dialogue.MAX_UNACKED and not destination.upto
+            goes_on.set()
+            await fetching
+            assert rig.arrived(end=640)
+
+    asyncio.run(main())
+
+
+def test_a_ticket_that_is_withdrawn_ends_the_dialogue_of_its_taker():
+    async def main():
+        async with running("inproc") as rig:
+            offer, destination = rig.offer(), rig.destination()
+            fetching = asyncio.create_task(rig.fetch(offer, destination))
+            rig.source.advance("k", 64)
+            await until(lambda: destination.upto == [64], "the first range is there")
+            rig.source.withdraw(offer.ticket)
+            rig.source.finish("k")
+            with pytest.raises(TicketRefused, match="withdrawn"):
+                await fetching
+            assert destination.upto == [64]
+            rig.source.cancel("k")
 
     asyncio.run(main())
 

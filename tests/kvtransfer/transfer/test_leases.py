@@ -69,6 +69,17 @@ async def test_a_ticket_of_another_rank_renews_the_lease():
     assert table.endings == ["expired"] and b"third" not in lease.fetches
 
 
+async def test_a_lease_that_is_offered_again_is_renewed():
+    """Its second taker has as long to come as the first had."""
+    async with running("inproc", ttl_s=5.0) as rig:
+        clock = rig.source._leases._clock = Clock()
+        offer = rig.offer()
+        clock.now += 4.9
+        rig.source.offer_again(offer.lease_id, rig.make_fetcher(b"decode-1", 23).taker())
+        clock.now += 4.9
+        assert rig.source.renew(offer.lease_id)
+
+
 def test_renewal_counts_from_now():
     table = Table()
     lease = table.lease()

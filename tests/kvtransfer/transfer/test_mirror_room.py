@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from kvtransfer.errors import DigestMismatch
 from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
-from tests.support.kvtransfer.rig import NUM_BLOCKS, layout, running, until
+from tests.support.kvtransfer.rig import NUM_BLOCKS, assert_still_serves, kind, layout, running, until
 
 GIVEN, TAKEN = Side.GIVEN, Side.TAKEN
 
@@ -134,6 +135,39 @@ def test_a_prompt_crosses_by_a_mirror_smaller_than_itself(name, small_ranges):
                 rows = np.frombuffer(region.memory, np.uint8).reshape(NUM_BLOCKS, -1)
                 assert 0 < np.count_nonzero(rows.any(axis=1)) == room.num_resident <= 2
                 await until(lambda: not room._num_users.any(), "all ranges have left")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ("wrong bytes", "cancelled"))
+def test_a_fetch_that_ends_in_the_middle_leaves_no_range_in_the_room(ending, small_ranges):
+    """On either side: what stays there for good is missed by all fetches that follow."""
+
+    def room_of(region):
+        return MirrorRoom(NUM_BLOCKS, NUM_BLOCKS, lambda first, count: None)
+
+    async def main():
+        async with running("tcp", layout(64), on_gpu=(True, True), rooms=(room_of, room_of)) as rig:
+            waits, destination = asyncio.Event(), rig.destination()
+            destination.caught_up = waits.wait  # nothing is acknowledged: all that comes stays
+
+            def spoil(frame, line):
+                if ending == "wrong bytes" and kind(frame) == "ready" and frame.ready.range.token_begin == 128:
+                    frame.ready.digests[0] ^= 1
+                return [frame]
+
+            rig.source.fault = spoil
+            fetching = asyncio.create_task(rig.fetch(rig.ready_offer(), destination))
+            if ending == "cancelled":
+                await until(lambda: all(room._num_users.sum() >= 2 for room in rig.rooms), "both sides have ranges")
+                fetching.cancel()
+            else:
+                waits.set()
+            with pytest.raises(DigestMismatch if ending == "wrong bytes" else asyncio.CancelledError):
+                await fetching
+            rig.source.cancel("k")
+            await until(lambda: not any(room._num_users.any() for room in rig.rooms), "all ranges have left")
+            await assert_still_serves(rig)
 
     asyncio.run(main())
 

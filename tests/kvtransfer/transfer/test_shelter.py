@@ -3,11 +3,12 @@
 import pytest
 
 from kvtransfer.errors import ProtocolError, StaleBlocks, TransferFailed
-from kvtransfer.layout import BlockRef, KVGroup, KVHandle, KVLayout
+from kvtransfer.layout import STATE, BlockRef, KVGroup, KVHandle, KVLayout
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transfer.pull import Shelter
 
 LAYOUT = KVLayout((KVGroup("paged", 1, 1, 8, "bf16", 16),))
+WITH_STATES = KVLayout((*LAYOUT.groups, KVGroup(STATE, 1, 1, 8, "fp32", 1)))
 NUM_BLOCKS = 2048
 
 
@@ -50,9 +51,9 @@ class Growing(Destination):
         return self.blocks
 
 
-def shelter_of(destination) -> Shelter:
-    memory = BlockMemory(bytearray(NUM_BLOCKS * LAYOUT.block_bytes), LAYOUT)
-    handle = KVHandle(b"", 0, b"", b"", "", LAYOUT, (), NUM_BLOCKS * 16, (), b"", ())
+def shelter_of(destination, layout: KVLayout = LAYOUT) -> Shelter:
+    memory = BlockMemory(bytearray(layout.pool_bytes(NUM_BLOCKS, 4 if layout.state else 0)), layout)
+    handle = KVHandle(b"", 0, b"", b"", "", layout, (), NUM_BLOCKS * 16, (), b"", ())
     return Shelter(memory, destination, 1, handle)
 
 
@@ -82,3 +83,15 @@ def test_what_a_destination_may_not_do():
         shelter_of(Destination(range(2))).make_room(64)
     with pytest.raises(ProtocolError):
         shelter_of(Destination([0, 1, 2, NUM_BLOCKS])).make_room(64)
+
+
+def test_the_rest_of_a_state_goes_where_the_first_of_it_is():
+    shelter, state = shelter_of(destination := Growing(range(8)), WITH_STATES), BlockRef(2, 1)
+    destination.state_block = lambda: state
+    for _ in range(2):
+        shelter.make_room_for_state(128)
+    assert shelter.state_ids.tolist() == [2] and shelter.ids.tolist() == list(range(8))
+    state = BlockRef(3, 1)
+    with pytest.raises(StaleBlocks, match="the state"):
+        shelter.make_room_for_state(128)
+    assert shelter.state_ids.tolist() == [2]
