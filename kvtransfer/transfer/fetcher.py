@@ -14,7 +14,6 @@ from kvtransfer.errors import (
     DigestMismatch,
     KVError,
     LayoutMismatch,
-    LeaseExpired,
     PeerLost,
     TicketRefused,
     TransferTimedOut,
@@ -160,10 +159,6 @@ class Fetcher:
             try:
                 used.append(await self._pull_once(pull, choice, want))
                 return
-            except (LeaseExpired, TicketRefused):
-                if not pull.is_done:
-                    raise
-                break
             except TransportBroken as exc:
                 choice = self._without(choice, pull.source, exc)
             except PeerLost:
@@ -176,7 +171,7 @@ class Fetcher:
                     raise
                 else:
                     break
-        # Only the goodbye was lost: it had arrived, and the source has ended this fetch, or the source is gone.
+        # Only the goodbye was lost, and the source is gone.
         used.append((choice.endpoints[0].transport, choice.reason))
 
     def _broken_with(self, source: bytes) -> set[str]:

@@ -4,9 +4,10 @@ from hypothesis import strategies as st
 
 from baton.v1 import kv_pb2
 from kvtransfer import wire
-from kvtransfer.errors import KVError, LayoutMismatch, ProtocolError
+from kvtransfer.errors import KVError, LayoutMismatch, ProtocolError, TicketRefused
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part
-from kvtransfer.transfer.ticket import parse_ticket
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from tests.support.kvtransfer.rig import layout
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -35,24 +36,47 @@ def test_layout_of_another_version():
         wire.layout_from_proto(proto)
 
 
+def taken(read, data: bytes):
+    """What `read` makes of the bytes; None where it refuses them with a type."""
+    try:
+        return read(data)
+    except KVError:
+        return None
+
+
+def check_handle(handle: KVHandle | None) -> None:
+    """What is taken for a handle is one, and says the same when it is sent on."""
+    if handle is None:
+        return
+    assert wire.decode_handle(wire.encode_handle(handle)) == handle
+    assert 1 <= handle.num_tokens <= wire.MAX_TOKENS and len(handle.span_hashes) == handle.num_tokens // SPAN_TOKENS
+    assert len({block.block_id for block in handle.blocks}) == handle.layout.num_blocks(handle.num_tokens)
+    for part in handle.parts:
+        group = handle.layout.groups[part.group]
+        assert 0 <= part.layers.start < part.layers.stop <= group.num_layers
+        assert 0 <= part.heads.start < part.heads.stop <= group.num_kv_heads
+
+
 @given(st.binary(max_size=200))
 @example(wire.encode_handle(HANDLE)[:-1])
+@example(wire.encode_handle(HANDLE))
+@example(wire.encode_frame(kv_pb2.KVFrame(renew=kv_pb2.Renew()))[: wire.HEADER_BYTES])
+@example(kv_pb2.KVFrame(renew=kv_pb2.Renew()).SerializeToString())
+@example(TicketMint().mint(b"l" * 16, b"d", 3))
 def test_random_bytes_are_a_typed_refusal(data):
-    for read in (wire.decode_handle, wire.decode_frame, wire.frame_length, parse_ticket):
-        try:
-            read(data)
-        except KVError:
-            pass
+    check_handle(taken(wire.decode_handle, data))
+    assert (frame := taken(wire.decode_frame, data)) is None or frame.WhichOneof("kind")
+    assert (length := taken(wire.frame_length, data)) is None or length <= wire.MAX_FRAME_BYTES
+    if (ticket := taken(parse_ticket, data)) is not None:
+        with pytest.raises(TicketRefused):  # of this mint's it is none
+            TicketMint().check(ticket, ticket.taker_instance, ticket.taker_epoch)
 
 
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=8))
 def test_damaged_handles_are_a_typed_refusal(position, noise):
     data = bytearray(wire.encode_handle(HANDLE))
     data[position : position + len(noise)] = noise
-    try:
-        wire.decode_handle(bytes(data))
-    except KVError:
-        pass
+    check_handle(taken(wire.decode_handle, bytes(data)))
 
 
 @given(st.builds(

@@ -13,7 +13,7 @@ from kvtransfer.layout import BlockRef
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
 from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultLine, Plan
-from tests.support.kvtransfer.rig import Destination
+from tests.support.kvtransfer.rig import Destination, kind, until
 from tests.support.kvtransfer.unlike import Cluster, by_heads, layout
 from tests.support.pace import patience
 
@@ -92,7 +92,7 @@ class Faulty:
         return outcome, destinations
 
 
-EXPECTED = {  # where it is not a matter of time
+EXPECTED = {  # None: at every point that has no row of its own
     ("drop", "ready"): {"deadline_exceeded", "protocol_error"},
     ("drop", "ack"): {"deadline_exceeded", "protocol_error"},
     ("drop", "confirm"): {"deadline_exceeded", "protocol_error"},
@@ -105,9 +105,17 @@ EXPECTED = {  # where it is not a matter of time
     ("kill", None): {"ok"},
     ("truncate", None): {"ok", "peer_lost"},
     ("twice", "want"): {"protocol_error"},
+    ("twice", "ready"): {"protocol_error"},
     ("twice", "ack"): {"protocol_error"},
     ("twice", "confirm"): {"protocol_error", "ok"},
+    ("reorder", "want"): {"protocol_error"},
+    ("reorder", None): {"protocol_error", "ok"},  # well where a frame of another kind is what overtakes it
+    **{(fault, "end"): {"ok"} for fault in FAULTS},  # everything was verified by then
 }
+
+
+def allowed(fault: str, point: str) -> set[str]:
+    return EXPECTED.get((fault, point)) or EXPECTED[fault, None]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -122,14 +130,90 @@ def test_one_accident(transport, likeness, fault, point, monkeypatch):
             plan = Plan(fault, point, nth=0 if point in ("want", "end") else 2)
             outcome, destinations = await faulty.fetch("hit", plan, within_s=0.6)
             assert plan.done == [fault]
-            if point != "end":  # everything was verified by then
-                allowed = EXPECTED.get((fault, point)) or EXPECTED.get((fault, None))
-                assert allowed is None or outcome in allowed, outcome
+            assert outcome in allowed(fault, point), outcome
+            assert (outcome == "ok") == all(each.upto[-1:] == [NUM_TOKENS] for each in destinations)
             outcome, destinations = await faulty.fetch("next", None, within_s=10)
             assert outcome == "ok" and destinations[0].upto[-1] == NUM_TOKENS
             for source in cluster.sources:
                 assert source.num_leases == 0
             assert sorted(key for _, key, _ in cluster.endings) == sorted(["hit", "next"] * len(cluster.sources))
+
+    asyncio.run(main())
+
+
+class Behind:
+    """A line that breaks behind the first frame of kind `point`, which has come or gone by then."""
+
+    def __init__(self, line, point: str):
+        self._line, self._point, self._is_broken = line, point, False
+
+    def __getattr__(self, name):
+        return getattr(self._line, name)
+
+    def _see(self, frame) -> None:
+        self._is_broken |= kind(frame) == self._point
+
+    async def send(self, frame, payload=()):
+        await self._line.send(frame, payload)
+        self._see(frame)
+        if kind(frame) == self._point:
+            self._break()
+
+    async def receive(self):
+        if self._is_broken:
+            self._break()
+        frame = await self._line.receive()
+        self._see(frame)
+        return frame
+
+    def _break(self) -> None:
+        self._line.close()
+        raise errors.PeerLost("the line breaks")
+
+
+def breaking(cluster: Cluster, point: str, most: int) -> list:
+    """Let the first `most` lines of the cluster's one taker break behind `point`; returns all that were opened."""
+    (fetcher,) = cluster.fetchers
+    opened, lines = fetcher._dialer.open, []
+
+    async def reached(endpoint, shape):
+        line = await opened(endpoint, shape)
+        lines.append(Behind(line, point) if len(lines) < most else line)
+        return lines[-1]
+
+    fetcher._dialer.open = reached
+    return lines
+
+
+def test_a_line_that_breaks_behind_each_range_is_taken_up_as_often(transport):
+    """More often than a taker comes back in vain: what was verified in between counts."""
+
+    async def main():
+        async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
+            lines = breaking(cluster, "confirm", most=5)
+            handle, ticket = cluster.offer("k", NUM_TOKENS)
+            cluster.finish("k")
+            (destination,) = cluster.destinations(NUM_TOKENS)
+            await cluster.fetch(handle, ticket, [destination])
+            assert destination.upto == [64, 128, 192, 256, 300] and len(lines) == 5
+            cluster.check_arrived(range(0, NUM_TOKENS, 37))
+
+    asyncio.run(main())
+
+
+def test_a_taker_whose_goodbye_was_lost_has_what_it_came_for(transport):
+    """It comes back to say it again, to a lease that may have ended."""
+
+    async def main():
+        async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
+            lines = breaking(cluster, "end", most=1)
+            handle, ticket = cluster.offer("k", NUM_TOKENS)
+            cluster.finish("k")
+            (destination,) = cluster.destinations(NUM_TOKENS)
+            (report,) = await cluster.fetch(handle, ticket, [destination])
+            assert (report.num_tokens, report.transport) == (NUM_TOKENS, transport) and len(lines) > 1
+            assert destination.upto[-1] == NUM_TOKENS
+            await until(lambda: cluster.endings == [(0, "k", "released")], "the source has heard it")
 
     asyncio.run(main())
 
@@ -141,11 +225,18 @@ def test_every_sixteenth_operation_fails(transport, pair, seed, monkeypatch):
     async def main():
         rng = random.Random(seed)
         async with Cluster(transport, *pair, ttl_s=20.0) as cluster:
-            faulty, outcomes = Faulty(cluster, monkeypatch), set()
+            faulty, num_accidents = Faulty(cluster, monkeypatch), 0
             for number in range(6):
                 fault = rng.choice(("corrupt", "kill", "twice", "truncate"))
                 plan = Plan(fault, rng.choice(POINTS), rng.randrange(4), every=rng.choice((0, 3)), seed=seed)
-                outcomes.add((await faulty.fetch(number, plan))[0])
+                outcome, destinations = await faulty.fetch(number, plan)
+                ends = (
+                    allowed(fault, plan.point) | {"peer_lost"} if plan.done else {"ok"}
+                )  # lost where it was hit too often
+                assert outcome in ends, (outcome, plan)
+                assert (outcome == "ok") == all(each.upto[-1:] == [NUM_TOKENS] for each in destinations)
+                num_accidents += len(plan.done)
+            assert num_accidents
             assert (await faulty.fetch("next", None, within_s=10))[0] == "ok"
             assert len(cluster.endings) == 7 * len(cluster.sources)
 
