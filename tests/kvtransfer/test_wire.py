@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -77,6 +79,18 @@ def test_damaged_handles_are_a_typed_refusal(position, noise):
     data = bytearray(wire.encode_handle(HANDLE))
     data[position : position + len(noise)] = noise
     check_handle(taken(wire.decode_handle, bytes(data)))
+
+
+@given(num_tokens=st.integers(0, 200), ids=st.lists(st.integers(0, 20), max_size=13), num_hashes=st.integers(0, 3))
+@example(num_tokens=70, ids=[0, 1, 2, 3, 4], num_hashes=1)
+@example(num_tokens=70, ids=[0, 1, 2, 3, 3], num_hashes=1)
+@example(num_tokens=70, ids=[0, 1, 2, 3], num_hashes=1)
+@example(num_tokens=70, ids=[0, 1, 2, 3, 4], num_hashes=2)
+@example(num_tokens=0, ids=[], num_hashes=0)
+def test_handles_that_contradict_themselves_are_a_typed_refusal(num_tokens, ids, num_hashes):
+    blocks = tuple(BlockRef(block_id, 1) for block_id in ids)
+    handle = replace(HANDLE, num_tokens=num_tokens, blocks=blocks, span_hashes=(b"h" * 32,) * num_hashes)
+    check_handle(taken(wire.decode_handle, wire.encode_handle(handle)))
 
 
 @given(st.builds(
