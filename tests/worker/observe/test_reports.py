@@ -1,5 +1,6 @@
 """Say whether a worker serves, compiles, is stalled, or has to end."""
 
+import logging
 import time
 from types import SimpleNamespace
 
@@ -22,11 +23,11 @@ class Bench:
             has_work=lambda: True, step_number=3, pool=SimpleNamespace(device=torch.device(device)),
             runner=SimpleNamespace(launcher=SimpleNamespace(compiling=watch)),
         )  # fmt: skip
-        loop = SimpleNamespace(last_beat=now - silent_s, is_alive=True)
+        self.engine, self.loop = engine, SimpleNamespace(last_beat=now - silent_s, is_alive=True)
         commands = SimpleNamespace(is_draining=False, legs={})
         self.health: dict[str, bool] = {}
         health = SimpleNamespace(set=self.health.__setitem__)
-        self.reports = Reports(engine, loop, commands, None, health, None, None)
+        self.reports = Reports(engine, self.loop, commands, None, health, None, None)
 
 
 @pytest.fixture
@@ -50,6 +51,35 @@ def test_a_worker_that_compiles_is_not_stalled(silent_s, compiling_s, state):
     assert bench.reports.state == state
     bench.reports._set_health()
     assert set(bench.health.values()) == {state != "stalled"}
+
+
+def test_a_worker_whose_loop_has_died_is_stalled_though_nothing_is_asked_of_it():
+    bench = Bench(0.0)
+    bench.engine.has_work = lambda: False
+    bench.loop.is_alive = False
+    assert bench.reports.state == "stalled"
+    bench.reports._set_health()
+    assert bench.health and not any(bench.health.values())
+
+
+def test_a_ledger_that_does_not_add_up_is_told_of_when_the_engine_is_idle(monkeypatch, caplog):
+    """Once for each time that something has run."""
+
+    def fail():
+        raise AssertionError("3 blocks of nobody")
+
+    monkeypatch.setattr(reports, "INTEGRITY_INTERVAL_S", 0.0)
+    caplog.set_level(logging.ERROR)
+    bench = Bench(0.0)
+    bench.engine.check_integrity = fail
+    bench.reports._check_integrity()
+    assert not caplog.records, "it has work"
+    bench.engine.has_work = lambda: False
+    for step_number, num_told in ((3, 1), (3, 1), (4, 2)):
+        bench.engine.step_number = step_number
+        bench.reports._check_integrity()
+        assert len(caplog.records) == num_told
+    assert "LEDGER BROKEN" in caplog.text and "3 blocks of nobody" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,18 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.states import LegState
+from baton.worker.session.drain import Drain
 from tests.support.models import make_model
+from tests.support.pace import patience
+from tests.support.worker.doubles import Bench
+from tests.support.worker.key_paths import bring_to
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
 from tests.worker.session.test_parking import PROMPT, begin, decode_worker, spec_of, whole
 
@@ -170,6 +176,16 @@ def test_what_cannot_be_asked(model, request_, field):
             await session.close()
 
     run(main)
+
+
+async def test_a_sequence_that_nobody_reads_is_not_waited_for():
+    bench, ended = Bench(), []
+    bring_to(bench, LegState.ORPHANED)
+    drain = Drain(bench.commands, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
+    assert drain.ask("", 0) == 0 and bench.commands.legs
+    async with asyncio.timeout(patience(2)):
+        await drain.run()
+    assert ended
 
 
 @pytest.mark.parametrize("is_pulled", [True, False])

@@ -297,3 +297,16 @@ def test_a_parked_sequence_meets_the_deadline_of_who_attached():
         assert bench.other.only("ended").code == 4
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("event", [LegEvent.STREAM_LOST, LegEvent.ATTACH])
+def test_what_a_leg_waited_for_is_forgotten_when_it_waits_for_something_else(event):
+    """The deadline before it was lost, or the window in which a gateway may come back."""
+
+    def check(bench):
+        bring_to(bench, LegState.RUNNING if event is LegEvent.STREAM_LOST else LegState.ORPHANED)
+        before = bench.leg(KEY).timer
+        let(bench, event)
+        assert before.cancelled() and not bench.leg(KEY).timer.cancelled()
+
+    run(check)

@@ -9,6 +9,7 @@ import pytest
 from baton.engine.core.request import Key
 from baton.v1 import worker_pb2 as pb
 from tests.support.models import make_model
+from tests.support.pace import patience
 from tests.support.worker.scripted import Answer, Pair, Session, make_spec, run, run_worker
 
 MAX_TOKENS = 120
@@ -133,6 +134,25 @@ def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
             assert worker.engine.step_number == step, "it computed without a reader"
             assert isinstance(await attach(second, "broken", [1], fingerprint=b"another"), pb.NotHere)
             await second.close()
+
+    run(main)
+
+
+def test_a_gateway_that_comes_again_leaves_nothing_in_the_session_before(model):
+    """Whose link has died without a word: what cannot be gone on with gives its blocks back."""
+
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            first = await Session(target).open()
+            await first.send(admit=pb.Admit(key=pb.Key(request_id="broken"), spec=spec_of("greedy")))
+            await first.next("broken", "granted")
+            second = await Session(target, first._instance).open()
+            async with asyncio.timeout(patience(5)):
+                while worker.commands.legs or len(worker.sessions.outboxes) > 1:
+                    await asyncio.sleep(0.01)
+            await second.wait_idle()
+            for session in (first, second):
+                await session.close()
 
     run(main)
 

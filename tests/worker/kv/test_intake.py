@@ -1,0 +1,83 @@
+"""Fetches of a worker: what is not pulled, what ends the process, and what is said once of each source."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from baton.worker.kv import intake
+from baton.worker.kv.intake import Intake
+from kvtransfer.compatible import EXACT, MIXED
+from kvtransfer.errors import DeviceHangs, TransferFailed
+from kvtransfer.transfer.fetcher import FetchReport
+from tests.support.worker.doubles import EngineDouble
+
+
+class FailingFetcher:
+    def __init__(self, error: Exception):
+        self._error = error
+
+    async def fetch(self, handle, ticket, destination, deadline):
+        raise self._error
+
+
+def make_leg(num_tokens: int) -> SimpleNamespace:
+    request = SimpleNamespace(token_ids=range(num_tokens), span_hashes=(), deadline=0.0)
+    return SimpleNamespace(key="a", request=request, sources=[(b"", b"")], num_cached_tokens=0)
+
+
+@pytest.fixture
+def engine() -> EngineDouble:
+    engine = EngineDouble()
+    engine.answer["skip"] = 0
+    return engine
+
+
+def offer(monkeypatch, num_tokens: int) -> None:
+    handle = SimpleNamespace(num_tokens=num_tokens, span_hashes=(), source_instance=b"")
+    monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
+
+
+@pytest.mark.parametrize(("error", "leaves"), [(DeviceHangs("no end"), True), (TransferFailed("no room"), False)])
+async def test_blocks_that_a_copy_may_still_write_are_given_to_nobody(engine, error, leaves, monkeypatch):
+    """The process ends before the engine hears that nothing can land any more."""
+    left = []
+    monkeypatch.setattr(intake, "leave_for_lost_device", lambda why: left.append((why, engine.count("fetch_settled"))))
+    offer(monkeypatch, 64)
+    leg, ends = make_leg(128), []
+    Intake(engine, FailingFetcher(error)).begin(leg, b"", b"", lambda *end: ends.append(end))
+    with pytest.raises(type(error)):
+        await leg.fetching
+    assert left == ([("no end", 0)] if leaves else [])
+    assert len(ends) == engine.count("fetch_settled") == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "is_pulled"), [(128, True), (192, False), (100, False)])
+async def test_of_a_prefix_something_is_left_to_compute(engine, num_tokens, is_pulled, monkeypatch):
+    """The whole prompt would have no last token to draw the first one from."""
+    offer(monkeypatch, num_tokens)
+    leg = make_leg(192)
+    began = Intake(engine, FailingFetcher(TransferFailed("no room"))).begin_prefix(leg, lambda *end: None, print)
+    assert (began, engine.count("begin_fetch"), leg.sources) == (is_pulled, int(is_pulled), [])
+
+
+def report(transport: str, numerics: str = EXACT) -> FetchReport:
+    return FetchReport(1, 1, 1, transport, numerics, 0.1, 0.1, f"{transport}: the first of both")
+
+
+def test_each_transport_of_a_source_and_mixed_numerics_are_said_once(caplog):
+    caplog.set_level(logging.INFO)
+    intake = Intake(None, None)
+    for _ in range(3):
+        for source in (b"a" * 16, b"b" * 16):
+            intake._log_new(source, report("shm"))
+            intake._log_new(source, report("tcp", MIXED))
+    assert len(caplog.records) == 6
+
+
+def test_sources_that_are_gone_are_forgotten():
+    """A worker outlives many whose KV it pulled."""
+    intake = Intake(None, None)
+    for source in range(1000):
+        intake._log_new(source.to_bytes(16, "big"), report("shm"))
+    assert len(intake._logged) == 256
