@@ -1,16 +1,19 @@
 """Other threads beside the loop: whatever they do between two of its locked sections, each key ends once and all
 blocks come back."""
 
+import ctypes
 import itertools
 import random
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 
 import pytest
 
-from baton.engine.core.request import Refusal
+from baton.engine.core.request import Key, PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
+from baton.engine.schedule.inbox import Enter, Inbox
 from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.toys import Collector, copy_kv, make_request, toy_engine
 
@@ -200,3 +203,39 @@ def test_threads_end_keys_whose_deadlines_come(fast_switches):
     assert {record.ended.error for record in records.values()} <= {"", "cancelled", "deadline"}
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks and engine.lifecycle.num_choices == 0
+
+
+def test_a_command_for_a_key_that_has_ended_is_not_for_the_next_of_that_name():
+    """The loop is to end a prefill for a taker; somebody else does, and the key comes again before the loop looks."""
+    engine, request = toy_engine(), make_request("a", prompt(100))
+    engine.admission.accept(request, fetches=True)
+    engine.admission.release_lease(request.key)
+    engine.cancel(request.key)
+    engine.admission.accept(request)
+    ended, *others = engine.step()
+    assert isinstance(ended, RequestEnded) and ended.error == "cancelled"
+    assert isinstance(others[-1], PrefillDone) and request.key in engine.admission.groups
+    engine.admission.release_lease(request.key)
+    (ended,) = engine.step()
+    assert isinstance(ended, RequestEnded) and not ended.error
+    engine.check_integrity()
+
+
+def test_a_command_posted_as_the_last_look_finds_none_rings():
+    """Or the loop would sleep over it."""
+
+    class Late(deque):
+        late = [Enter(Key("late"), 2)]
+
+        def __bool__(self):
+            found = len(self) > 0
+            if not found and self.late:
+                inbox.post(self.late.pop())
+            return found
+
+    inbox = Inbox()
+    inbox._commands = Late()
+    inbox.post(Enter(Key("first"), 1))
+    assert [command.key for command in inbox.drain()] == [Key("first")]
+    assert len(inbox) == 1 and ctypes.c_int32.from_address(inbox.address).value, "the bell"
+    assert [command.key for command in inbox.drain()] == [Key("late")]

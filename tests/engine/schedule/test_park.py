@@ -156,6 +156,15 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     assert records[late.key].ended.error == "deadline"
 
 
+def test_a_key_that_was_resumed_and_had_not_parked_has_the_deadline_of_who_reads_it():
+    engine = toy_engine()
+    request = make_request("a", prompt(300), 40)
+    records = begin(engine, request, 1)
+    engine.admission.resume(request.key, time.monotonic())
+    finish(engine, records, request)
+    assert records[request.key].ended.error == "deadline"
+
+
 def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
     engine, request = toy_engine(), make_request("a", prompt(70), 40)
     engine.submit(request)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.engine.core.request import FinishReason, Key, Refusal, Waits
-from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+from tests.support.engine.toys import Collector, hand_over, make_request, run, toy_answer, toy_engine
 
 
 def prompt(num_tokens: int, seed: int = 1) -> list[int]:
@@ -132,6 +132,14 @@ def test_more_choices_than_sequences():
     engine = toy_engine(max_num_seqs=2)
     request = make_request("a", prompt(50), max_tokens=20, n=5, temperature=1.0, seed=9)
     check(run(engine, [request]), [request])
+
+
+def test_no_more_decode_than_may():
+    """Of choices, and of prompts that were fetched: both could begin at once."""
+    engine, source = toy_engine(max_num_seqs=2), toy_engine()
+    requests = [make_request(f"r{n}", prompt(70, n), 20) for n in range(3)]
+    hand_over(source, engine, [*requests, make_request("choices", prompt(70, 9), 20, n=3, temperature=1.0, seed=1)])
+    assert max(size for size, _ in engine.runner.model.batch_sizes) == 2
 
 
 def test_stop_tokens_and_min_tokens():

@@ -201,6 +201,7 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num
     assert refusal(lambda: engine.admission.admit(of(FLOOD, "f9", 20))).reason == "kv_full", "they are owed to another"
     steps(engine, records, 1)
     engine.submit(quiet)
+    assert not engine.admission.shares.is_short, "it has what it lacked"
     while records[quiet.key].ended is None:
         steps(engine, records, 1)
     assert not records[quiet.key].ended.report.num_preemptions
@@ -226,6 +227,7 @@ def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, 
     steps(engine, records, 1)
     assert refusal(lambda: engine.submit(of(FLOOD, "f9"))).reason == "kv_full", "it is owed to another"
     take(quiet)
+    assert not engine.admission.shares.is_short, "it has what it lacked"
     steps(engine, records, 2)
     assert records[quiet.key].first is not None
     engine.admission.release_lease(quiet.key)

@@ -18,7 +18,8 @@ from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.start_line import start_line
 from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.engine.forced import ForcedProposer, answers_of
-from tests.support.engine.toys import Collector, make_request, run
+from tests.support.engine.toys import VOCAB as TOY_VOCAB
+from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,18 @@ def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
             num_kept = num_kept + 1 if is_kept else 0
             assert num_kept <= 1, "the next step closes it"
     assert engine.speculator.counts["forced"].num_drafts > 0, "it was tried"
+
+
+@pytest.mark.parametrize(("probability", "is_left"), [(0.0, True), (0.5, True), (0.9, False)])
+def test_a_proposer_that_is_clearly_worse_leaves_a_sequence_to_the_one_behind_it(probability, is_left):
+    request = make_request("a", [5 + index % 50 for index in range(40)], 300)
+    answers = {("a", 0): toy_answer(request)[0][0]}
+    first, behind = (ForcedProposer(answers, chance, TOY_VOCAB) for chance in (probability, 1.0))
+    behind.name = "behind"
+    engine = toy_engine(first, behind, speculator="auto", num_draft_tokens=2)
+    assert run(engine, [request])[request.key].answer() == toy_answer(request)
+    drafts = {name: count.num_drafts for name, count in engine.speculator.counts.items()}
+    assert drafts["forced"] < 20 < drafts["behind"] if is_left else not drafts["behind"], drafts
 
 
 def test_a_request_may_name_a_proposer_or_none(folders):

@@ -108,6 +108,20 @@ def test_what_was_accepted_is_sealed_and_what_was_not_is_not(probability, states
     check(records, [following])
 
 
+def watch_room(engine) -> None:
+    """See that a guess takes blocks that nobody is promised only where all that run could still grow."""
+    scheduler, ledger = engine.scheduler, engine.ledger
+    room_for_draft = scheduler.room_for_draft
+
+    def watched(seq, num_tokens):
+        before = ledger.num_available
+        room = room_for_draft(seq, num_tokens)
+        assert ledger.num_available == before or ledger.num_available >= len(scheduler.running)
+        return room
+
+    scheduler.room_for_draft = watched
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_load_on_a_small_pool_with_cancels(seed):
     """Everything at once; integrity after every step, no sequence parks for a guess of another."""
@@ -140,6 +154,7 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
         speculator="auto",
         num_draft_tokens=6,
     )
+    watch_room(engine)
     records, cancelled = Collector(), set()
     for request in requests:
         while True:
