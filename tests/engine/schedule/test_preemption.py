@@ -5,6 +5,7 @@ import random
 import pytest
 
 from baton.engine.core.request import Refusal
+from baton.engine.kv.ledger import Holder
 from tests.engine.schedule.test_scheduling import check, prompt
 from tests.support.engine.toys import Collector, make_request, run, toy_engine
 
@@ -35,6 +36,27 @@ def test_what_parked_goes_on_by_a_prefix_hit():
     computed = sum(tokens for _, tokens in engine.runner.model.batch_sizes)
     made = sum(len(records[request.key].tokens[0]) + request.num_prompt_tokens for request in requests)
     assert computed < made + 150  # not once more from the start
+
+
+def test_what_parked_comes_back_where_a_unit_is_left_to_grow_in():
+    """Or it would park again some steps later."""
+    engine = toy_engine(num_blocks=24, max_model_len=384)
+    first, second = growing(2, num_tokens=64)
+    records, scheduler, ledger = Collector(), engine.scheduler, engine.ledger
+    for request in (first, second):
+        engine.submit(request)
+    for _ in range(5):
+        records.take(engine.step())
+    parked = engine.admission.groups[second.key].trunk
+    scheduler.park(parked)
+    needed = scheduler._blocks.num_to_enter(parked) + ledger.cache.blocks_per_unit
+    taken = ledger.allocate(ledger.num_available - (needed - 1), Holder.LEASED)
+    records.take(engine.step())
+    assert scheduler.waiting == [parked]
+    ledger.release(taken, Holder.LEASED)
+    records.take(engine.step())
+    assert parked in scheduler.running and not scheduler.waiting
+    check(run(engine, collector=records), [first, second])
 
 
 def test_the_lowest_priority_parks_first():
