@@ -1,6 +1,7 @@
 """Cancels, losses, refusals and deadlines in every phase; nothing is left on any worker."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded
 from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
+from gateway.orchestration import failures, machine
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import check
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
@@ -179,6 +181,23 @@ async def test_the_decode_worker_dies_in_mid_stream(cluster):
         await c.idle()
 
 
+async def test_two_that_die_in_mid_stream_have_not_died_of_it(cluster):
+    async with cluster(num_decode=3) as c:
+        for worker in c.decode:
+            worker.holds_at = 50
+        running = start(c, max_tokens=200)
+        for holds_at in (100, None):
+            await c.until(lambda: any(not worker._gates["decode"].is_set() for worker in c.decode))
+            (dead,) = [worker for worker in c.decode if worker.held]
+            c.workers.remove(dead)
+            c.decode.remove(dead)
+            for worker in c.decode:
+                worker.holds_at = holds_at
+            await dead.stop()
+        assert ids_of(await running) == tokens_of(PROMPT, 200, 400)
+        await c.idle()
+
+
 async def test_nobody_can_take_over(cluster):
     async with cluster(max_start_wait_s=0) as c:
         hold(c, "decode")
@@ -236,6 +255,23 @@ async def test_poison_that_fails_steps(cluster, reason, num_steps):
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
         assert sum("prefill" in worker.kinds() for worker in c.prefill) == num_steps
+        await c.idle()
+
+
+async def test_poison_that_wedges_engines(cluster):
+    async with cluster(num_decode=3) as c:
+        hold(c, "decode")
+        running = start(c)
+        for _ in range(2):
+            await c.until(lambda: any(worker.held and worker.state == "serving" for worker in c.decode))
+            (wedged,) = [worker for worker in c.decode if worker.held and worker.state == "serving"]
+            await c.until(lambda wedged=wedged: "start" in wedged.kinds())
+            wedged.state = "stalled"
+        await c.until(lambda: running.done() or all(worker.kinds() for worker in c.decode))
+        release(c, "decode")
+        said = await refused(running)
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+        assert sum("admit" in worker.kinds() for worker in c.decode) == 2
         await c.idle()
 
 
@@ -316,6 +352,13 @@ async def test_a_client_that_does_not_read(cluster, monkeypatch):
         await c.idle()
 
 
+async def test_what_a_client_has_read_counts_no_more(cluster):
+    async with cluster(max_unread_tokens=200) as c:
+        messages = await generate(c, max_tokens=100, n=4)
+        assert [len(ids_of(messages, index)) for index in range(4)] == [100] * 4
+        await c.idle()
+
+
 @pytest.mark.parametrize("num_read", [0, 1, 5])
 async def test_a_client_that_does_not_read_until_its_deadline(cluster, num_read):
     """Whichever token it leaves unread: the first, one amid them, or the last, which is written when all has come."""
@@ -332,6 +375,44 @@ async def test_a_client_that_does_not_read_until_its_deadline(cluster, num_read)
         with pytest.raises(DeadlineExceeded, match="did not read"):
             await c.pipeline.serve(checked, model, deadline, record(), emit)
         assert now() >= deadline and len(ids_of(messages[:-1])) <= num_read < len(ids_of(messages))
+        await c.idle()
+
+
+async def test_a_gateway_that_stood_still_gives_its_workers_their_time_again(cluster, monkeypatch):
+    """Nothing that it has to read tells of a worker that does not answer."""
+    monkeypatch.setattr(failures, "_MOST_ANSWER_S", patience(0.3))
+    async with cluster(num_decode=2) as c:
+        hold(c, "admit")
+        running = start(c)
+        await reached(c, "admit")
+        time.sleep(patience(0.3) + 0.2)
+        release(c, "admit")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert sum("admit" in worker.kinds() for worker in c.decode) == 1
+        await c.idle()
+
+
+async def test_what_waits_to_be_taken_is_kept_for_longer(cluster, monkeypatch):
+    monkeypatch.setattr(machine, "_RENEW_S", 0.05)
+    async with cluster() as c:
+        hold(c, "fetch")
+        running = start(c)
+        await reached(c, "fetch")
+        await c.until(lambda: c.prefill[0].kinds().count("renew_lease") >= 2)
+        (handle,) = [message.handle for kind, message in c.decode[0].commands if kind == "fetch"]  # its lease's id too
+        assert {message.lease_id for kind, message in c.prefill[0].commands if kind == "renew_lease"} == {handle}
+        release(c, "fetch")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_a_gateway_whose_client_has_gone_on_elsewhere_does_not_try_again(cluster):
+    async with cluster(num_decode=2) as c:
+        for worker in c.decode:
+            worker.failures["decode"] = [(10, "ATTACHED")]
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "ATTACHED"
+        assert sum("admit" in worker.kinds() for worker in c.decode) == 1
         await c.idle()
 
 
