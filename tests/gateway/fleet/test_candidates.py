@@ -13,6 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.config.settings import GatewaySettings
 from gateway.fleet import candidates
 from gateway.fleet.registry import Registry
+from gateway.link.mailbox import Mailbox
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import Defaults, ModelFolder
 from gateway.prefix.memory_index import MemoryIndex
@@ -181,6 +182,19 @@ def test_what_a_worker_can_never_take_is_not_split_elsewhere_where_nothing_is():
         link.load = pb.Load(num_running=50)  # so that `auto` would
     _, source, taker = registry.fleets[0].router.route(ASK, Matches(), (), {registry.decode[0].worker_id})
     assert source is None and taker is registry.decode[1]
+
+
+def test_what_a_worker_reports_and_was_promised_is_what_routing_sees():
+    registry, adapter = fleet(1), bytes([1]) * 32
+    (link,), seen = registry.decode, registry.fleets[0].candidates.seen
+    ask = RoutingRequest(500, 501, adapter=adapter)
+    (new,) = seen([link], Matches(), ask)
+    assert (new.num_free_tokens, new.tightest_tpot_s, new.lacks_adapter) == (None, None, False)
+    link.load = pb.Load(num_blocks_total=100, num_blocks_free=3, ready_adapters=[bytes(32)])
+    for tpot_s in (0.2, 0.05, None):
+        link.open(("request", len(link.legs)), Mailbox()).promise(tpot_s)
+    (busy,) = seen([link], Matches(), ask)
+    assert (busy.num_free_tokens, busy.tightest_tpot_s, busy.lacks_adapter) == (3 * 16, 0.05, True)
 
 
 def test_adapters_that_are_ready():

@@ -42,6 +42,30 @@ async def test_split(cluster):
         await c.idle()
 
 
+async def test_answers_are_expected_to_be_as_long_as_recent_ones(cluster):
+    async with cluster() as c:
+        c.pipeline.mean_output = 16.0
+        await generate(c, max_tokens=6)
+        await c.until(lambda: not c.pipeline.running)
+        assert c.pipeline.mean_output == pytest.approx(16 - 0.02 * 10)
+        await generate(c, max_tokens=100)
+        await c.until(lambda: not c.pipeline.running)
+        assert c.gateway.recent._ended[-1][0].routing_request.num_output == pytest.approx(15.8)
+
+
+async def test_a_prompt_waits_on_a_worker_until_it_is_read(cluster):
+    async with cluster(num_prefill=0) as c:
+        (worker,), (link,) = c.decode, c.gateway.registry.decode
+        worker.hold("prefill"), worker.hold("decode")
+        answer = asyncio.create_task(generate(c, max_tokens=12))
+        await c.until(lambda: link.num_prefill_tokens == len(PROMPT))
+        worker.release("prefill")
+        await c.until(lambda: any(each.request.answer.begun for each in c.pipeline.running.values()))
+        assert link.legs and link.num_prefill_tokens == 0
+        worker.release("decode")
+        assert len(ids_of(await answer)) == 12
+
+
 async def test_what_operators_see_of_a_running_request(cluster):
     async with cluster() as c:
         c.prefill[0].hold("prefill"), c.decode[0].hold("decode")

@@ -13,7 +13,8 @@ from gateway.link import worker_link
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from gateway.prefix.memory_index import MemoryIndex
+from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
@@ -49,7 +50,40 @@ async def test_a_broken_session_is_attached_to(cluster, n):
         for index in range(n):
             assert ids_of(messages, index) == tokens_of(PROMPT, 6, 400, index)
         assert worker.kinds().count("admit") == 1 and not worker.parked
+        (admitted,) = [message.key.attempt for kind, message in worker.commands if kind == "admit"]
+        asked = [message for kind, message in worker.commands if kind == "attach"]
+        assert {message.previous_attempt for message in asked} == {admitted}, "no sequence of an older attempt"
         assert "attach" not in next(each for each in c.decode if each is not worker).kinds()
+        await c.idle()
+
+
+async def test_what_its_class_was_promised_holds_for_what_is_attached_to(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        request, (link,) = make_request(PROMPT, max_tokens=6), c.gateway.registry.decode
+        request.slo_class = "interactive"
+        running = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
+        await reached(c, "decode")
+        assert link.promised == {0.05: 1}
+        hang_up(c.decode[0])
+        await c.until(lambda: any(each.request.record.num_attached for each in c.pipeline.running.values()))
+        assert link.promised == {0.05: 1}
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_who_has_just_read_the_prompt_is_known_to_hold_it(cluster, monkeypatch):
+    """Before its event has come to the index: a request that moves now need not read it anew."""
+    monkeypatch.setattr(MemoryIndex, "apply", lambda *_: None)
+    async with cluster(num_prefill=2) as c:
+        running, _ = await held_in_decode(c)
+        (machine,) = c.pipeline.running.values()
+        reader = holder(c, "prefill").address
+        matched = {link.address: machine.request.router.num_matched_tokens(link) for link in c.gateway.registry.prefill}
+        assert matched == {worker.address: 256 * (worker.address == reader) for worker in c.prefill}
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
         await c.idle()
 
 

@@ -185,6 +185,7 @@ async def test_one_that_comes_behind_a_line_waits_there_too(cluster):
         await asyncio.sleep(0.2)
         c.prefill[0].refusals = []
         await asyncio.gather(first, second)
+        assert len(c.gateway.recent._ended) == 2
         for record, _, _ in c.gateway.recent._ended:
             assert bound_seconds(record.stamps, record.measured)["prefill queue"] >= 0.15
         await c.idle()

@@ -106,6 +106,16 @@ async def test_gateways_that_do_not_see_each_other_count_alone(server, monkeypat
         await each._client.aclose()
 
 
+async def test_gateways_that_have_gone_leave_the_set(server):
+    """Behind as many as are looked at living ones would not be counted."""
+    ((_, first),) = gateways(server, 1)
+    server.client.zadd(NAME, {f"{i:032x}": time.time() - 1 for i in range(1000, 1100)})
+    server.client.zadd(NAME, {f"{99:032x}": time.time() + 60})
+    await first.exchange()
+    assert server.client.zrange(NAME, 0, -1) == [bytes(16).hex().encode(), f"{99:032x}".encode()]
+    await first._client.aclose()
+
+
 GOOD = json.dumps({"a": [3, 10, 4, 400.0]}).encode()
 GARBAGE = [
     b'{"a@": [1, 1, 1, 1]}', b'{"a@chat": [1, 1, 1, 1]}',

@@ -312,6 +312,15 @@ def test_the_file_is_read_again(tmp_path, caplog):
     quotas.enter("a", 18.4)  # nothing bounds it any more
 
 
+def test_another_quota_fills_no_bucket(tmp_path):
+    path = tmp_path / "quotas.toml"
+    path.write_text("[a]\ntokens_per_s = 10\n")
+    quotas = Quotas(read_quotas(path), path)
+    use(quotas, "a", 300, 0.0)  # of 100
+    path.write_text("[a]\ntokens_per_s = 20\nburst_tokens = 500\n")
+    assert refused(quotas, "a", 5.0).reason == "TENANT_TOKENS" and quotas.counts(5.0)["a"].balance == -150
+
+
 def test_no_file(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         read_quotas(tmp_path / "nothing.toml")

@@ -7,6 +7,7 @@ import gateway.queue.waiting_queue
 from baton.protocol import KV_FULL
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
+from baton.v1 import worker_pb2 as pb
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.waiting_queue import QueuedRequest, WaitingBounds, WaitingQueue, WaitingQueues, rank
 from gateway.routing.routing import Decision
@@ -69,6 +70,15 @@ def test_a_change_of_line_keeps_the_time(monkeypatch):
     assert place.is_over
     place.leave(served=True)
     assert place.waited_s == {"decode queue": 6.0, "kv pool": 4.0} and len(lines.credit) == 1
+
+
+@pytest.mark.parametrize("hint_ms, waits_s", [(0, 0.02), (200, 0.2), (60_000, 0.5)])
+def test_a_worker_s_hint_is_kept_within_bounds(monkeypatch, hint_ms, waits_s):
+    monkeypatch.setattr(gateway.queue.queue_place, "now", lambda: 1000.0)
+    place = QueuePlace(queued(), lambda: None, 10.0)
+    place.note_refusal(pb.Refused(retry_after_ms=hint_ms))
+    place.join(line(3))
+    assert place.wake_at == pytest.approx(1000 + waits_s)
 
 
 def test_all_lines_have_one_bound():
