@@ -203,23 +203,27 @@ class RedisIndex:
 
     async def _beat(self) -> None:
         while not is_cancelled():
-            try:
-                if not self.is_disabled:
-                    await self._heartbeat(now())
-                if self._lost_for:
-                    log.info("redis: back")
-                self._lost_for = ""
-            except SecretDiffers as error:
-                self.is_disabled = True
-                log.error("redis: not used any more %s", fields(error=error))
-            except FAILURES as error:
-                if not self._lost_for:
-                    log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
-                self._lost_for = fault_of(error)
-                for entry in self._workers.values():
-                    entry.refreshed_at = _NEVER
+            await self._beat_once()
             if not is_cancelled():
                 await self._pause()
+
+    async def _beat_once(self) -> None:
+        """Send a heartbeat, and note what it has failed of."""
+        try:
+            if not self.is_disabled:
+                await self._heartbeat(now())
+            if self._lost_for:
+                log.info("redis: back")
+            self._lost_for = ""
+        except SecretDiffers as error:
+            self.is_disabled = True
+            log.error("redis: not used any more %s", fields(error=error))
+        except FAILURES as error:
+            if not self._lost_for:
+                log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
+            self._lost_for = fault_of(error)
+            for entry in self._workers.values():
+                entry.refreshed_at = _NEVER
 
     async def _pause(self) -> None:
         """Wait until the next heartbeat is due, or a worker has joined."""

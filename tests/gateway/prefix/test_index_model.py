@@ -58,6 +58,9 @@ class Memory:
     def names(self) -> list[bytes]:
         return [name for name in self._data if self.get(name) is not None]
 
+    def forget(self, name: bytes) -> None:
+        del self._data[name]
+
     def clear(self) -> None:
         self._data.clear()
 
@@ -167,12 +170,9 @@ class Gateway:
         """A heartbeat, what workers answer to it, and a batch: what its tasks do again and again."""
         if self.is_frozen:
             return
-        try:
-            await self.index._heartbeat(redis_index.now())
+        await self.index._beat_once()
+        if not self.index._lost_for:
             self.heard_at = redis_index.now()
-        except redis.exceptions.RedisError:
-            for entry in self.index._workers.values():
-                entry.refreshed_at = float("-inf")
         asked, self._asked = self._asked, []
         for worker in asked:
             if worker in self.sessions:
@@ -186,7 +186,7 @@ class Gateway:
         """Worker -> the spans that the index says it holds."""
         found: dict[bytes, set[bytes]] = {}
         for span in SPANS:
-            for worker in await self.index._ask([span]) or ():
+            for worker in await self.index.lookup([span]):
                 found.setdefault(worker, set()).add(span)
         return found
 
@@ -326,6 +326,7 @@ PAUSES_S = (0, 0, 0, 0.5, 0.5, 1, 2, 7, GIVE_UP_S - 1, GIVE_UP_S + 1, ORPHAN_S +
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(redis_index, "now", clock)
+    monkeypatch.setattr(redis_index, "BUDGET_S", 60.0)  # however slow this machine is
     return clock
 
 
@@ -417,6 +418,48 @@ async def test_an_eviction_is_written_though_the_first_time_fails(clock):
     await world.pass_time(2)
     await world.settle()
     await world.check()
+
+
+async def test_what_redis_has_lost_a_part_of_is_written_again(clock):
+    world = World(1, clock)
+    world.a_worker_comes()
+    world.workers[0].change(sealed=SPANS)
+    await world.settle()
+    for gateway in world.gateways:
+        gateway.client.is_cut = True
+    await world.pass_time(2)
+    world.memory.forget(b"kv:" + SPANS[3][:16])
+    await world.settle()
+    await world.check()
+
+
+async def test_slots_that_were_read_long_ago_name_nobody(clock):
+    """Only the connection that reads them is cut: who has them by now is not known."""
+    world = World(1, clock)
+    world.a_worker_comes()
+    world.workers[0].change(sealed=SPANS)
+    await world.settle()
+    (reader,) = [gateway for gateway in world.gateways if not gateway.index._workers[world.workers[0].id].is_ours]
+    cut = Client(world.memory, clock)
+    cut.is_cut = True
+    reader.index._control = reader.index._slots._client = cut
+    await world.pass_time(KV_TTL_S / 2)
+    await world.check()
+    await world.pass_time(KV_TTL_S / 2 + 3)
+    assert not await reader.told()
+
+
+async def test_a_writer_stays_one(clock):
+    """Whoever is asked first: another one would take another slot, and a snapshot."""
+    world = World(1, clock)
+    world.a_worker_comes()
+    await world.settle()
+    worker = world.workers[0].id
+    world.gateways.sort(key=lambda gateway: gateway.index._workers[worker].is_ours)
+    writer = world.memory.get(b"baton:writer:" + worker)
+    await world.pass_time(3 * redis_index.WRITER_TTL_S)
+    assert world.memory.get(b"baton:writer:" + worker) == writer
+    assert world.gateways[-1].index._workers[worker].num_slots == 1
 
 
 async def test_what_is_evicted_while_no_session_stands_is_written(clock):

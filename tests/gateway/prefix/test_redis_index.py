@@ -124,13 +124,15 @@ async def test_one_gateway_writes(server):
 
 
 async def test_the_writer_goes_and_another_takes_over(server):
-    async with index(server, b"b") as b:
+    async with contextlib.AsyncExitStack() as stack:
         async with index(server, b"a") as a:
-            await until(lambda: a.snapshots + b.snapshots)
-            if b.snapshots:
-                return  # it is the writer already
+            await until(lambda: a.snapshots)
+            b = await stack.enter_async_context(index(server, b"b"))
+            await until(lambda: not b._joined.is_set())  # its first heartbeat has been
+            assert not b.snapshots and server.client.get(b"baton:writer:" + WORKER) == b"a"
         server.client.delete(b"baton:writer:" + WORKER)  # instead of waiting for its time to live
         await until(lambda: b.snapshots)
+        assert server.client.get(b"baton:writer:" + WORKER) == b"b"
 
 
 async def test_a_gap_asks_for_a_snapshot(server):
@@ -262,12 +264,16 @@ async def test_a_cancelled_lookup_leaves_no_reply_for_another(server):
         await until(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:6]))
         await finds(a, WORKER, 6)
+        num_found = 0
         for _ in range(50):
             lost = asyncio.create_task(a.lookup(SPANS))
             await asyncio.sleep(0)
             lost.cancel()
-            assert await a.lookup(SPANS[3:]) in ({WORKER: 3}, {})
+            found = await a.lookup(SPANS[3:])
+            assert found in ({WORKER: 3}, {})  # on a busy machine Redis may answer after its budget
+            num_found += bool(found)
             await asyncio.gather(lost, return_exceptions=True)
+        assert num_found
 
 
 async def test_without_redis_from_the_start():
