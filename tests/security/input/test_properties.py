@@ -15,6 +15,7 @@ from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import PRESETS, ServedModel
+from gateway.link.mailbox import Mailbox
 from gateway.link.worker_link import WorkerLink
 from gateway.model.model_folder import Defaults
 from gateway.request.answer_length import resolve_max_tokens
@@ -166,7 +167,8 @@ def test_ids_are_words_or_refused(request_id):
 @settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from(("ended", "granted", "done", "step_output", "load", "block_events")))
 def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
-    """The reader of a session takes IndexError and ValueError for invalid input."""
+    """Nothing but IndexError and ValueError is raised of invalid input. A leg that it does not name hears nothing of it, and
+    goes on where the session does."""
     event = worker_pb2.Event()
     try:
         getattr(event, kind).MergeFromString(body)
@@ -179,9 +181,15 @@ def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
             "127.0.0.1:1", b"i" * 16, check_hello=lambda link, hello: None, on_change=lambda link: None,
             on_block_events=lambda link, events: None, max_unread_tokens=100,
         )  # fmt: skip
+        mailbox, key = Mailbox(), worker_pb2.Key(request_id="of another", attempt=7)
+        leg = link.open(("of another", 7), mailbox)
         try:
             link._dispatch(event)
         except (IndexError, ValueError):
             pass
+        assert mailbox.take() is None
+        granted = worker_pb2.Granted(key=key, num_cached_tokens=64)
+        link._dispatch(worker_pb2.Event(granted=granted))
+        assert mailbox.take() == (leg, granted)
 
     asyncio.run(main())

@@ -435,10 +435,13 @@ def test_metrics_are_off_without_an_endpoint_or_when_told(monkeypatch):
     assert not genai_metrics.setup("tested", "http://127.0.0.1:1")
 
 
-def test_a_collector_that_hangs_holds_no_metrics_up():
+def test_a_collector_that_hangs_holds_no_metrics_up(caplog):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        listener.settimeout(patience(10))
         genai_metrics.setup("tested", "http://127.0.0.1:%d" % listener.getsockname()[1])
         genai_metrics.observe("chat", "tiny", 2.0)
         genai_metrics.shut_down(0.05)
+        assert "the collector did not take the last metrics" in caplog.text, "it has waited for it"
+        listener.accept()[0].close()  # it was asked
