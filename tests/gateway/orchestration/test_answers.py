@@ -49,7 +49,7 @@ async def test_answers_are_expected_to_be_as_long_as_recent_ones(cluster):
         await c.until(lambda: not c.pipeline.running)
         assert c.pipeline.mean_output == pytest.approx(16 - 0.02 * 10)
         await generate(c, max_tokens=100)
-        await c.until(lambda: not c.pipeline.running)
+        await c.until(lambda: len(c.gateway.recent._ended) == 2)
         assert c.gateway.recent._ended[-1][0].routing_request.num_output == pytest.approx(15.8)
 
 

@@ -197,12 +197,6 @@ def draw(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(5, 1000) for _ in range(num_tokens)]
 
 
-def auc(first: list[float], second: list[float]) -> float:
-    """The chance that one of `second` is smaller than one of `first`; ties count half (Mann and Whitney)."""
-    wins = sum((other < one) + 0.5 * (other == one) for one in first for other in second)
-    return wins / (len(first) * len(second))
-
-
 def probed(up: Up, num_pairs: int, seed: int) -> dict[str, tuple[list[float], list[int]]]:
     """A victim reads a prompt; then it is asked again by the victim, by the other tenant, and a new one of the same
     length by the other tenant: (times to the first token, cached tokens) of each."""
@@ -225,15 +219,18 @@ def probed(up: Up, num_pairs: int, seed: int) -> dict[str, tuple[list[float], li
     return found
 
 
-def judge(found) -> float:
-    """Return how well the time tells what another tenant has cached from what nobody has: 0.5 is not at all."""
-    told = auc(found["fresh"][0], found["other"][0])
-    print(f"AUC other against fresh {told:.3f}, "
-          f"own against fresh {auc(found['fresh'][0], found['own'][0]):.3f}; "
+def sooner(found, name: str) -> float:
+    """In which share of the cases that the time could tell, where two spans or more are cached, this ask was answered sooner
+    than the new prompt of the same length. A half says that it tells nothing."""
+    cases = [i for i, num_cached in enumerate(found["own"][1]) if num_cached > 64]
+    return statistics.mean(found[name][0][i] < found["fresh"][0][i] for i in cases)
+
+
+def judge(found) -> None:
+    print(f"sooner than a new one: another's {sooner(found, 'other'):.3f}, its own {sooner(found, 'own'):.3f}; "
           f"{sum(map(bool, found['own'][1]))} of {len(found['own'][1])} own ones were cached")  # fmt: skip
     assert not any(found["other"][1]) and not any(found["fresh"][1])
     assert statistics.mean(map(bool, found["own"][1])) > 0.3  # the positive control: long ones are found
-    return told
 
 
 def test_a_tenant_cannot_ask_what_another_has_cached(up):
@@ -242,8 +239,10 @@ def test_a_tenant_cannot_ask_what_another_has_cached(up):
 
 @pytest.mark.long
 def test_nor_tell_it_by_the_time(up):
-    """The AUC of 300 pairs that tell nothing is a half, with a deviation of 0.024: the bound is four of them."""
-    assert abs(judge(probed(up, 300, 2)) - 0.5) < 0.1
+    """Of the 187 cases here the share deviates by 0.037; of what a tenant has itself cached it was 0.73."""
+    found = probed(up, 300, 2)
+    judge(found)
+    assert abs(sooner(found, "other") - 0.5) < 0.15
 
 
 def test_certs_that_are_not_there(tmp_path):
