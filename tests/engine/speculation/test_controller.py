@@ -314,6 +314,16 @@ class ShortBatch:
         return accepted
 
 
+def test_one_alone_waits_for_no_other():
+    world = World(0.9, slope=0.01, draft_slope=0.01, refill=0.0)
+    world.run(600)
+    world.controller.begin(1)
+    hopeful, doubtful = (
+        world.controller._best_width("draft", [0.9], each, [16], 1.0, False, 0.0, 1) for each in (0.9, 0.5)
+    )
+    assert hopeful == doubtful > 4
+
+
 def test_short_batches_are_hardly_a_loss():
     """It was 5 % of 80 of them."""
     controller, chance = Controller(8), random.Random(0)

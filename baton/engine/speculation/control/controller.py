@@ -287,7 +287,7 @@ class Controller:
         gain = GAIN if is_drafted else DRAFT_GAIN
         best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
-        chance_of_all = at_once = 1.0
+        chance_of_all, at_once = 1.0, 1.0 if num_seqs > 1 else math.inf  # one alone is its own slowest
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
