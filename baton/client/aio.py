@@ -48,9 +48,10 @@ class AsyncClient:
         retry: RetryPolicy = RetryPolicy(),
     ):
         """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when it
-        fails. Calls go by turns to all addresses that a name has. `api_key`: or what returns it, which is asked before each
-        attempt. `tls_ca`: file with the authority of the gateways' certificates; `tls`: the public ones, which gRPC brings
-        along or finds in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken.
+        fails. Calls go by turns to all addresses that a name has. `api_key`: or a plain function that returns it, which is
+        called in the event loop before each attempt, so that it should not wait. `tls_ca`: file with the authority of the
+        gateways' certificates; `tls`: the public ones, which gRPC brings along or finds in the file that
+        GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken.
         `timeout_s`: of each call, retries included, where the call names none. Raises ValueError, OSError."""
         self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)

@@ -22,8 +22,10 @@ _OPTIONS: tuple[tuple[str, object], ...] = (
     ("grpc.max_receive_message_length", -1),
     # Calls go by turns to all gateways of a name, as of a headless Service. Such a channel would hold on to its connections for
     # half an hour without a call, and open them again that gateways close as idle (300 s): it lets go within twice this time.
+    # By itself gRPC looks a name up again after 30 s at the earliest, and a call is tried for about 7 s.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.client_idle_timeout_ms", 140_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
 )
 
 
@@ -48,9 +50,8 @@ class ConnectionSettings:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For a call that is sent now."""
-        key = self.api_key() if callable(self.api_key) else self.api_key
-        return () if key is None else (("authorization", f"Bearer {key}"),)
+        """For a call that is sent now. Raises TypeError."""
+        return _authorization(self.api_key() if callable(self.api_key) else self.api_key)
 
     @property
     def options(self) -> Sequence[tuple[str, object]]:
@@ -64,3 +65,12 @@ class ConnectionSettings:
             return None
         files = (self.tls_ca, self.tls_key, self.tls_cert)
         return grpc.ssl_channel_credentials(*(None if file is None else Path(file).read_bytes() for file in files))
+
+
+def _authorization(key: object) -> tuple[tuple[str, str], ...]:
+    """`key`: what a caller gave, or his function returned."""
+    if key is None:
+        return ()
+    if not isinstance(key, str):
+        raise TypeError(f"api_key: give a str, or a plain function that returns one, not a {type(key).__name__}")
+    return (("authorization", f"Bearer {key}"),)

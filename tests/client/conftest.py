@@ -88,11 +88,13 @@ def answer_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
 
 
 @contextmanager
-def serving(gateway: ScriptedGateway, tls: grpc.ServerCredentials | None = None) -> Iterator[ScriptedGateway]:
+def serving(
+    gateway: ScriptedGateway, tls: grpc.ServerCredentials | None = None, at: str = "127.0.0.1:0"
+) -> Iterator[ScriptedGateway]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
-    at = "127.0.0.1:0"
-    gateway.target = f"127.0.0.1:{server.add_secure_port(at, tls) if tls else server.add_insecure_port(at)}"
+    port = server.add_secure_port(at, tls) if tls else server.add_insecure_port(at)
+    gateway.target = f"{at.rpartition(':')[0]}:{port}"
     server.start()
     try:
         yield gateway

@@ -48,6 +48,48 @@ def test_a_stream_goes_on_at_another_address_of_a_name():
             assert gather(client.stream("a")).token_ids == list(range(NUM_TOKENS))
 
 
+class NameServer:
+    """A DNS of one name, which has one address at a time."""
+
+    def __init__(self):
+        self.address = "127.0.0.1"
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.sendto(b"", ("127.0.0.1", self.port))
+
+    def _serve(self) -> None:
+        with self._socket:
+            while (asked := self._socket.recvfrom(512))[0]:
+                query, sender = asked
+                end = query.index(b"\0", 12) + 5  # of the question: a name, a type, a class
+                has_one = query[end - 4 : end - 2] == TYPE_A
+                answer = NAME_OF_THE_QUESTION + TYPE_A + CLASS_IN + b"\0\0\0\0\0\x04" + socket.inet_aton(self.address)
+                counts = bytes((0, 1, 0, has_one, 0, 0, 0, 0))
+                self._socket.sendto(query[:2] + b"\x81\x80" + counts + query[12:end] + answer * has_one, sender)
+
+
+TYPE_A, CLASS_IN, NAME_OF_THE_QUESTION = b"\0\1", b"\0\1", b"\xc0\x0c"
+
+
+def test_a_name_that_has_another_address_is_looked_up_while_a_call_is_tried():
+    """As when the one gateway of a headless Service is replaced."""
+    names = NameServer()
+    try:
+        with serving(ScriptedGateway()) as first:
+            port = first.target.rpartition(":")[2]
+            client = Client(f"dns://127.0.0.1:{names.port}/gateways.test:{port}")
+            assert client.model_info().name == "demo"
+        names.address = "127.0.0.2"
+        with serving(ScriptedGateway(), at=f"127.0.0.2:{port}"), client:
+            assert client.model_info().name == "demo"
+    finally:
+        names.close()
+
+
 def test_clients_of_several_addresses_begin_at_any():
     begun = {Addresses("a:1,b:1", str).current()[1] for _ in range(100)}
     assert begun == {"a:1", "b:1"}

@@ -163,6 +163,18 @@ def test_each_attempt_shows_the_key_as_it_is_then(gateways, ask, broken_after):
     assert [sent["authorization"] for sent in gateway.metadata] == ["Bearer old", "Bearer new"]
 
 
+async def fetch_key() -> str:
+    return "new"
+
+
+def test_a_key_that_is_no_string_is_not_sent(gateways, ask):
+    (gateway,), fetching = gateways(1), fetch_key()
+    with pytest.raises(TypeError, match="api_key: .* a coroutine"):
+        ask(gateway.target, "a", api_key=lambda: fetching)
+    assert not gateway.requests
+    fetching.close()
+
+
 def test_a_refused_client_waits_as_long_as_is_asked(gateways, ask):
     (gateway,) = gateways(1)
     gateway.script = [(0, Overloaded("full", 0.3))]
