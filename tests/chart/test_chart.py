@@ -198,6 +198,19 @@ def test_a_load_balancer_is_of_clients_alone():
     assert each["metadata"]["labels"]["baton-job"] == "baton-gateway"
 
 
+@pytest.mark.parametrize("certificates", ["job", "cert-manager"])
+def test_certificates_name_both_services_of_gateways_as_the_cluster_does(certificates):
+    objects = render({"secrets": {"certificates": certificates}})
+    if certificates == "job":
+        (job,) = (each for each in objects if each["kind"] == "Job")
+        told = {each["name"]: each["value"] for each in container(job["spec"]["template"])["env"]}
+        names = told["HOSTS"].split(",")
+    else:
+        names = named(objects, "Certificate", "gateway-tls")["spec"]["dnsNames"]
+    services = ("rel-baton-gateway", "rel-baton-gateways")
+    assert {f"{each}{of}" for each in services for of in ("", ".llm", ".llm.svc")} <= set(names)
+
+
 def made_secrets(objects: list[dict]) -> set[str]:
     """Return the names that the Job or cert-manager makes."""
     made = {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
