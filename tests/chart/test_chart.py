@@ -264,6 +264,16 @@ def test_variables_reach_gateways_and_workers():
         ]
 
 
+def test_variables_have_the_names_that_they_are_given():
+    """YAML takes NO and Y for false and true."""
+    env = {"NO": "1", "Y": "no"}
+    objects = render({"env": env})
+    check(objects)
+    for component in (GATEWAY, *WORKER):
+        told = container(dict(pods(objects))[component])["env"]
+        assert {each["name"]: each["value"] for each in told} == env
+
+
 def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
     templates = dict(pods(render(next(path for path in CASES if path.stem == "gpu"))))
     prefill, decode = container(templates["prefill"]), container(templates["decode"])
@@ -324,6 +334,10 @@ def test_operators_are_let_in_by_gateways_and_workers():
         ("workers.decode.replicas=0", "replicas"),
         ("secrets.certificates=none", "certificates"),
         ("workers.kind=DisaggregatedSet,autoscaling.enabled=true", "take workers.kind=Deployment"),
+        (
+            "otlpEndpoint=http://c:4317,env.OTEL_EXPORTER_OTLP_ENDPOINT=http://d:4317",
+            "otlpEndpoint and env.OTEL_EXPORTER_OTLP_ENDPOINT: .* give one of both",
+        ),
         (
             "workers.kind=DisaggregatedSet,workers.prefill.replicas=null",
             "workers.prefill.replicas: .* take workers.kind=",

@@ -67,11 +67,14 @@ seccompProfile: {type: RuntimeDefault}
 
 {{- /* (root): what every process of ours is told by its environment. */ -}}
 {{- define "baton.environment" -}}
+{{- if and .Values.otlpEndpoint (hasKey (.Values.env | default dict) "OTEL_EXPORTER_OTLP_ENDPOINT") }}
+{{- fail "otlpEndpoint and env.OTEL_EXPORTER_OTLP_ENDPOINT: they are the same variable; give one of both" }}
+{{- end }}
 {{- with .Values.otlpEndpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
 {{- range $name, $value := .Values.env }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   {{- if kindIs "string" $value }}
   value: {{ $value | quote }}
   {{- else }}
