@@ -142,13 +142,13 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         # By name: a template that does not know them would leave them out of the prompt without a word.
-        self.takes_tool_calls = "tool_calls" in source
+        self.names_tools, self.takes_tool_calls = "tools" in source, "tool_calls" in source
         self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
             raise TemplateFailed(_one_line(error)) from None
-        self.takes_tools = "tools" in source and self._writes_tools()
+        self.takes_tools = self.names_tools and self._writes_tools()
         self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
 
     def of(self, options: ChatOptions) -> "ChatTemplate":

@@ -16,7 +16,7 @@ from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.infilling import find_infilling
 from gateway.text.origins import Rendered, render_origins
-from gateway.text.templates import ChatTemplate, Conversation, TemplateFailed, Words
+from gateway.text.templates import ChatOptions, ChatTemplate, Conversation, TemplateFailed, Words
 from gateway.text.text_threads import NUM_CHECKS, TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
@@ -163,6 +163,7 @@ class TextWork:
         try:
             rendered = self._render(messages, words)
             self._check_length("messages", len(rendered.text), context)
+            self._check_tools(messages.options, rendered.text)
             return self._known("messages", self._tokenizer.encode_chat(rendered))
         except TemplateFailed as error:
             raise InvalidRequest("messages", f"refused by the model's chat template: {error}") from None
@@ -183,10 +184,18 @@ class TextWork:
         options = conversation.options
         if not template.takes_tool_calls and any(message.tool_calls for message in conversation.messages):
             raise InvalidRequest("messages.messages", "this model's chat template has no place for tool_calls")
-        if options.tools and not template.takes_tools:
+        if options.tools and not template.names_tools:
             raise InvalidRequest("messages.tools", "this model's chat template has no place for tools")
         if taken := next(filter(template.names, options.kwargs), None):
             raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
+
+    def _check_tools(self, options: ChatOptions, prompt: str) -> None:
+        """Raises InvalidRequest where the template writes no tools, and those that may be called came into the prompt by no other way
+        either: by variables of the client's (xml_tools of SmolLM3), or in a message."""
+        names = options.callable_tools
+        if names and not self._template.of(options).takes_tools and not any(name in prompt for name in names):
+            told = "this model's chat template has no place for tools: write them in a message too, or into the"
+            raise InvalidRequest("messages.tools", f"{told} chat_template_kwargs that it reads, such as xml_tools")
 
     def _render(self, conversation: Conversation, words: Words) -> Rendered:
         """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises

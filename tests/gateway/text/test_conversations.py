@@ -142,14 +142,52 @@ KNOWING_TOOLS = {
 async def test_tools_that_a_template_only_names_are_refused(name):
     source, takes_tools = KNOWING_TOOLS[name]
     assert ChatTemplate(source, {}).takes_tools == takes_tools
+    conversation = Conversation(CHAT[:1], CALLABLE)
+    assert await refusal_of(source, conversation) == (None if takes_tools else NO_PLACE)
+
+
+# In the manner of SmolLM3: tools of another name, whose calls are Hermes'.
+SMOLLM3 = r"""
+{{- '<|im_start|>system\n' -}}{%- if messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}
+{%- if xml_tools -%}
+{%- set ns = namespace(xml_tool_string="You are provided with function signatures within <tools></tools> XML tags:\n\n<tools>\n") -%}
+{%- for tool in xml_tools[:] -%}{%- set ns.xml_tool_string = ns.xml_tool_string ~ (tool | string) ~ "\n" -%}{%- endfor -%}
+{{ ns.xml_tool_string + "</tools>\n\nReturn a json object within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- for message in messages -%}{%- if message.role == 'user' -%}{{ '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}
+"""
+CALLABLE = ChatOptions(TOOLS, callable_tools=("find",))
+NO_PLACE = "messages.tools"
+BY_HAND = ChatMessage("system", 'You may call <tool>{"name": "find"}</tool>.')
+
+
+@pytest.mark.parametrize(
+    ("conversation", "is_refused"),
+    [
+        (Conversation(CHAT[:1], CALLABLE), True),
+        (Conversation(CHAT[:1], CALLABLE._replace(kwargs={"xml_tools": [TOOLS[0]]})), False),
+        (Conversation(CHAT[:1], CALLABLE._replace(kwargs={"xml_tools": [{"name": "other"}]})), True),
+        (Conversation(CHAT[:1], CALLABLE._replace(kwargs={"enable_thinking": False})), True),
+        (Conversation((BY_HAND, *CHAT[:1]), CALLABLE), False),
+        (Conversation(CHAT[:1], ChatOptions(TOOLS)), False),  # tool_choice none: it is to call none
+    ],
+)
+async def test_tools_that_stand_in_the_prompt_by_another_way_are_taken(conversation, is_refused):
+    assert await refusal_of(SMOLLM3, conversation) == (NO_PLACE if is_refused else None)
+
+
+async def refusal_of(source: str, conversation: Conversation) -> str | None:
+    """Return the field for which a conversation is refused."""
     work = work_for(source)
-    conversation = Conversation(CHAT[:1], ChatOptions(TOOLS))
-    if takes_tools:
+    try:
         await work.encode(None, None, conversation, 4096)
-    else:
-        with pytest.raises(InvalidRequest, match="this model's chat template has no place for tools"):
-            await work.encode(None, None, conversation, 4096)
-    work.close()
+    except InvalidRequest as error:
+        assert "this model's chat template has no place for tools" in str(error)
+        return error.field
+    finally:
+        work.close()
+    return None
 
 
 async def test_tools_have_a_template_of_their_own():
