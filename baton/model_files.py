@@ -10,13 +10,15 @@ _VOCABULARIES = ("tekken.json", "tokenizer.model")  # of which transformers make
 def why_not_itself(path: Path) -> str | None:
     """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared leaves them, or
     Git LFS's pointer, as a clone without it does; or of what a tokenizer.json that is not there can be made. None: the file itself, or
-    nothing."""
+    none that can be read."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which is not there; fetch the model again"
     try:
         with open(path, "rb") as file:
             is_pointer = file.read(len(_POINTER)) == _POINTER
-    except OSError:
+    except FileNotFoundError:
         beside = (name for name in _VOCABULARIES if path.name == "tokenizer.json" and (path.parent / name).exists())
         return next((f"is not there; make it of {name}, as docs/models.md says (Weights)" for name in beside), None)
+    except OSError:
+        return None
     return "is Git LFS's pointer to the file; fetch the file itself: git lfs pull" if is_pointer else None

@@ -136,3 +136,14 @@ def test_of_what_a_tokenizer_can_be_made(folder, vocabulary):
             with pytest.raises(error) as caught:
                 read(folder)
             assert str(caught.value) == f"{path}: {told}"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_there(folder):
+    path = folder / "tokenizer.json"
+    path.unlink()
+    path.mkdir()
+    (folder / "tokenizer.model").write_text("{}")
+    for read, error in ((read_model, SettingsError), (tokenizer_digest, ModelError)):
+        with pytest.raises(error) as caught:
+            read(folder)
+        assert str(caught.value) == f"{path}: Is a directory"
