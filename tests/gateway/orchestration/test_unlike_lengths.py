@@ -166,6 +166,44 @@ async def test_a_context_that_rope_stretches_is_what_workers_hold(cluster, diges
         late.release("hello")
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_context_that_rope_stretches_is_known_of_any_worker(cluster, digest, role):
+    """As with yarn where the decode worker that holds all of it starts, and comes again: a shorter one is known, or one that reads."""
+    late = await FakeWorker("decode", digest, 400, context=4096).start()
+    late.hold("hello")
+    known = {"decode": (0, (512,)), "prefill": ((512,), 0)}[role]
+    async with cluster(*known, max_start_wait_s=0, split="auto") as c:
+        c.workers.append(late)
+        for worker in (*c.prefill, *c.decode):
+            worker.hello.limits.model_context = 4096
+            await say_again(c, worker)
+        long = dict(prompt=[10 + i % 300 for i in range(3000)], max_tokens=20, ignore_eos=True)
+        if role == "decode":
+            said = await refused(generate(c, **long))
+            assert said.reason == "CONTEXT_LENGTH_EXCEEDED" and "decode worker here holds is 512" in said.message
+        else:
+            assert (await refused(generate(c, **long))).reason == "NO_WORKER"
+        await register(c, late.address)
+        await c.until(lambda: late.commands)
+        said = await refused(generate(c, **long))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
+        said = await refused(generate(c, **long | dict(max_tokens=1097)))
+        assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert "3000 + 1097 > 4096, the maximum context length: 1096 are left" in said.message
+        late.release("hello")
+        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        assert ids_of(await generate(c, **long)) == tokens_of(long["prompt"], 20, 400)
+
+
+async def test_a_worker_that_holds_less_than_rope_stretches_is_told(cluster):
+    """config.json says 1,024, the model holds 8,192, and the worker a half of it."""
+    async with cluster(0, (4096,)) as c:
+        c.decode[0].hello.limits.model_context = 8192
+        await say_again(c, c.decode[0])
+        said = await refused(generate(c, prompt=PROMPT, max_tokens=4047))
+        assert "50 + 4047 > 4096, the maximum context length that a decode worker here holds" in said.message
+
+
 async def test_one_that_was_tried_in_vain_holds_nothing(cluster, digest):
     gone = await FakeWorker("decode", digest, 400).start()
     await gone.stop()
