@@ -20,9 +20,9 @@ ALIGNMENT = 32  # bytes, of every tensor, where general.alignment does not say
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENIZER = "tokenizer."
-CONTROL = 3  # of token types
+CONTROL, USER_DEFINED = 3, 4  # token types
 # What ends a text: ids that a file names, and, since most name one of several, control tokens by their text, as llama.cpp's
-# llama-vocab.cpp has them.
+# llama-vocab.cpp has them; also those of the other type, which converters give to added tokens that are not special.
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _END_TEXTS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "</s>", "<EOT>",
@@ -122,8 +122,9 @@ class GGUFHeader:
             self.get("tokenizer.ggml.tokens", TEXTS, ()),
             self.get("tokenizer.ggml.token_type", INTEGERS, ()),
         )
+        of_types = (CONTROL, USER_DEFINED)
         written = {
-            at for at, (token, type_) in enumerate(zip(tokens, types)) if type_ == CONTROL and token in _END_TEXTS
+            at for at, (token, type_) in enumerate(zip(tokens, types)) if type_ in of_types and token in _END_TEXTS
         }
         return frozenset(each for each in {*named.values(), *written} if 0 <= each < vocab_size)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from baton.gguf import CONTROL, FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, GGUFError, GGUFHeader
+from baton.gguf import CONTROL, FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, USER_DEFINED, GGUFError, GGUFHeader
 
-NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4  # token types beside CONTROL
+NORMAL, UNKNOWN = 1, 2  # token types beside CONTROL and USER_DEFINED
 MAX_TOKEN_CHARS = 1024  # every cut of a word is looked up as a merge
 SPACE = "\u2581"  # SentencePiece's
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

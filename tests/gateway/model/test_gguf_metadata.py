@@ -23,7 +23,7 @@ from tests.support.gateway.gguf_metadata import (
     metadata,
     write,
 )
-from tests.support.gateway.gguf_vocabulary import CONTROL, NORMAL
+from tests.support.gateway.gguf_vocabulary import CONTROL, NORMAL, USER_DEFINED
 
 KINDS = ("gpt2", "llama")
 
@@ -54,15 +54,17 @@ def test_the_file_that_is_changed_below_is_good(path, kind):
 
 
 @pytest.mark.parametrize("named", [(), ("eos",), ("eos", "eot"), ("eom",)])
-def test_control_tokens_that_are_written_as_ends_are_ends(path, named):
-    """As llama.cpp has it: files of Llama 3 name 128009 of three, those of Qwen one of two."""
+def test_control_and_added_tokens_that_are_written_as_ends_are_ends(path, named):
+    """As llama.cpp has it: files of Llama 3 name 128009 of three, those of Qwen one of two. Converters call a token added that is
+    not special, as a fine-tune's <|im_end|>."""
     said = metadata()
     tokens = said["tokenizer.ggml.tokens"].value
     for name in ("eos", "eot", "eom"):
         said[f"tokenizer.ggml.{name}_token_id"] = Value(I32, tokens.index("<|user|>") if name in named else -1)
-    said["tokenizer.ggml.token_type"].value[tokens.index("<|im_end|>")] = NORMAL
+    for token, type_ in (("<|im_end|>", USER_DEFINED), ("<|end|>", NORMAL)):
+        said["tokenizer.ggml.token_type"].value[tokens.index(token)] = type_
     write(path, said)
-    written = {"</s>", "<|endoftext|>", "<|eot_id|>", "<|end|>", *["<|user|>"] * bool(named)}
+    written = {"</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", *["<|user|>"] * bool(named)}
     assert {tokens[id_] for id_ in read_model(path).eos_ids} == written
     assert set(read_spec(path).eos_token_ids) == read_model(path).eos_ids
 
