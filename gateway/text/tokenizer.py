@@ -26,7 +26,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 # Steps that take no character away, and what those may take that write several as one: four letters at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
-# What Gemma's vocabulary has as words of its texts.
+# What Gemma's vocabulary has as words of its texts, but for <s> and </s>, which are BOS and EOS elsewhere.
 _HTML = re.compile(r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|sub|sup|code)>")
 _BEFORE = "☺"  # that joins nothing behind it; as makers of SentencePiece models have it
 
