@@ -142,7 +142,8 @@ class Shares:
             del self._waits[seq.group.tenant]
 
     def note_shortage(self, request: Request, lacked: Amounts) -> bool:
-        """Note what it lacks, and return whether it is owed that."""
+        """Note what it lacks beside what waits before it, and return whether it is owed that."""
+        lacked = lacked.plus(self._awaited_before(request))
         if not self._is_part(request.tenant_mark, lacked):
             return False
         self._owed[request.tenant_mark] = lacked, time.monotonic() + _OWED_S

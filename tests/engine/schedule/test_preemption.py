@@ -198,6 +198,7 @@ class Flood:
                 self.engine.submit(request)
             except Refusal as refused:
                 assert refused.reason == "kv_full"
+                assert not self.engine.admission.shares.is_short, "who is alone is owed nothing"
                 return
             self.requests.append(request)
 

@@ -361,6 +361,32 @@ def test_what_waits_for_blocks_is_not_passed_for_good_by_its_tenants_requests(nu
     check(records, [long, *own, *flood])
 
 
+def test_who_comes_behind_one_that_waits_is_owed_what_both_lack():
+    """It leaves that one what it lacks: with what it lacks alone both wait. Their tenant runs its part, and has not its part of the
+    blocks."""
+    engine, records = toy_engine(num_blocks=80, max_num_seqs=12), Collector()
+    long = of(QUIET, "long", 240, 60, named=False)
+    flood = [of(FLOOD, f"f{i}", 150, 40, named=False) for i in range(5)]
+    own = [of(QUIET, f"q{i}", 4, 28, named=False) for i in range(6)]
+    engine.submit(long)
+    steps(engine, records, 4)
+    engine.admission.park(long.key)
+    for requests, num in (((), 1), (flood, 8), (own, 2)):
+        for request in requests:
+            engine.submit(request)
+        steps(engine, records, num)
+    engine.admission.resume(long.key)
+    steps(engine, records, 2)
+    new = of(QUIET, "new", 100, 4, named=False)
+    assert running(engine) == {FLOOD: 5, QUIET: 6} and engine.ledger.num_available == 8
+    assert refusal(lambda: engine.submit(new)).retry_after_s < 0.1
+    steps(engine, records, 1)
+    assert long.key in [seq.group.key for seq in engine.scheduler.running]
+    engine.submit(new)
+    run(engine, collector=records)
+    check(records, [long, new, *own, *flood])
+
+
 def test_what_waits_for_blocks_is_passed_by_a_request_of_higher_priority():
     engine, records = toy_engine(num_blocks=32), Collector()
     long, held = of(QUIET, "long", 300, 60, named=False), of(QUIET, "held", 240)
