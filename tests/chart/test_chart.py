@@ -302,7 +302,9 @@ def test_ranks_on_gpus_have_shared_memory():
         ({"resources": {"limits": {"cpu": "2500m"}}}, "--threads=3"),
         ({"resources": {"limits": {"cpu": 6}}, "flags": {"tensor-parallel": 2}}, "--threads=3"),
         ({"flags": {"tensor-parallel": 2, "pipeline-parallel": 2}}, "--threads=1"),
+        ({"resources": {"limits": {"cpu": 6}}, "flags": {"pipeline-parallel": 3, "remote-stages": 1}}, "--threads=3"),
         ({"flags": {"threads": 8}}, "--threads=8"),
+        ({"flags": {"config": "/model/worker.toml"}}, None),
         ({"resources": {"requests": {"cpu": None}}}, None),
         ({"gpu": {"count": 1}}, None),
     ],
@@ -311,6 +313,13 @@ def test_a_worker_computes_by_as_many_threads_as_its_pod_has_cores(worker, threa
     """Pods of one node share no folder, so that each would take all cores of it."""
     templates = dict(pods(render({"workers": {"decode": worker}})))
     assert [word for word in container(templates["decode"])["args"] if "--threads" in word] == [threads] * bool(threads)
+
+
+@pytest.mark.parametrize("name", ["BATON_THREADS", "OMP_NUM_THREADS"])
+def test_a_variable_says_how_many_threads(name):
+    """It counts for less than a flag."""
+    for role, template in pods(render({"env": {name: "6"}})):
+        assert role not in WORKER or not any("--threads" in word for word in container(template)["args"])
 
 
 def test_values_of_a_release_before_the_operators_make_the_same_chart():

@@ -39,7 +39,7 @@ spec:
         {{- if $worker.gpu.count }}
         - --device=cuda
         {{- else }}
-        {{- with include "baton.threads" $worker | trim }}
+        {{- with include "baton.threads" (list $root $worker) | trim }}
         - {{ . }}
         {{- end }}
         {{- end }}
@@ -91,14 +91,17 @@ spec:
     {{- end }}
 {{- end }}
 
-{{- /* (worker): threads of each of its ranks on a CPU: pods of one node do not see each other's, and would each take all cores. */ -}}
+{{- /* (root, worker): threads of each of its ranks on a CPU: pods of one node do not see each other's, and would each take all
+cores. A flag beats variables and files: where one of these may say it there is none. */ -}}
 {{- define "baton.threads" -}}
-{{- $flags := .flags | default dict }}
-{{- $cpu := (.resources.limits | default dict).cpu | default (.resources.requests | default dict).cpu | default 0 | toString }}
+{{- $env := (index . 0).Values.env | default dict }}{{ $worker := index . 1 }}{{ $flags := $worker.flags | default dict }}
+{{- $cpu := ($worker.resources.limits | default dict).cpu | default ($worker.resources.requests | default dict).cpu | default 0 | toString }}
 {{- $cores := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu) 1000) (float64 $cpu) | ceil | int }}
 {{- $ranks := mul (get $flags "tensor-parallel" | default 1) (get $flags "pipeline-parallel" | default 1) }}
-{{- if and $cores (not (hasKey $flags "threads")) }}
---threads={{ max 1 (div $cores $ranks) }}
+{{- $here := max 1 (sub $ranks (get $flags "remote-stages" | default 0)) }}
+{{- $said := or (hasKey $flags "threads") (hasKey $flags "config") (hasKey $env "BATON_THREADS") (hasKey $env "OMP_NUM_THREADS") }}
+{{- if and $cores (not $said) }}
+--threads={{ max 1 (div $cores $here) }}
 {{- end }}
 {{- end }}
 
