@@ -127,7 +127,6 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         await _redis(found.redis, bool(args.redis), report)
     if found.collector:
         await _collector(found.collector, report)
-    await check_certificates([*([target] if target else []), *found.prefill, *found.decode], access, report)
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
         for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why
@@ -145,6 +144,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
                 "handoff", "-", f"{len(pairs) - len(works)} of {len(pairs)} pairs of workers were not tried: no time"
             )
         report.request_works |= not target and any(works)
+    await check_certificates([*([target] if target else []), *found.prefill, *found.decode], access, report)
 
 
 # ---- the parts ----

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from baton.cli.cluster import findings
+from baton.cli.cluster import doctor, findings
 from baton.cli.main import main
 from baton.cli.planning import scaler
 from baton.service.net.client import explain_failure
@@ -138,6 +138,18 @@ async def test_doctor_tells_of_certificates_that_end(targets, certs, monkeypatch
         assert told.keys() == shown
         assert all(re.fullmatch(rf"its certificate {words} \d{{4}}-\d\d-\d\d", each) for each in told.values())
     assert (await warned(366, Access(tls_ca=certs / "ca.crt"))).keys() == {targets["tls"], targets["both"]}
+
+
+def test_doctor_looks_at_certificates_last(targets, monkeypatch):
+    """It waits for each host that does not answer, and no hand-off is tried that would begin late."""
+    before = []
+
+    async def look(addresses, access, report):
+        before.extend(each.part for each in report.found)
+
+    monkeypatch.setattr(doctor, "check_certificates", look)
+    assert main(["doctor", "--target", targets["plain"]]) == 1
+    assert "decode" in before
 
 
 async def test_the_scaler_says_it(targets, capsys):
