@@ -17,8 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest, NotFound
-from baton.service.net.host_names import HostNames
-from baton.service.net.http_server import HostCheck
+from baton.service.net.host_names import HostCheck, HostNames
 from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from baton.service.net.host_names import HostNames, without_port
-from baton.service.net.http_server import HostCheck, HttpServer, open_http
+from baton.service.net.host_names import HostCheck, HostNames, without_port
+from baton.service.net.http_server import HttpServer, open_http
 from baton.service.net.server import ListenError, split_address
 
 _MAX_CONNECTIONS = 512  # few beside the descriptors that a process starts with

@@ -5,7 +5,11 @@ operator gave. A page from elsewhere, open in an operator's browser, can make it
 """
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HostNames:
@@ -26,6 +30,21 @@ class HostNames:
         except ValueError:
             return name in self._names
         return True
+
+
+class HostCheck:
+    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
+    this host, can make its own name lead here, and would read all answers."""
+
+    def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str, str], Response]):
+        """`refuse`: from the host that was named, "" for none or several, and the path to what is answered."""
+        self._app, self._names, self._refuse = app, names, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = Headers(scope=scope).getlist("host")
+        if (len(hosts) == 1 and hosts[0] in self._names) or (not hosts and scope["http_version"] == "1.0"):
+            return await self._app(scope, receive, send)
+        await self._refuse(hosts[0] if len(hosts) == 1 else "", scope["path"])(scope, receive, send)
 
 
 def without_port(host: str) -> str:

@@ -10,13 +10,11 @@ from typing import Any
 
 import httptools
 import uvicorn
-from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton import tasks
-from baton.service.net.host_names import HostNames
 from baton.service.net.server import HANDSHAKE_S, MAX_METADATA_BYTES, listening_socket, num_descriptors
 from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
@@ -318,21 +316,6 @@ class HttpServer(uvicorn.Server):
             )
         except (OSError, ssl.SSLError):
             connection.close()
-
-
-class HostCheck:
-    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
-    this host, can make its own name lead here, and would read all answers."""
-
-    def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str, str], Response]):
-        """`refuse`: from the host that was named, "" for none or several, and the path to what is answered."""
-        self._app, self._names, self._refuse = app, names, refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = Headers(scope=scope).getlist("host")
-        if (len(hosts) == 1 and hosts[0] in self._names) or (not hosts and scope["http_version"] == "1.0"):
-            return await self._app(scope, receive, send)
-        await self._refuse(hosts[0] if len(hosts) == 1 else "", scope["path"])(scope, receive, send)
 
 
 def open_http(
