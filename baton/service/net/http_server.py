@@ -27,6 +27,7 @@ _HEAD_S = 5.0
 _FLUSH_S = 5.0  # for a client to read the end of its last answer
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
 _MAX_WAITING = 16  # requests of a connection, behind the one that runs; each may have 8 KiB of head, and 64 of body
+_MAX_WAITING_BYTES = 64 << 10  # uvicorn would read no more until it is its turn, and not hear the client hang up
 _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
 _DATE_S = 1.0  # between two looks at the clock
@@ -128,8 +129,8 @@ class HttpConnection(HttpToolsProtocol):
         self._timer.cancel()
         if len(self.pipeline) >= _MAX_WAITING:
             raise httptools.HttpParserError("too many requests")
-        self._in_body = True
         super().on_headers_complete()
+        self._in_body = True
         if not self.pipeline:
             self._running = self.cycle
         self.flow.resume_reading()  # uvicorn stops where a request waits, and would not hear the client hang up
@@ -137,6 +138,11 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             _end_by_close(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        if self.pipeline and len(self.cycle.body) + len(body) > _MAX_WAITING_BYTES:
+            raise httptools.HttpParserError("body too large to wait")
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:

@@ -237,13 +237,30 @@ async def test_who_hangs_up_with_a_request_that_waits_ends_the_one_that_runs(ser
         c.decode[0].release("decode")
 
 
-@pytest.mark.parametrize("behind", [b"no words\r\n\r\n", HEAD + 70 * b"x-a: 1\r\n" + b"\r\n"])
+@pytest.mark.parametrize(
+    "behind",
+    [b"no words\r\n\r\n", HEAD + 70 * b"x-a: 1\r\n" + b"\r\n", PAGE.replace(b"/health", b"http://a:b/")],
+    ids=["no head", "too large", "no URL"],
+)
 async def test_a_bad_head_behind_a_request_that_runs_is_not_answered_in_its_place(served, behind):
     async with served() as (c, _):
         c.decode[0].hold("decode")
         assert await said(c, RUN, behind, pause_s=0.1) == b""
         await c.until(lambda: not c.gateway.handler.num_running)
         c.decode[0].release("decode")
+
+
+async def test_a_body_behind_a_request_that_runs_ends_the_connection_where_it_is_long(served):
+    """Reading stopped there, and that the client had gone was not noticed: the answer was computed to its end."""
+    short, long = ASK + 60_000 * b" ", ASK + 70_000 * b" "
+    async with served() as (c, _):
+        c.decode[0].hold("decode")
+        asking = asyncio.create_task(said(c, RUN, with_length(short), pause_s=0.1))
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        assert await said(c, RUN, with_length(long), pause_s=0.1) == b""
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        c.decode[0].release("decode")
+        assert (await asking).count(b"HTTP/1.1 200 OK") == 2
 
 
 async def test_a_head_that_begins_behind_a_long_request_is_not_as_long(served):
@@ -438,8 +455,10 @@ async def test_those_who_read_no_pages_leave_their_places_to_others(served, monk
             await c.until(lambda: len(c.gateway.http.server_state.connections) == 2)
             connections = {each.client: each for each in c.gateway.http.server_state.connections}
             for silent in sockets:
-                while not connections[silent.getsockname()].flow.write_paused:
-                    silent.sendall(OPENAPI)
+                connection = connections[silent.getsockname()]
+                while not connection.flow.write_paused:
+                    if not connection.pipeline:
+                        silent.sendall(OPENAPI)
                     await asyncio.sleep(0.01)
                 silent.sendall(ask)
             await c.until(lambda: not c.gateway.http.server_state.connections)
