@@ -326,10 +326,14 @@ class Gateway:
         grace_s = self._settings.drain_grace_s
         self._closing = asyncio.create_task(self._server.stop(grace_s + 2 * _STOP_GRACE_S), name="close the port")
         deadline = asyncio.get_running_loop().time() + grace_s
-        while self.handler.num_running and asyncio.get_running_loop().time() < deadline:
+        while self._is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         if self._running:
             self._give_up()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.handler.num_running > 0 or (self.http is not None and self.http.is_busy)
 
     def _give_up(self) -> None:
         """Tell clients how to continue elsewhere; workers keep what that needs."""

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
-from baton.service.net.http_server import ABORT
+from baton.service.net.http_server import ABORT, LAST_PART_S
 from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
@@ -23,7 +23,6 @@ from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read
-_LAST_PART_S = 30.0  # of an answer, or its first, to one that reads slowly: until then it holds its tenant's slot
 _ID_HEADERS = (b"x-request-id", b"request-id")  # where clients of OpenAI look for a request's id, and Anthropic's
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -125,14 +124,14 @@ class HttpCall:
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part of the answer. Raises ClientGone."""
-        await self._end(data, _LAST_PART_S)
+        await self._end(data, LAST_PART_S)  # until then it holds its tenant's slot
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.has_begun = True
         if REQUEST_ID.fullmatch(self.request_id):
             headers = (*headers, *((name, self.request_id.encode()) for name in _ID_HEADERS))
         # It waits for room in a connection whose client has not read the answer before.
-        await self._within(_LAST_PART_S, {"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self._within(LAST_PART_S, {"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def _fail(self, error: BatonError) -> None:
         """Answer with the error: as a status, or as the last event of an answer that has begun."""
@@ -225,7 +224,7 @@ class WriteTimeout:
             if message.get("more_body"):
                 await send(message)
             else:
-                await _send_within(_LAST_PART_S, scope, send, message)
+                await _send_within(LAST_PART_S, scope, send, message)
 
         with suppress(ClientGone):
             await self._app(scope, receive, send_in_time)

@@ -20,11 +20,12 @@ from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
 
 ABORT = "baton.abort"  # extension of a request's scope: ends the connection at once
+LAST_PART_S = 30.0  # for a client to read the end of an answer
 
 # From the connection, or the first byte after an answer, to the end of a request's head; a body that was not waited for
 # comes in that time too.
 _HEAD_S = 5.0
-_FLUSH_S = 5.0  # for a client to read the end of its last answer
+_FLUSH_S = 5.0  # for a client to notice that a connection ends, or to read why
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
 _MAX_WAITING = 16  # requests of a connection, behind the one that runs; each may have 8 KiB of head, and 64 of body
 _MAX_WAITING_BYTES = 64 << 10  # uvicorn would read no more until it is its turn, and not hear the client hang up
@@ -52,6 +53,8 @@ class HttpConnection(HttpToolsProtocol):
         self.url = b""
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
+        self._has_begun_head = False  # with its first byte; `_in_head` is where one may come
+        self._is_last_read = False
         self._has_ended_request = False  # in what was received last
         self._running: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` is the newest
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -65,6 +68,16 @@ class HttpConnection(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """Whether no request of it runs."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of it comes or runs, or the end of its last answer is read."""
+        return self._has_begun_head or self._is_last_read or not self.is_idle
+
+    def drain(self) -> None:
+        """End it where it is kept for a next request, and otherwise behind the answer to one that comes or runs."""
+        if self.timeout_keep_alive_task is not None or not self.is_idle:
+            self.shutdown()
 
     def abort(self) -> None:
         """End it at once."""
@@ -112,6 +125,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # pyright: ignore[reportGeneralTypeIssues]
         self._begin_head()
+        self._has_begun_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -130,7 +144,7 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_WAITING:
             raise httptools.HttpParserError("too many requests")
         super().on_headers_complete()
-        self._in_body = True
+        self._in_body, self._has_begun_head = True, False
         if not self.pipeline:
             self._running = self.cycle
         self.flow.resume_reading()  # uvicorn stops where a request waits, and would not hear the client hang up
@@ -155,15 +169,19 @@ class HttpConnection(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]  # which it starts
         super().on_response_complete()
         if self.transport.is_closing():
-            self._abort_in(_FLUSH_S)
+            self._is_last_read = True
+            self._abort_in(self._server.last_part_s)
         elif self.cycle.response_complete:  # no further request waits
             self._begin_head()
 
     def shutdown(self) -> None:
         """End it, behind the answer to a request that runs."""
+        if self.transport.is_closing():
+            return
         super().shutdown()
         if self.transport.is_closing():
-            self._abort_in(_FLUSH_S)
+            self._is_last_read = self.transport.get_write_buffer_size() > 0
+            self._abort_in(self._server.last_part_s)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -259,7 +277,7 @@ class HttpServer(uvicorn.Server):
         self._listener, self._tls = listener, tls and tls.context()
         self.refuse_head = refuse_head
         self.waiting: dict[HttpConnection, None] = {}  # between requests or amid a head; the longest first
-        self.unread_s = unread_s
+        self.unread_s, self.last_part_s = unread_s, unread_s or LAST_PART_S
         self.is_draining = False
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
@@ -279,8 +297,13 @@ class HttpServer(uvicorn.Server):
     def drain(self) -> None:
         """Keep no connection from now on: a client's next request takes a new one, and that may lead to another process."""
         self.is_draining = True
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+        for connection in self._connections:
+            connection.drain()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request comes or runs, or the end of an answer is read."""
+        return any(each.is_busy for each in self._connections)
 
     async def stop(self) -> None:
         """End what still runs, and the port with it."""
@@ -289,6 +312,10 @@ class HttpServer(uvicorn.Server):
             task.cancel()
         if self.server_state.connections or self.server_state.tasks:
             await self.shutdown()  # waits 0.1 s, also for none
+
+    @property
+    def _connections(self) -> list[HttpConnection]:
+        return [each for each in self.server_state.connections if isinstance(each, HttpConnection)]
 
     async def _date(self) -> None:
         """Keep the Date header right."""

@@ -5,8 +5,10 @@ import contextlib
 
 import pytest
 from openai import AsyncOpenAI
+from starlette.responses import Response
 
 from baton.client import AsyncClient, AsyncStream
+from baton.service.net import http_server
 from tests.gateway.http.conftest import decoded, openai_client
 from tests.support.faults.proxy import FaultProxy
 from tests.support.gateway.fake_worker import tokens_of
@@ -15,6 +17,7 @@ from tests.support.pace import patience
 PROMPT = list(range(20, 90))
 NUM_TOKENS = 6
 ASK = {"model": "fake", "prompt": PROMPT, "max_tokens": NUM_TOKENS}
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -88,12 +91,47 @@ async def test_a_gateway_that_drains_keeps_no_connection(cluster):
         c.stop.set()
         await c.until(lambda: c.gateway.handler.is_draining)
         reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        writer.write(MODELS)
         _, headers, _ = decoded(await asyncio.wait_for(reader.read(), patience(20)))
         assert headers["connection"] == "close"
         writer.close()
         c.decode[0].release("decode")
         assert (await running).headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("num_sent", [0, 20])
+async def test_a_request_that_comes_as_a_gateway_begins_to_drain_is_answered(cluster, num_sent):
+    """A connection that had served none was closed, also with half a head: the client saw it reset."""
+    async with cluster(http="127.0.0.1:0") as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        writer.write(MODELS[:num_sent])
+        await c.until(lambda: [each._num_head_bytes for each in c.gateway.http._connections] == [num_sent])
+        c.gateway.http.drain()
+        writer.write(MODELS[num_sent:])
+        status, headers, _ = decoded(await asyncio.wait_for(reader.read(), patience(20)))
+        assert (status, headers["connection"]) == (200, "close")
+        writer.close()
+
+
+async def test_a_gateway_that_drains_stays_until_its_last_answers_are_read(cluster, monkeypatch):
+    """The last one had a second; and five seconds after it was written it was cut, however steadily it was read."""
+    monkeypatch.setattr(http_server, "_FLUSH_S", 0.1)
+    body = b"a page" * (4 << 20)
+    async with cluster(http="127.0.0.1:0") as c:
+        c.gateway.http.config.loaded_app = Response(body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        writer.write(MODELS)
+        await reader.readuntil(b"\r\n\r\n")
+        c.stop.set()
+        await c.until(lambda: c.gateway.http.is_draining)
+        other, late = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        late.write(MODELS)  # its answer ends with its connection
+        await other.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(1.5)  # beyond what is left when all has ended
+        assert c.gateway.http._listener.fileno() != -1
+        assert await asyncio.gather(reader.read(), other.read()) == [body, body]
+        for each in (writer, late):
+            each.close()
 
 
 async def ids_of(stream: AsyncStream) -> list[int]:

@@ -447,7 +447,7 @@ PREFLIGHT += b"access-control-request-method: POST\r\n\r\n"
 )
 async def test_those_who_read_no_pages_leave_their_places_to_others(served, monkeypatch, ask):
     """No key is needed for these: so many connections were all that there were, for ever."""
-    monkeypatch.setattr(call_module, "_LAST_PART_S", 0.5)
+    monkeypatch.setattr(call_module, "LAST_PART_S", 0.5)
     async with served(http_origins=("https://app.example",)) as (c, _):
         c.gateway.http._max_connections = 2
         sockets = [socket.create_connection(("127.0.0.1", c.gateway.http.port)) for _ in range(2)]
@@ -470,7 +470,7 @@ async def test_those_who_read_no_pages_leave_their_places_to_others(served, monk
 
 def unread(monkeypatch, num_read: int) -> tuple[HttpCall, asyncio.Event]:
     """Return a call whose client reads so many messages, and what is set where it is hung up on."""
-    for bound in ("_LAST_PART_S", "_LAST_WORDS_S", "_LINGER_S"):
+    for bound in ("LAST_PART_S", "_LAST_WORDS_S", "_LINGER_S"):
         monkeypatch.setattr(call_module, bound, 0.05)
     sent, has_hung_up = [], asyncio.Event()
 
