@@ -18,6 +18,7 @@ from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER
 
 _RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
 _AWAITED_S = 2.0  # for which one that is ready keeps its slot for who asked for it: gateways ask again within a second
+_LACKED_S = 0.25  # for which it does once another lacks a slot: the first of a gateway's line asks again after 0.05 s
 _PAUSE_S = 10.0  # after which one that could not be made ready is tried again
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Adapters:
 
     def _evict(self, in_use: Collection[Adapter]) -> bool:
         """Empty the slot of one that nobody uses or waits for, without a name if there is such a one; return whether there was
-        any."""
+        any. Where there was none, one that a request waits for is not kept for long: another worker may have served that."""
         now = time.monotonic()
         unnamed = {identity for identity in self._ready if self._copy(identity) is None}
         awaited = {identity for identity, until in self._awaited_until.items() if now < until} - unnamed
@@ -165,6 +166,9 @@ class Adapters:
         for identity in idle[:1]:
             del self._ready[identity]
             self._awaited_until.pop(identity, None)
+        if not idle and awaited:
+            first = min(awaited, key=self._awaited_until.__getitem__)
+            self._awaited_until[first] = min(self._awaited_until[first], now + _LACKED_S)
         return bool(idle)
 
     def _make_ready(self, identity: bytes, name: str, copy: LoraFolder) -> Adapter:

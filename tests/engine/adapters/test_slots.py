@@ -129,6 +129,24 @@ def test_one_that_is_ready_waits_for_who_asked_for_it(monkeypatch):
     assert shelf.get(b) == "", "and nobody came for this one"
 
 
+def test_one_that_nobody_comes_for_keeps_another_waiting_for_a_moment_alone(monkeypatch):
+    """Each worker makes it ready that a request asked, and one serves: the others were idle, and refused for two seconds."""
+    now = 0.0
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now))
+    shelves = [Shelf(1), Shelf(1)]
+    for shelf in shelves:
+        a, b = add(shelf, "a", "b")
+        assert shelf.ask(b) == "adapter_loading"
+        shelf.adapters.wait(b)
+    assert shelves[0].ask(b) == ""
+    now = 0.5
+    assert shelves[1].ask(a) == "adapter_slots", "its request may be on its way"
+    now = 0.7
+    assert shelves[1].ask(a) == "adapter_slots"
+    now = 0.76
+    assert shelves[1].get(a) == "" and shelves[0].ask(a) == "adapter_slots"
+
+
 def test_one_without_a_name_serves_those_that_began_with_it():
     shelf = Shelf(2)
     (a,) = add(shelf, "a")
