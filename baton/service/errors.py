@@ -11,6 +11,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 DOMAIN = "baton"
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"  # what retries of gRPC itself read, which know no RetryInfo
+_NO_RETRY = "-1"
 # In UTF-8. Clients take 8 KiB of metadata: percent-encoding makes three of a byte, and the details have it once or twice more,
 # in base64.
 _MAX_MESSAGE_BYTES = 1000
@@ -137,11 +138,13 @@ _CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
     """End the call with the error's code and google.rpc details (ErrorInfo, RequestInfo, BadRequest, RetryInfo), and
-    with the delay where gRPC itself looks for it."""
+    with the delay where gRPC itself looks for it: there a refusal without one says that it must not be sent again."""
     status = to_status(error)
     metadata: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
     if error.retry_after_s is not None:
         metadata.append((_PUSHBACK_KEY, str(math.ceil(1e3 * error.retry_after_s))))
+    elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        metadata.append((_PUSHBACK_KEY, _NO_RETRY))
     await context.abort(error.code, status.message, trailing_metadata=tuple(metadata))
     raise AssertionError("abort returned")
 

@@ -94,10 +94,22 @@ async def test_public_details_are_google_rpc():
 
 async def test_retries_of_grpc_itself_come_back_when_they_are_asked_to():
     """They read no RetryInfo: by their own policy they would wait for minutes."""
+    refusals = [errors.Overloaded("full", 0.01), errors.Unavailable("no worker", 0.02, reason="NO_WORKER")]
+    assert (await asked_with_retries(refusals, "900s")).token_ids == [1] and not refusals
+
+
+async def test_retries_of_grpc_itself_leave_what_they_are_not_asked_to_send_again():
+    refusals = [errors.from_code(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much metadata") for _ in range(2)]
+    with pytest.raises(grpc.aio.AioRpcError, match="too much metadata"):
+        await asked_with_retries(refusals, "0.01s")
+    assert len(refusals) == 1
+
+
+async def asked_with_retries(refusals: list[errors.BatonError], backoff: str) -> pb.TokenizeResponse:
+    """Ask one who first answers with these, by the service config that the page for users has."""
     (drawn,) = re.findall("<!-- retries -->\n```\n(.*?)\n```\n<!-- end -->", USER_PAGE.read_text(), re.DOTALL)
     config = json.loads(drawn)
-    config["methodConfig"][0]["retryPolicy"] |= {"initialBackoff": "900s", "maxBackoff": "900s"}
-    refusals = [errors.Overloaded("full", 0.01), errors.Unavailable("no worker", 0.02, reason="NO_WORKER")]
+    config["methodConfig"][0]["retryPolicy"] |= {"initialBackoff": backoff, "maxBackoff": backoff}
 
     class Busy(inference_pb2_grpc.InferenceServicer):
         async def Tokenize(self, request, context):
@@ -112,8 +124,8 @@ async def test_retries_of_grpc_itself_come_back_when_they_are_asked_to():
     try:
         options = [("grpc.service_config", json.dumps(config))]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-            asked = inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=patience(10))
-            assert (await asked).token_ids == [1] and not refusals
+            asking = inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=patience(10))
+            return await asking
     finally:
         await server.stop(0)
 
