@@ -457,6 +457,21 @@ def test_tenants_take_turns_to_have_theirs_compiled(gated):
     check_empty(engine)
 
 
+def test_what_a_tenant_waits_for_no_more_is_compiled_in_the_turns_of_others(gated):
+    engine, gate, compiled = gated
+    many = [Constraint("regex", f"a{{{n}}}") for n in range(1, 9)]
+    for index, each in enumerate(many):
+        engine.submit(replace(make_request(f"r{index}", [1, 2, 3], 2), constraint=each, tenant_mark=b"many"))
+    gone = replace(make_request("gone", [1, 2, 3], 2), constraint=many[-1], tenant_mark=b"few")
+    engine.submit(gone)
+    engine.cancel(gone.key)
+    engine.step()
+    gate.set()
+    run(engine)
+    assert compiled == many
+    check_empty(engine)
+
+
 def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
     monkeypatch.setattr(grammars, "NUM_KEPT", 3)
     engine = load(folders[0])

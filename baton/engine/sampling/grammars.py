@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -27,7 +28,7 @@ class Grammars:
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
-        self._num_users = Counter[Future[Grammar]]()
+        self._num_users: dict[Future[Grammar], Counter[bytes]] = {}  # by tenant
         self._lines: dict[bytes, dict[Future[Grammar], Constraint]] = {}  # of tenants, with what is to be compiled
         self._turns = RoundRobin[bytes](_TURN_S, MAX_CPU_S)
         self._lock = Lock()
@@ -45,16 +46,19 @@ class Grammars:
             self._kept.move_to_end(constraint)
             while len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
-            self._num_users[grammar] += 1
+            self._num_users.setdefault(grammar, Counter())[tenant] += 1
             return grammar
 
-    def leave(self, grammar: Future[Grammar]) -> None:
-        """Let go of a grammar: what nobody waits for any more is not compiled, and keeps nobody waiting."""
+    def leave(self, grammar: Future[Grammar], tenant: bytes) -> None:
+        """Let go of a grammar: no turn of a tenant is for what it waits for no more, and what nobody waits for is not compiled."""
         with self._lock:
-            self._num_users[grammar] -= 1
-            if not self._num_users[grammar]:
+            num_users = self._num_users[grammar]
+            num_users[tenant] -= 1
+            if not num_users[tenant]:
+                del num_users[tenant]
+                self._take(grammar, {tenant})
+            if not num_users:
                 del self._num_users[grammar]
-                self._take(grammar)
                 grammar.cancel()
 
     def _compile_next(self) -> None:
@@ -64,7 +68,7 @@ class Grammars:
             if (tenant := self._turns.next(self._lines)) is None:
                 return
             grammar, constraint = next(iter(self._lines[tenant].items()))
-            self._take(grammar)
+            self._take(grammar, self._num_users[grammar].keys())
             grammar.set_running_or_notify_cancel()
         begun_at = time.monotonic()
         try:
@@ -74,11 +78,13 @@ class Grammars:
         with self._lock:
             self._turns.charge(tenant, time.monotonic() - begun_at)
 
-    def _take(self, grammar: Future[Grammar]) -> None:
-        """Take a grammar out of the lines, of all tenants that wait for it."""
-        for line in self._lines.values():
-            line.pop(grammar, None)
-        self._lines = {tenant: line for tenant, line in self._lines.items() if line}
+    def _take(self, grammar: Future[Grammar], tenants: Iterable[bytes]) -> None:
+        """Take a grammar out of the lines of those tenants."""
+        for tenant in tenants:
+            if line := self._lines.get(tenant):
+                line.pop(grammar, None)
+                if not line:
+                    del self._lines[tenant]
 
 
 def read_grammars(model: Path, vocab_size: int) -> Grammars | None:

@@ -261,7 +261,7 @@ class GroupLifecycle:
         """The one place where a key ends: all it holds goes back."""
         del self.groups[group.key]
         if self.grammars is not None and group.grammar is not None:
-            self.grammars.leave(group.grammar)
+            self.grammars.leave(group.grammar, group.tenant)
         self.num_waiting_tokens -= group.num_waiting_tokens
         for seq in group.live:
             seq.give_back(self.ledger)
