@@ -4,7 +4,6 @@ is not an answer is a BatonError."""
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -253,10 +252,8 @@ class RequestHandler:
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""
-        if call.time_left_s is None or not call.names_deadline:
-            record.cut_from_s = math.inf
-        elif call.time_left_s > self.max_timeout_s:
-            record.cut_from_s = call.time_left_s
+        record.names_deadline = call.names_deadline and call.time_left_s is not None
+        record.asked_s = call.time_left_s or 0.0
         deadline = self._deadline(call, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
@@ -312,12 +309,14 @@ class RequestHandler:
             tenant=guard.tenant(),
         )
 
-    def words_of_cut(self, asked_s: float) -> str:
-        """Return what to add where a deadline passed that is not the client's; `asked_s` as RequestRecord has it."""
-        if math.isinf(asked_s):
+    def words_of_cut(self, record: RequestRecord) -> str:
+        """Return what to add where a deadline passed that is not the client's; nothing where it is."""
+        if not record.names_deadline:
             given_s = min(self._settings.default_timeout_s, self.max_timeout_s)
             return f": the request named no deadline, and has {given_s:g} s here"
-        return f": of {asked_s:.0f} s asked for this gateway gives {self.max_timeout_s:g}"
+        if record.asked_s > self.max_timeout_s:
+            return f": of {record.asked_s:.0f} s asked for this gateway gives {self.max_timeout_s:g}"
+        return ""
 
     def _deadline(self, call: CallContext, received: float) -> float:
         """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
@@ -341,8 +340,8 @@ class _Recording(_Settling):
         self._handler.begin(self._record)
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, DeadlineExceeded) and self._record.cut_from_s is not None:
-            error.message += self._handler.words_of_cut(self._record.cut_from_s)
+        if isinstance(error, DeadlineExceeded):
+            error.message += self._handler.words_of_cut(self._record)
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:

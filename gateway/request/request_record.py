@@ -49,7 +49,8 @@ class RequestRecord:
     operation: str  # chat | text_completion | embeddings | rerank
     tenant: str = "default"  # of the credential, never of the message
     checked: Checked | None = None
-    cut_from_s: float | None = None  # the time that the client gave it, where it has less; inf: it named no deadline
+    names_deadline: bool = True
+    asked_s: float = 0.0  # the time that the client gave it, if it names a deadline
     measured: Measured = field(default_factory=Measured)
     num_prompt_tokens: int | None = None
     routing_request: RoutingRequest | None = None  # the request as routing sees it
