@@ -74,7 +74,7 @@ async def test_http_calls_go_elsewhere_while_streams_run_on(two):
             stream = await client.completions.create(**ASK, stream=True)
             await client.models.list()
             await going(proxy, http_of(new))
-            await old.until(lambda: len(old.gateway.http.server_state.connections) == 1)
+            await old.until(lambda: proxy.num_ended == 1)
             answer, *_ = [await client.completions.create(**ASK) for _ in range(5)]
             assert answer.usage.completion_tokens == NUM_TOKENS
             assert old.gateway.handler.num_running == 1

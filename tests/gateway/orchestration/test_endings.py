@@ -55,10 +55,10 @@ def holder(c, role: str):
 
 
 async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster):
-    asked_s = round(patience(20))
-    cut = f": of {asked_s} s asked for this gateway gives 0.4"
-    none = ": the request named no deadline, and has 0.3 s here"
-    async with cluster(max_timeout_s=0.4, default_timeout_s=0.3) as c:
+    asked_s, most_s, usual_s = round(patience(20)), patience(0.6), patience(0.5)
+    cut = f": of {asked_s} s asked for this gateway gives {most_s:g}"
+    none = f": the request named no deadline, and has {usual_s:g} s here"
+    async with cluster(max_timeout_s=most_s, default_timeout_s=usual_s) as c:
         hold(c, "decode")
         for timeout_s, told in ((asked_s, cut), (None, none)):
             error = await refused(c.stub.Complete(make_request(PROMPT, max_tokens=6), timeout=timeout_s))
@@ -86,7 +86,7 @@ async def test_the_deadline_passes(cluster, gate):
     async with cluster() as c:
         hold(c, gate)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=0.3))
+            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(0.5)))
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         release(c, gate)
         await c.idle()
@@ -107,7 +107,7 @@ async def test_an_error_names_its_request_as_the_log_does(cluster, caplog, monke
     async def serve(*args):
         raise RuntimeError("a bug")
 
-    async with cluster(default_timeout_s=0.3) as c:
+    async with cluster(default_timeout_s=patience(0.5)) as c:
         hold(c, "decode")
         if is_fault:
             monkeypatch.setattr(Pipeline, "serve", serve)

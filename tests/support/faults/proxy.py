@@ -70,6 +70,7 @@ class FaultProxy:
     def __init__(self, upstream: str, listen: str = "127.0.0.1:0", seed: int = 0):
         self.upstream = upstream
         self.num_accepted = 0
+        self.num_ended = 0  # ends of upstream that have been passed on
         self.recorded = bytearray()  # what clients have sent since `record()`
         self._records = False
         self._refuses = False
@@ -223,6 +224,7 @@ class FaultProxy:
             await way.flows.wait()
             await asyncio.sleep(self._slow_close_s)
             writer.write_eof()
+            self.num_ended += name == "down"
         except OSError:
             link.close()
 
