@@ -198,7 +198,7 @@ def test_unread_tokens_park_one_sequence_only(model):
             quick = await Session(target).open()
             other = await Pair(quick, quick).generate_here("quick", spec)
             assert other.token_ids == expected.token_ids
-            assert (await quick.blocks())["running"] == 0
+            await quick.wait_idle()  # a load report that was on its way may be older than the answer's end
             hold.set()
             await Pair(slow, slow).gather(slow, "slow", answer)
             assert answer.token_ids == expected.token_ids
