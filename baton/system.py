@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import sys
+import termios
 import uuid
 from functools import cache
 from pathlib import Path
@@ -209,6 +210,17 @@ def user_behind(sock: socket.socket) -> int:
         return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
     # LOCAL_PEERCRED of SOL_LOCAL: struct xucred begins with its version and the user id.
     return struct.unpack_from("2I", sock.getsockopt(0, 1, 76))[1]
+
+
+def num_unacknowledged(sock: socket.socket) -> int:
+    """Return how many bytes written to a TCP connection the other side has yet to acknowledge (tcp(7), SIOCOUTQ); 0 where
+    that is not told, or it is closed."""
+    num = bytearray(4)
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, num)
+    except (OSError, ValueError):
+        return 0
+    return int.from_bytes(num, sys.byteorder)
 
 
 def run_and_wait_ns(thread_id: int | None = None, pid: int | None = None) -> dict[int, tuple[int, int]]:

@@ -47,6 +47,14 @@ class Wait(NamedTuple):
     whole: Amounts  # what it then has, with the margin
 
 
+class Owed(NamedTuple):
+    """What a tenant's new request lacks."""
+
+    lacked: Amounts
+    until: float
+    awaited: Sequence | None  # that waits before it, and is owed what it lacks first
+
+
 class Stock(NamedTuple):
     """Blocks of one kind, that tenants share."""
 
@@ -87,7 +95,7 @@ class Shares:
     def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
         self._groups = groups
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
-        self._owed: dict[bytes, tuple[Amounts, float]] = {}  # by tenant, until when
+        self._owed: dict[bytes, Owed] = {}  # by tenant
         self._waits: dict[bytes, Wait] = {}  # by tenant
         self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
         if ledger.states is not None:
@@ -143,10 +151,11 @@ class Shares:
 
     def note_shortage(self, request: Request, lacked: Amounts) -> bool:
         """Note what it lacks beside what waits before it, and return whether it is owed that."""
-        lacked = lacked.plus(self._awaited_before(request))
-        if not self._is_part(request.tenant_mark, lacked):
+        tenant, before = request.tenant_mark, self._awaited_before(request)
+        if not self._is_part(tenant, lacked.plus(before)):
             return False
-        self._owed[request.tenant_mark] = lacked, time.monotonic() + _OWED_S
+        awaited = self._waits[tenant].seq if any(before) else None
+        self._owed[tenant] = Owed(lacked, time.monotonic() + _OWED_S, awaited)
         return True
 
     def clear_shortage(self, request: Request) -> None:
@@ -167,8 +176,13 @@ class Shares:
         """Return what tenants lack which have less than their part."""
         if self._owed:
             now = time.monotonic()
-            self._owed = {tenant: owed for tenant, owed in self._owed.items() if owed[1] > now}
-        return {tenant: lacked for tenant, (lacked, _) in self._owed.items()}
+            self._owed = {tenant: owed for tenant, owed in self._owed.items() if owed.until > now}
+        return {tenant: owed.lacked.plus(self._lacked_by(tenant, owed.awaited)) for tenant, owed in self._owed.items()}
+
+    def _lacked_by(self, tenant: bytes, awaited: Sequence | None) -> Amounts:
+        """Return what it lacks as long as it waits."""
+        wait = self._waits.get(tenant)
+        return wait.lacked if wait is not None and wait.seq is awaited else Amounts()
 
     def _has_room(self, request: Request, most: int, num_taken: int, own: Counter[bytes], num: int) -> bool:
         """A tenant that has nothing here may have one request, however large it is."""

@@ -18,6 +18,7 @@ from baton import tasks
 from baton.service.net.server import HANDSHAKE_S, MAX_METADATA_BYTES, listening_socket, num_descriptors
 from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
+from baton.system import num_unacknowledged
 
 ABORT = "baton.abort"  # extension of a request's scope: ends the connection at once
 LAST_PART_S = 30.0  # for a client to read the end of an answer
@@ -54,7 +55,6 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
         self._in_body = False
         self._has_begun_head = False  # with its first byte; `_in_head` is where one may come
-        self._is_last_read = False
         self._has_ended_request = False  # in what was received last
         self._running: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` is the newest
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -71,12 +71,17 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of it comes or runs, or the end of its last answer is read."""
-        return self._has_begun_head or self._is_last_read or not self.is_idle
+        """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps the connection
+        does not see it end, and leaves it open; and what is unread lies below the transport that is asked here."""
+        is_unread = (
+            self.transport.get_write_buffer_size() > 0
+            or num_unacknowledged(self.transport.get_extra_info("socket")) > 0
+        )
+        return self._has_begun_head or not self.is_idle or (self.transport.is_closing() and is_unread)
 
     def drain(self) -> None:
         """End it where it is kept for a next request, and otherwise behind the answer to one that comes or runs."""
-        if self.timeout_keep_alive_task is not None or not self.is_idle:
+        if not self.is_idle or (self.timeout_keep_alive_task is not None and not self._has_begun_head):
             self.shutdown()
 
     def abort(self) -> None:
@@ -169,7 +174,6 @@ class HttpConnection(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]  # which it starts
         super().on_response_complete()
         if self.transport.is_closing():
-            self._is_last_read = True
             self._abort_in(self._server.last_part_s)
         elif self.cycle.response_complete:  # no further request waits
             self._begin_head()
@@ -180,7 +184,6 @@ class HttpConnection(HttpToolsProtocol):
             return
         super().shutdown()
         if self.transport.is_closing():
-            self._is_last_read = self.transport.get_write_buffer_size() > 0
             self._abort_in(self._server.last_part_s)
 
     def timeout_keep_alive_handler(self) -> None:

@@ -380,8 +380,11 @@ def test_who_comes_behind_one_that_waits_is_owed_what_both_lack():
     new = of(QUIET, "new", 100, 4, named=False)
     assert running(engine) == {FLOOD: 5, QUIET: 6} and engine.ledger.num_available == 8
     assert refusal(lambda: engine.submit(new)).retry_after_s < 0.1
+    owed = [engine.scheduler.shares.owed()[QUIET].blocks]
     steps(engine, records, 1)
     assert long.key in [seq.group.key for seq in engine.scheduler.running]
+    owed.append(engine.scheduler.shares.owed()[QUIET].blocks)
+    assert 0 < owed[1] < owed[0], "else others park for what the one that waited has"
     engine.submit(new)
     run(engine, collector=records)
     check(records, [long, new, *own, *flood])

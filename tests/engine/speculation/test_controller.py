@@ -246,7 +246,8 @@ def test_a_look_that_is_not_urgent_waits_for_the_end_of_a_call():
     for num_seqs, num_vain, resting in (
         (1, 0, [1]),
         (1, 3, [4, 3, 2, 1]),
-        (1, 5, [8] * 8),
+        (1, 6, [8, 7, 6, 5, 4, 3, 2, 1]),
+        (4, 6, [8] * 8),
         (64, 20, [16, 15, 14, 13, 12, 11, 10, 9, 8, 8]),
     ):
         state.num_vain = num_vain

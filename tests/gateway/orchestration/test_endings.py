@@ -1,6 +1,7 @@
 """Cancels, losses, refusals and deadlines in every phase; nothing is left on any worker."""
 
 import asyncio
+import re
 import time
 
 import grpc
@@ -55,15 +56,15 @@ def holder(c, role: str):
 
 
 async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster):
-    asked_s, most_s, usual_s = round(patience(20)), patience(0.6), patience(0.5)
-    cut = f": of {asked_s} s asked for this gateway gives {most_s:g}"
+    most_s, usual_s = patience(0.6), patience(0.5)
+    cut = rf": of \d+ s asked for this gateway gives {most_s:g}"  # one less on a slow machine, as the call takes time to come
     none = f": the request named no deadline, and has {usual_s:g} s here"
     async with cluster(max_timeout_s=most_s, default_timeout_s=usual_s) as c:
         hold(c, "decode")
-        for timeout_s, told in ((asked_s, cut), (None, none)):
+        for timeout_s, told in ((patience(20), cut), (None, none)):
             error = await refused(c.stub.Complete(make_request(PROMPT, max_tokens=6), timeout=timeout_s))
             assert error.code.name == "DEADLINE_EXCEEDED"
-            assert error.message.partition(":")[1:] == told.partition(":")[1:], error.message
+            assert re.search(f"[^:]{told}$", error.message), error.message
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -1,7 +1,9 @@
 """The HTTP port asks for the same keys as the gRPC one, and speaks TLS with the same certificates."""
 
+import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 
 import anthropic
@@ -69,6 +71,45 @@ async def test_anthropic_s_clients_show_it_in_their_own_header(http_keys, instal
                 await known.messages.create(**ask, extra_headers={**shown, "x-api-key": "another"})
             with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
                 await known.with_options(api_key="baton.x.y").messages.create(**ask)
+
+
+async def test_who_keeps_a_connection_over_tls_holds_up_no_drain(installation):
+    """Such a client does not read that TLS ends, and says nothing; a gateway that drained stayed for the 30 s of the last answer."""
+    may_end = asyncio.Event()
+
+    async def page(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"pa", "more_body": True})
+        await may_end.wait()
+        await send({"type": "http.response.body", "body": b"ge"})
+
+    server = open_http("127.0.0.1:0", page, refuse_head, installation.tls("gateway"))
+    server.start()
+    trusted = ssl.create_default_context(cafile=installation.folder / "ca.crt")
+
+    def ask() -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", server.port), patience(20))
+        wrapped = trusted.wrap_socket(plain, server_hostname="localhost")
+        wrapped.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        read_upto(wrapped, b"pa")
+        return wrapped
+
+    kept = await asyncio.to_thread(ask)
+    server.drain()
+    assert server.is_busy
+    may_end.set()
+    await asyncio.to_thread(read_upto, kept, b"ge")
+    async with asyncio.timeout(patience(10)):
+        while server.is_busy:
+            await asyncio.sleep(0.01)
+    kept.close()
+    await server.stop()
+
+
+def read_upto(sock: ssl.SSLSocket, end: bytes) -> None:
+    text = b""
+    while not text.endswith(end):
+        text += sock.recv(1024)
 
 
 async def test_tls_with_the_gateway_s_certificate_and_a_new_one(http_keys, installation, stranger, tmp_path):
