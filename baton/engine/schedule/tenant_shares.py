@@ -47,7 +47,7 @@ class Wait(NamedTuple):
     whole: Amounts  # what it then has, with the margin
 
 
-class Owed(NamedTuple):
+class Shortage(NamedTuple):
     """What a tenant's new request lacks."""
 
     lacked: Amounts
@@ -95,7 +95,7 @@ class Shares:
     def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
         self._groups = groups
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
-        self._owed: dict[bytes, Owed] = {}  # by tenant
+        self._owed: dict[bytes, Shortage] = {}  # by tenant
         self._waits: dict[bytes, Wait] = {}  # by tenant
         self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
         if ledger.states is not None:
@@ -155,7 +155,7 @@ class Shares:
         if not self._is_part(tenant, lacked.plus(before)):
             return False
         awaited = self._waits[tenant].seq if any(before) else None
-        self._owed[tenant] = Owed(lacked, time.monotonic() + _OWED_S, awaited)
+        self._owed[tenant] = Shortage(lacked, time.monotonic() + _OWED_S, awaited)
         return True
 
     def clear_shortage(self, request: Request) -> None:
