@@ -8,7 +8,12 @@ import pytest
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import GAIN, Controller, Refill, limit_of
 from baton.engine.speculation.control.costs import Curve, Typical
-from baton.engine.speculation.control.proposer_state import FIRST_ALLOWANCE, VAIN_INTERVAL, ProposerState
+from baton.engine.speculation.control.proposer_state import (
+    FIRST_ALLOWANCE,
+    PROBE_INTERVAL,
+    VAIN_INTERVAL,
+    ProposerState,
+)
 
 
 class World:
@@ -142,6 +147,22 @@ def test_each_sequence_has_the_width_of_its_own_acceptance():
     good = sum(sum(widths[:4]) for widths in ours)
     bad = sum(sum(widths[4:]) for widths in ours)
     assert good > 10 * max(1, bad)
+
+
+def test_a_sequence_whose_text_changes_is_asked_for_again_beside_others():
+    world = World([0.95] * 7 + [0.05], 8, slope=0.02, seed=3)  # of which it is wrong at once
+    world.run(600)
+    assert sum(widths[7] for widths in world.widths[-200:]) < 400
+    world.acceptance = [0.95] * 8
+    world.run(2000)
+    assert sum(widths[7] for widths in world.widths[-200:]) > 1000
+
+
+def test_widths_beside_the_best_are_measured_now_and_then():
+    state = ProposerState()
+    state.best = 4
+    widths = [state.choose_width() for _ in range(4 * PROBE_INTERVAL)]
+    assert set(widths) == {2, 4, 8} and widths.count(4) > 0.8 * len(widths)
 
 
 @pytest.mark.parametrize("refill", [0.0, 1.0])
