@@ -45,9 +45,8 @@ ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
 MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-_MAX_COPIED_BYTES = (
-    32 << 20
-)  # of what prompts of one call share: 128 of them with the longest constraint are half of it
+# Of what prompts of one call share: 128 of them with the longest constraint are half of it.
+_MAX_COPIED_BYTES = 32 << 20
 # Elements of a field, by its path; to read 90,000 biases took 60 ms.
 _MOST = {
     "stopping.stop": MAX_STOPS,

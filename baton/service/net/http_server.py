@@ -73,11 +73,12 @@ class HttpConnection(HttpToolsProtocol):
     def is_busy(self) -> bool:
         """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps the connection
         does not see it end, and leaves it open; and what is unread lies below the transport that is asked here."""
-        is_unread = (
-            self.transport.get_write_buffer_size() > 0
-            or num_unacknowledged(self.transport.get_extra_info("socket")) > 0
-        )
-        return self._has_begun_head or not self.is_idle or (self.transport.is_closing() and is_unread)
+        if self._has_begun_head or not self.is_idle:
+            return True
+        if not self.transport.is_closing():
+            return False
+        sock = self.transport.get_extra_info("socket")
+        return self.transport.get_write_buffer_size() > 0 or num_unacknowledged(sock) > 0
 
     def drain(self) -> None:
         """End it where it is kept for a next request, and otherwise behind the answer to one that comes or runs."""

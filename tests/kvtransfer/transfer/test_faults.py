@@ -185,16 +185,22 @@ def breaking(cluster: Cluster, point: str, most: int) -> list:
     return lines
 
 
+async def fetch_whole(cluster: Cluster):
+    """Fetch a prompt that is there; return its destination, and the report."""
+    handle, ticket = cluster.offer("k", NUM_TOKENS)
+    cluster.finish("k")
+    (destination,) = cluster.destinations(NUM_TOKENS)
+    (report,) = await cluster.fetch(handle, ticket, [destination])
+    return destination, report
+
+
 def test_a_line_that_breaks_behind_each_range_is_taken_up_as_often(transport):
     """More often than a taker comes back in vain: what was verified in between counts."""
 
     async def main():
         async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
             lines = breaking(cluster, "confirm", most=5)
-            handle, ticket = cluster.offer("k", NUM_TOKENS)
-            cluster.finish("k")
-            (destination,) = cluster.destinations(NUM_TOKENS)
-            await cluster.fetch(handle, ticket, [destination])
+            destination, _ = await fetch_whole(cluster)
             assert destination.upto == [64, 128, 192, 256, 300] and len(lines) == 5
             cluster.check_arrived(range(0, NUM_TOKENS, 37))
 
@@ -207,10 +213,7 @@ def test_a_taker_whose_goodbye_was_lost_has_what_it_came_for(transport):
     async def main():
         async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
             lines = breaking(cluster, "end", most=1)
-            handle, ticket = cluster.offer("k", NUM_TOKENS)
-            cluster.finish("k")
-            (destination,) = cluster.destinations(NUM_TOKENS)
-            (report,) = await cluster.fetch(handle, ticket, [destination])
+            destination, report = await fetch_whole(cluster)
             assert (report.num_tokens, report.transport) == (NUM_TOKENS, transport) and len(lines) > 1
             assert destination.upto[-1] == NUM_TOKENS
             await until(lambda: cluster.endings == [(0, "k", "released")], "the source has heard it")

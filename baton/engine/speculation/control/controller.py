@@ -157,9 +157,9 @@ class Controller:
         asked in every step that is not measured as a plain one."""
         if self._plain_left > 0:
             return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
-        if has_fixed:
-            return 1 if any(True for _ in names) else MANY
-        resting = (self._states[name].num_resting(self.step, num_seqs, self.steps_a_call) for name in names)
+        resting = (
+            1 if has_fixed else self._states[name].num_resting(self.step, num_seqs, self.steps_a_call) for name in names
+        )
         return min(resting, default=MANY)
 
     def note_plain_steps(self, num_steps: int) -> None:
@@ -178,8 +178,9 @@ class Controller:
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
         `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
-        what they took is spent; `num_left`: tokens that the longest of them is expected to make; `num_reads`: tokens to be read first, by each that the sequences are expected to
-        make; `num_unread`: those that each has; none where it is not given."""
+        what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
+        make; `num_unread`: those that each has; none where it is not given; `num_left`: tokens that the one with
+        the most left is expected to make."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
@@ -287,7 +288,8 @@ class Controller:
         gain = GAIN if is_drafted else DRAFT_GAIN
         best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
-        chance_of_all, at_once = 1.0, 1.0 if num_seqs > 1 else math.inf  # one alone is its own slowest
+        chance_of_all = 1.0
+        at_once = 1.0 if num_seqs > 1 else math.inf  # one alone is its own slowest
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
