@@ -153,7 +153,11 @@ FOLDERS = {
         "observe": "prefix request queue link fleet catalog",
         "api": "config prefix queue discovery text request answer fleet catalog observe",
         "http.wire": "",
-        "http": "request api http.wire",
+        "http.fields": "request",
+        "http.openai": "request http.wire http.fields",
+        "http.responses": "request http.wire http.fields",
+        "http.anthropic": "request http.wire http.fields",
+        "http": "request api http.wire http.fields http.openai http.responses http.anthropic",
         ".": "store model parsers config text prefix queue link discovery request answer fleet observe orchestration catalog api http",
     },
     "baton.engine": {

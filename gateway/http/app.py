@@ -22,28 +22,33 @@ from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
-from gateway.http.answers import ChatForm, CompletionForm, Form, StreamForm, TokenTexts
-from gateway.http.anthropic import MessageForm, read_count, read_request
-from gateway.http.call import BadCall, HttpCall, ToError, WriteTimeout
-from gateway.http.openapi import document
-from gateway.http.prompts import serve_each
-from gateway.http.requests import (
-    DETOKENIZE_NAMES,
-    TOKENIZE_NAMES,
-    Asked,
+from gateway.http.anthropic.answer import MessageForm
+from gateway.http.anthropic.request import read_count_tokens, read_messages
+from gateway.http.call import HttpCall, ToError, WriteTimeout
+from gateway.http.fields.body import Asked
+from gateway.http.fields.conversation import TOKENIZE_NAMES
+from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.embeddings import (
     AskedEmbeddings,
     AskedRerank,
-    place_of_prompt,
-    read_chat,
     read_cohere_rerank,
-    read_completion,
-    read_detokenize,
     read_embeddings,
     read_rerank,
+)
+from gateway.http.openai.requests import (
+    DETOKENIZE_NAMES,
+    place_of_prompt,
+    read_chat,
+    read_completion,
+    read_detokenize,
     read_tokenize,
 )
-from gateway.http.responses import NUM_LEVELS, ResponseForm, read_input_tokens, read_response
-from gateway.http.wire.errors import status_of, to_anthropic, to_json
+from gateway.http.openapi import document
+from gateway.http.prompts import serve_each
+from gateway.http.responses.answer import NUM_LEVELS, ResponseForm
+from gateway.http.responses.request import read_input_tokens, read_response
+from gateway.http.wire.errors import BadCall, status_of, to_anthropic, to_json
+from gateway.http.wire.forms import Form, StreamForm, TokenTexts
 from gateway.http.wire.readings import cohere_rerank, embedding, embedding_bytes, embeddings, rerank
 from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
 
@@ -91,13 +96,13 @@ class HttpApi:
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
-        asked, context = self._read(call, "chat", read_request)
+        asked, context = self._read(call, "chat", read_messages)
         form = MessageForm(asked, self._known(asked)[0], call.values)
         await self._answer(call, context, asked, form)
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
-        request, call.names = read_count(call.values)
+        request, call.names = read_count_tokens(call.values)
         await call.reply({"input_tokens": len((await self._handler.tokenize(request, call.context)).token_ids)})
 
     async def embeddings(self, call: HttpCall) -> None:

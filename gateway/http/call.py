@@ -15,8 +15,8 @@ from baton.service.net.http_server import ABORT, LAST_PART_S
 from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
-from gateway.http.requests import parse
-from gateway.http.wire.errors import headers_of, status_of
+from gateway.http.fields.body import parse
+from gateway.http.wire.errors import BadCall, headers_of, status_of
 from gateway.http.wire.writing import Json, event, to_bytes
 from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 
@@ -228,14 +228,6 @@ class WriteTimeout:
 
         with suppress(ClientGone):
             await self._app(scope, receive, send_in_time)
-
-
-class BadCall(InvalidRequest):
-    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its own."""
-
-    def __init__(self, field: str, message: str, reason: str):
-        super().__init__(field, message)
-        self.reason = reason
 
 
 async def _send_within(seconds: float, scope: Scope, send: Send, message: Message) -> None:

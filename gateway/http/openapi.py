@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from baton.protocol import MAX_INPUTS
-from gateway.http.anthropic import MESSAGES, MESSAGES_NEUTRAL
-from gateway.http.fields import (
+from gateway.http.anthropic.request import MESSAGES, MESSAGES_NEUTRAL
+from gateway.http.fields.kinds import BOOLEAN, METADATA, STRING, TEXTS, TOKEN_IDS, VERBOSITY
+from gateway.http.fields.tables import (
     BARE_CONSTRAINTS,
-    BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
     COHERE_RERANK,
@@ -14,20 +14,16 @@ from gateway.http.fields import (
     COMPLETION_NEUTRAL,
     EMBEDDING,
     INPUT_NEUTRAL,
-    METADATA,
     NOTES,
     RERANK,
     RESPONSE,
     RESPONSE_NEUTRAL,
-    STRING,
-    TEXTS,
-    TOKEN_IDS,
     TOKENIZE_NEUTRAL,
-    VERBOSITY,
     Field,
 )
-from gateway.http.requests import ENCODINGS, MAX_PROMPTS, MAX_TEXTS
-from gateway.http.responses import INCLUDED
+from gateway.http.openai.embeddings import ENCODINGS, MAX_TEXTS
+from gateway.http.openai.requests import MAX_PROMPTS
+from gateway.http.responses.request import INCLUDED
 from gateway.http.schemas import ANTHROPIC, CONVERSATION, FORMAT, OBJECT, OF_RESPONSES, STRUCTURED, closed, prompts
 from gateway.http.wire.writing import Json
 

@@ -2,29 +2,12 @@
 
 from collections.abc import Sequence
 
-from gateway.http.anthropic import DISPLAYS, THINKS, TOOL_CHOICES
-from gateway.http.conversations import (
-    CALL_FIELDS,
-    ITEM_FIELDS,
-    ITEM_PARTS,
-    ITEM_ROLES,
-    OUTPUT_FIELDS,
-    REPEATED,
-)
-from gateway.http.fields import (
-    BOOLEAN,
-    CONSTRAINTS,
-    EFFORT,
-    FORMAT_TYPES,
-    INTEGER,
-    JSON_SCHEMA,
-    REASONING_OPTIONS,
-    STRING,
-    SUMMARY,
-    TOKEN_IDS,
-    VERBOSITY,
-)
-from gateway.http.responses import ELSEWHERE, SUMMARIES
+from gateway.http.anthropic.request import DISPLAYS, THINKS, TOOL_CHOICES
+from gateway.http.fields.kinds import BOOLEAN, EFFORT, INTEGER, JSON_SCHEMA, STRING, SUMMARY, TOKEN_IDS, VERBOSITY
+from gateway.http.fields.tables import CONSTRAINTS, FORMAT_TYPES, REASONING_OPTIONS
+from gateway.http.openai.conversations import REPEATED
+from gateway.http.responses.items import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
+from gateway.http.responses.request import ELSEWHERE, SUMMARIES
 from gateway.http.wire.writing import Json
 
 OBJECT = {"type": "object"}

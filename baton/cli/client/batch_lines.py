@@ -13,9 +13,10 @@ import grpc
 from baton.client import AsyncClient, CallError
 from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import AnswerForm, ChatForm, CompletionForm
-from gateway.http.fields import without_nulls
-from gateway.http.requests import Asked, parse, read_chat, read_completion
+from gateway.http.fields.body import Asked, parse
+from gateway.http.fields.reading import without_nulls
+from gateway.http.openai.answers import AnswerForm, ChatForm, CompletionForm
+from gateway.http.openai.requests import read_chat, read_completion
 from gateway.http.wire.errors import status_of, to_json
 from gateway.http.wire.writing import with_lists
 

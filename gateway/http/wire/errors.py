@@ -43,6 +43,14 @@ _TYPES = {
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
+class BadCall(InvalidRequest):
+    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its own."""
+
+    def __init__(self, field: str, message: str, reason: str):
+        super().__init__(field, message)
+        self.reason = reason
+
+
 class ThreadRefused(InvalidRequest):
     """A conversation of Anthropic's API is to be stored, or one that was is to go on."""
 

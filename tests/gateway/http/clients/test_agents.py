@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from baton.service.errors import InvalidRequest
-from gateway.http.anthropic import read_count, read_request
-from gateway.http.requests import read_chat
-from gateway.http.responses import read_response
+from gateway.http.anthropic.request import read_count_tokens, read_messages
+from gateway.http.openai.requests import read_chat
+from gateway.http.responses.request import read_response
 from tests.gateway.http.clients.test_anthropic_client import anthropic_client
 from tests.gateway.http.conftest import openai_client
 
@@ -65,8 +65,8 @@ async def test_a_request_of_claude_code_is_answered(saying):
     ],
 )
 def test_thinking_and_effort_are_variables_of_the_template(given, kwargs):
-    (asked,) = read_request({"messages": [USER], "max_tokens": 5, **given}).requests
-    counted, _ = read_count({"messages": [USER], **given})
+    (asked,) = read_messages({"messages": [USER], "max_tokens": 5, **given}).requests
+    counted, _ = read_count_tokens({"messages": [USER], **given})
     for messages in (asked.messages, counted.messages):
         told = messages.chat_template_kwargs
         assert (json.loads(told) if told else None) == kwargs

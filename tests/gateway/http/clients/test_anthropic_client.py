@@ -10,8 +10,9 @@ from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.anthropic import MessageForm, read_request
-from gateway.http.requests import Asked
+from gateway.http.anthropic.answer import MessageForm
+from gateway.http.anthropic.request import read_messages
+from gateway.http.fields.body import Asked
 from gateway.http.wire.writing import to_bytes
 from tests.gateway.http.clients.test_openai_client import over_grpc
 from tests.support.pace import patience
@@ -195,7 +196,7 @@ async def test_reasoning_that_is_not_displayed_comes_back_in_its_signature(sayin
         assert deltas[0] == "signature_delta" and set(deltas[1:]) == {"text_delta"}
         assert final.content[0] == whole.content[0] and final.content[1].text == "A fox."
         content = [block.model_dump() for block in final.content]
-        said = read_request({**ask, "messages": [{"role": "assistant", "content": content}, *ask["messages"]]})
+        said = read_messages({**ask, "messages": [{"role": "assistant", "content": content}, *ask["messages"]]})
         assert said.requests[0].messages.messages[0].reasoning == "I look: ü."
 
 

@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import ChatForm, CompletionForm
-from gateway.http.requests import read_completion
+from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.requests import read_completion
 from gateway.http.wire.writing import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer

@@ -14,9 +14,10 @@ from pydantic import BaseModel
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.app import HttpApi
+from gateway.http.fields.body import Asked
 from gateway.http.openapi import document
-from gateway.http.requests import Asked
-from gateway.http.responses import LOGPROBS, NUM_LEVELS, ResponseForm, read_response
+from gateway.http.responses.answer import NUM_LEVELS, ResponseForm
+from gateway.http.responses.request import LOGPROBS, read_response
 from gateway.http.wire.writing import to_bytes_in_turns
 from tests.gateway.http.clients.test_openai_client import over_grpc, turns
 from tests.gateway.http.conftest import openai_client

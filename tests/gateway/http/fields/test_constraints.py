@@ -9,10 +9,11 @@ from pydantic import BaseModel
 from baton.constraints.gbnf import in_lark
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.anthropic import read_request
-from gateway.http.fields import BARE_CONSTRAINTS, CONSTRAINTS, FORMATS
-from gateway.http.requests import parse, read_chat, read_completion
-from gateway.http.responses import read_response
+from gateway.http.anthropic.request import read_messages
+from gateway.http.fields.body import parse
+from gateway.http.fields.tables import BARE_CONSTRAINTS, CONSTRAINTS, FORMATS
+from gateway.http.openai.requests import read_chat, read_completion
+from gateway.http.responses.request import read_response
 from gateway.http.wire.errors import rename
 from gateway.text import constraint_checks
 from tests.support.pace import patience
@@ -74,7 +75,7 @@ def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
     if "text" in body:
         doors = [read_response({"input": "a", **body})]
     elif body.keys() & {"output_config", "output_format"}:
-        doors = [read_request({**PLAIN, "max_tokens": 4, **body})]
+        doors = [read_messages({**PLAIN, "max_tokens": 4, **body})]
     else:
         doors = [read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})]
     for asked in doors:
@@ -110,7 +111,7 @@ def test_a_format_of_a_message_has_one_of_its_two_names():
         ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            read_request({**PLAIN, "max_tokens": 4, **body})
+            read_messages({**PLAIN, "max_tokens": 4, **body})
         assert caught.value.field == field
 
 
@@ -245,7 +246,7 @@ USING = {"tools": [{"name": "find", "input_schema": SCHEMA}]}
         (read_chat, {**PLAIN, **CALLING, **FORMS["response_format.json_schema.schema"][0]}, "required"),
         (read_chat, {**PLAIN, **CALLING, **FORMS["response_format.type"][0]}, {"type": "function", "function": {"name": "find"}}),
         (read_response, {"input": "a", **FLAT, **FORMS["text.format.schema"][0]}, {"type": "function", "name": "find"}),
-        (read_request, {**PLAIN, **USING, "max_tokens": 4, **FORMS["output_config.format.schema"][0]}, {"type": "any"}),
+        (read_messages, {**PLAIN, **USING, "max_tokens": 4, **FORMS["output_config.format.schema"][0]}, {"type": "any"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip

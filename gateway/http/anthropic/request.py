@@ -1,44 +1,32 @@
-"""Anthropic's Messages API in the same words of baton.v1: its requests and its answers."""
+"""Bodies of Anthropic's Messages API, read into messages of baton.v1."""
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import split_parts
-from gateway.http.constraints import read_constraint
-from gateway.http.conversations import (
-    DOCUMENT,
+from gateway.http.fields.body import Asked, fill, new_id
+from gateway.http.fields.constraints import read_constraint
+from gateway.http.fields.conversation import (
+    CHAT_NAMES,
     REDACTED_FIELDS,
     THOUGHT_FIELDS,
-    read_block,
-    read_blocks,
+    TOKENIZE_NAMES,
     read_content,
-    read_fields,
-    read_list,
+    read_part,
     read_tool,
 )
-from gateway.http.fields import (
-    BOOLEAN,
-    EFFORT,
-    INTEGER,
-    NUMBER,
-    OBJECT_TEXT,
-    STRING,
-    STRINGS,
-    TOP_K,
-    Field,
-    read_as,
-    without_nulls,
-)
-from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
+from gateway.http.fields.kinds import BOOLEAN, EFFORT, INTEGER, NUMBER, OBJECT_TEXT, STRING, STRINGS, TOP_K
+from gateway.http.fields.reading import check_known, read_as, read_fields, read_list, read_value, without_nulls
+from gateway.http.fields.tables import Field
 from gateway.http.wire.errors import ThreadRefused
-from gateway.http.wire.signatures import hidden_in, sign
-from gateway.http.wire.writing import Json, named_event
+from gateway.http.wire.signatures import hidden_in
 from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, THINKING
 
+# Fields of a document, and of each source that is text.
+DOCUMENT = ("type", "source", "title", "context", "citations", "cache_control")
+_SOURCES = {"text": ("type", "media_type", "data"), "content": ("type", "content")}
 MESSAGES = (
     Field("model", "model", STRING),
     Field("max_tokens", "stopping.max_tokens", INTEGER),
@@ -82,11 +70,9 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 _NAMES = {"messages.tool_name": "tool_choice.name"}
-_STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
-_MOST = sys.float_info.max
 
 
-def read_request(values: Mapping[str, Any]) -> Asked:
+def read_messages(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/messages. Raises InvalidRequest."""
     if "thread" in values:
         raise ThreadRefused
@@ -101,7 +87,7 @@ def read_request(values: Mapping[str, Any]) -> Asked:
     return Asked(f"msg_{request.request_id}", [request], names, stream)
 
 
-def read_count(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
+def read_count_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
     """Read the body of /v1/messages/count_tokens; return the request and the words for its fields. Raises
     InvalidRequest."""
     check_known(values, (), {}, (*_CONVERSATION, "model"))
@@ -268,132 +254,32 @@ def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
     )
 
 
+def read_block(where: str, block: object) -> str:
+    """Return the text of a part, or of a document of Anthropic's: its title, what is said of it and its own text, each with a
+    blank line behind it."""
+    if not isinstance(block, dict) or block.get("type") != "document":
+        return read_part(where, block)
+    fields = read_fields(where, block, DOCUMENT)
+    if read_fields(f"{where}.citations", fields.get("citations", {}), ("enabled",)).get("enabled"):
+        raise InvalidRequest(f"{where}.citations", "is not supported here: an answer cites nothing")
+    place, source = f"{where}.source", fields.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(kind, str) or kind not in _SOURCES:
+        raise InvalidRequest(place, f"must be of type {' or '.join(_SOURCES)}: a document is text here")
+    name = _SOURCES[kind][-1]
+    text = read_content(f"{place}.{name}", read_fields(place, source, _SOURCES[kind]).get(name))
+    before = [read_as(f"{where}.{each}", STRING, fields.get(each, "")) for each in ("title", "context")]
+    return "".join(f"{each}\n\n" for each in (*before, text) if each)
+
+
+def read_blocks(where: str, content: object) -> str:
+    """As read_content, of parts and documents."""
+    if not isinstance(content, list):
+        return read_content(where, content)
+    return "".join(read_block(f"{where}[{index}]", block) for index, block in enumerate(content))
+
+
 def _check_objects(values: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if not isinstance(values.get(name, {}), dict):
             raise InvalidRequest(name, "must be an object")
-
-
-class MessageForm:
-    """The form of one answer."""
-
-    def __init__(self, asked: Asked, model: str, values: Mapping[str, Any] = {}):
-        """`values`: of the body, which may ask for the edits of the conversation, of which there are none, and that
-        reasoning be not displayed."""
-        self._id, self._model = asked.id, model
-        self._edits: Json = {"context_management": {"applied_edits": []}} if "context_management" in values else {}
-        self._hides = values.get("thinking", {}).get("display") == DISPLAYS[1]
-        self._thoughts = list[str]()  # that are not displayed, of the block that is open
-        self._has_begun = False
-        self._blocks: list[str] = []  # types of those of a stream, the last one open
-        self._end: Json = {}
-
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
-        """Return the events for a message; there is one choice of one prompt."""
-        data = b""
-        if not self._has_begun:
-            self._has_begun = True
-            usage = _usage(pb.Usage(prompt_tokens=message.prompt_tokens))
-            empty = {**self._message([], usage), "stop_reason": None, "stop_sequence": None}
-            data = _event("message_start", message=empty)
-        if message.finish_reason:
-            self._end = _end(message)
-        arguments, calls = split_parts(message)
-        if arguments:
-            data += self._arguments(arguments)
-        for kind, text in (("thinking", message.reasoning), ("text", message.text)):
-            if not text:
-                continue
-            data += self._within(kind)
-            if kind == "thinking" and self._hides:
-                self._thoughts.append(text)
-            else:
-                data += self._delta({"type": f"{kind}_delta", kind: text})
-        for call in calls:
-            data += self._begin("tool_use", {**_use(call), "input": {}}) + self._arguments(call.arguments)
-        return data
-
-    def tail(self, usages: Iterable[pb.Usage]) -> bytes:
-        """Return the last events."""
-        (usage,) = usages
-        data = self._within(self._blocks[-1] if self._blocks else "text") + self._close()
-        end = _event("message_delta", delta=self._end, usage=_usage(usage), **self._edits)
-        return data + end + _event("message_stop")
-
-    def error_event(self, error: Json) -> bytes:
-        """Return the event that an error ends a stream with."""
-        return named_event("error", error)
-
-    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
-        """Return the answer in one object."""
-        (response,) = responses
-        (choice,) = response.choices
-        content = [_block("text", choice.text)] if choice.text or not (choice.reasoning or choice.tool_calls) else []
-        if choice.reasoning:
-            content.insert(0, _block("thinking", choice.reasoning, self._hides))
-        content += [{**_use(call), "input": _input(call)} for call in choice.tool_calls]
-        return {**self._message(content, _usage(response.usage)), **_end(choice), **self._edits}
-
-    def _within(self, kind: str) -> bytes:
-        """Return the events after which a block of this type is open."""
-        if self._blocks and self._blocks[-1] == kind:
-            return b""
-        return self._begin(kind, _block(kind, ""))
-
-    def _begin(self, kind: str, block: Json) -> bytes:
-        """Return the events that close the block that is open, if one is, and open this one."""
-        data = self._close() if self._blocks else b""
-        self._blocks.append(kind)
-        return data + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
-
-    def _arguments(self, text: str) -> bytes:
-        return self._delta({"type": "input_json_delta", "partial_json": text})
-
-    def _delta(self, delta: Json) -> bytes:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
-
-    def _close(self) -> bytes:
-        signed = b""
-        if self._blocks[-1] == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": sign("".join(self._thoughts), self._hides)})
-            self._thoughts.clear()
-        return signed + _event("content_block_stop", index=len(self._blocks) - 1)
-
-    def _message(self, content: list[Json], usage: Json) -> Json:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, "usage": usage}
-
-
-def _event(kind: str, **values: object) -> bytes:
-    return named_event(kind, {"type": kind, **values})
-
-
-def _block(kind: str, text: str, hides: bool = False) -> Json:
-    """Return a block of content; in a stream the signature of a thinking one comes at its end."""
-    signature = {"signature": sign(text, hides) if text else ""} if kind == "thinking" else {}
-    return {"type": kind, kind: "" if hides else text, **signature}
-
-
-def _use(call: pb.ToolCall) -> Json:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _input(call: pb.ToolCall) -> Json:
-    """Return the arguments of a call. A number beyond all floats is the last of them: JSON has no infinity."""
-    found: Json = json.loads(call.arguments, parse_float=lambda text: max(-_MOST, min(float(text), _MOST)))
-    return found
-
-
-def _end(part: pb.GenerateResponse | pb.Choice) -> Json:
-    reason = _STOP_REASONS.get(part.finish_reason, "end_turn")
-    return {"stop_reason": "stop_sequence" if part.matched_stop else reason, "stop_sequence": part.matched_stop or None}
-
-
-def _usage(usage: pb.Usage) -> Json:
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-    }

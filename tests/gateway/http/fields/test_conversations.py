@@ -5,13 +5,10 @@ import json
 import pytest
 
 from baton.service.errors import InvalidRequest
-from gateway.http.anthropic import read_request
-from gateway.http.conversations import CONVERSATION
-from gateway.http.requests import (
-    read_chat,
-    read_tokenize,
-)
-from gateway.http.responses import INCLUDED, read_input_tokens, read_response
+from gateway.http.anthropic.request import read_messages
+from gateway.http.openai.conversations import CONVERSATION
+from gateway.http.openai.requests import read_chat, read_tokenize
+from gateway.http.responses.request import INCLUDED, read_input_tokens, read_response
 from gateway.http.wire.errors import rename
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -28,7 +25,7 @@ def test_a_message_may_have_a_name(role):
 
 def test_a_system_message_of_anthropic_s_stands_in_its_place():
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "be short"}]}]
-    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    (request,) = read_messages({"messages": said, "max_tokens": 1}).requests
     assert [(each.role, each.content) for each in request.messages.messages] == [("user", "hi"), ("system", "be short")]
 
 
@@ -91,7 +88,7 @@ def test_a_document_of_anthropic_s_that_is_text_is_read(document, wanted):
     question = {"type": "text", "text": "What are they?"}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [document, question]}
     for content, role in (([document, question], "user"), ([result], "tool")):
-        (request,) = read_request({"messages": [{"role": "user", "content": content}], "max_tokens": 1}).requests
+        (request,) = read_messages({"messages": [{"role": "user", "content": content}], "max_tokens": 1}).requests
         assert [(each.role, each.content) for each in request.messages.messages] == [(role, wanted + "What are they?")]
 
 
@@ -102,7 +99,7 @@ def test_reasoning_that_another_service_alone_can_read_is_left_out():
         {"role": "assistant", "content": [redacted, {"type": "text", "text": "ho"}]},
     ]
     said += [{"role": "assistant", "content": [redacted]}, {"role": "user", "content": "on"}]
-    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    (request,) = read_messages({"messages": said, "max_tokens": 1}).requests
     assert [(each.role, each.content) for each in request.messages.messages] == [
         ("user", "hi"), ("assistant", "ho"), ("user", "on"),
     ]  # fmt: skip
@@ -117,7 +114,7 @@ def test_reasoning_that_was_not_displayed_elsewhere_is_none(signature):
         {"role": "assistant", "content": [block, {"type": "text", "text": "ho"}]},
         {"role": "user", "content": "on"},
     ]
-    (request,) = read_request({"messages": said, "max_tokens": 1}).requests
+    (request,) = read_messages({"messages": said, "max_tokens": 1}).requests
     assert (request.messages.messages[0].content, request.messages.messages[0].reasoning) == ("ho", "")
 
 

@@ -11,8 +11,9 @@ from baton.service import errors
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import RequestLimits
-from gateway.http.anthropic import MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
-from gateway.http.fields import (
+from gateway.http.anthropic.request import MESSAGES, MESSAGES_NEUTRAL, read_count_tokens, read_messages
+from gateway.http.fields.body import parse
+from gateway.http.fields.tables import (
     CHAT,
     CHAT_NEUTRAL,
     COHERE_RERANK,
@@ -24,18 +25,10 @@ from gateway.http.fields import (
     RESPONSE_NEUTRAL,
     Field,
 )
+from gateway.http.openai.embeddings import read_cohere_rerank, read_embeddings, read_rerank
+from gateway.http.openai.requests import read_chat, read_completion, read_detokenize, read_tokenize
 from gateway.http.openapi import document
-from gateway.http.requests import (
-    parse,
-    read_chat,
-    read_cohere_rerank,
-    read_completion,
-    read_detokenize,
-    read_embeddings,
-    read_rerank,
-    read_tokenize,
-)
-from gateway.http.responses import LOGPROBS, read_input_tokens, read_response
+from gateway.http.responses.request import LOGPROBS, read_input_tokens, read_response
 from gateway.http.wire.errors import rename, status_of, to_json
 from gateway.orchestration.retry_budget import poison
 from gateway.request.messages import check_conversation
@@ -61,7 +54,7 @@ READERS = {
     "chat": (read_chat, {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
     "completion": (read_completion, {"prompt": "hi", "max_tokens": 1}),
     "response": (read_response, {"input": "hi", "include": [LOGPROBS]}),
-    "messages": (read_request, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+    "messages": (read_messages, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
 }
 OF_PATHS = {
     "/v1/chat/completions": READERS["chat"],
@@ -71,7 +64,7 @@ OF_PATHS = {
     "/v1/embeddings": (read_embeddings, {"input": "hi"}),
     "/v1/responses": READERS["response"],
     "/v1/messages": READERS["messages"],
-    "/v1/messages/count_tokens": (read_count, {"messages": READERS["messages"][1]["messages"]}),
+    "/v1/messages/count_tokens": (read_count_tokens, {"messages": READERS["messages"][1]["messages"]}),
 }
 REQUIRED = {("messages", "max_tokens"): {"max_tokens": 1}}  # nothing is read without it
 OBJECTS = (
@@ -182,75 +175,79 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {**READERS["chat"][1], "echo": True}, "echo"),
         (read_chat, {**READERS["chat"][1], "prompt_logprobs": 1}, "prompt_logprobs"),
         (read_response, {"input": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
-        (read_request, {**READERS["messages"][1], "echo": True}, "echo"),
+        (read_messages, {**READERS["messages"][1], "echo": True}, "echo"),
         (read_completion, {"prompt": "a", "best_of": 2}, "best_of"),
         (read_completion, {"prompt": "a", "best_of": True}, "best_of"),
-        (read_request, {}, "messages"),
-        (read_request, {"messages": READERS["messages"][1]["messages"]}, "max_tokens"),
-        (read_request, {**READERS["messages"][1], "messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
-        (read_request, {**READERS["messages"][1], "messages": [{"role": "assistant", "content": "a"}]}, "messages"),
-        (read_request, {**READERS["messages"][1], "system": 7}, "system"),
-        (read_request, {**READERS["messages"][1], "system": [{"type": "image"}]}, "system[0]"),
-        (read_request, {**READERS["messages"][1], "metadata": "me"}, "metadata"),
-        (read_request, {**READERS["messages"][1], "cache_control": True}, "cache_control"),
-        (read_request, {**READERS["messages"][1], "thinking": {"type": "always"}}, "thinking"),
-        (read_request, {**READERS["messages"][1], "n": 2}, "n"),
+        (read_messages, {}, "messages"),
+        (read_messages, {"messages": READERS["messages"][1]["messages"]}, "max_tokens"),
+        (read_messages, {**READERS["messages"][1], "messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        (read_messages, {**READERS["messages"][1], "messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        (read_messages, {**READERS["messages"][1], "system": 7}, "system"),
+        (read_messages, {**READERS["messages"][1], "system": [{"type": "image"}]}, "system[0]"),
+        (read_messages, {**READERS["messages"][1], "metadata": "me"}, "metadata"),
+        (read_messages, {**READERS["messages"][1], "cache_control": True}, "cache_control"),
+        (read_messages, {**READERS["messages"][1], "thinking": {"type": "always"}}, "thinking"),
+        (read_messages, {**READERS["messages"][1], "n": 2}, "n"),
         (
-            read_request,
+            read_messages,
             {**READERS["messages"][1], "tools": [{"name": "f", "input_schema": 7}]},
             "tools[0].input_schema",
         ),
         (
-            read_request,
+            read_messages,
             {**READERS["messages"][1], "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
             "tools[0].type",
         ),
-        (read_request, {**READERS["messages"][1], "tools": [{"name": "f", "strict": "yes"}]}, "tools[0].strict"),
-        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "required"}}, "tool_choice.type"),
-        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
-        (read_request, anthropic_blocks("user", type="tool_use", id="a", name="f", input={}), "messages[0].content[0]"),
-        (read_request, anthropic_blocks("assistant", type="tool_result"), "messages[0].content[0]"),
-        (read_request, anthropic_blocks("user", type="tool_result"), "messages[0].content[0].tool_use_id"),
+        (read_messages, {**READERS["messages"][1], "tools": [{"name": "f", "strict": "yes"}]}, "tools[0].strict"),
+        (read_messages, {**READERS["messages"][1], "tool_choice": {"type": "required"}}, "tool_choice.type"),
+        (read_messages, {**READERS["messages"][1], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (read_messages, {**READERS["messages"][1], "tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
         (
-            read_request,
+            read_messages,
+            anthropic_blocks("user", type="tool_use", id="a", name="f", input={}),
+            "messages[0].content[0]",
+        ),
+        (read_messages, anthropic_blocks("assistant", type="tool_result"), "messages[0].content[0]"),
+        (read_messages, anthropic_blocks("user", type="tool_result"), "messages[0].content[0].tool_use_id"),
+        (
+            read_messages,
             anthropic_blocks("assistant", type="tool_use", id="a", name="f"),
             "messages[0].content[0].input",
         ),
         (
-            read_request,
+            read_messages,
             anthropic_blocks("user", type="tool_result", tool_use_id="a", content=[{"type": "image"}]),
             "messages[0].content[0].content[0]",
         ),
         (
-            read_request,
+            read_messages,
             {**READERS["messages"][1], "thinking": {"type": "enabled", "display": "all"}},
             "thinking.display",
         ),
-        (read_request, anthropic_blocks("user", type="document"), "messages[0].content[0].source"),
+        (read_messages, anthropic_blocks("user", type="document"), "messages[0].content[0].source"),
         (
-            read_request,
+            read_messages,
             anthropic_blocks("user", type="document", source={"type": "base64", "data": ""}),
             "messages[0].content[0].source",
         ),
         (
-            read_request,
+            read_messages,
             anthropic_blocks("user", type="document", source={"type": "text", "data": 7}),
             "messages[0].content[0].source.data",
         ),
         (
-            read_request,
+            read_messages,
             anthropic_blocks("user", type="document", source={"type": "content", "content": [{"type": "image"}]}),
             "messages[0].content[0].source.content[0]",
         ),
         (
-            read_request,
+            read_messages,
             anthropic_blocks("user", type="document", source={"type": "text", "data": ""}, citations={"enabled": True}),
             "messages[0].content[0].citations",
         ),
-        (read_count, READERS["messages"][1], "max_tokens"),
-        (read_request, {**READERS["messages"][1], "messages": [7] * 1025}, "messages"),
-        (read_request, {**READERS["messages"][1], "tools": [7] * 129}, "tools"),
+        (read_count_tokens, READERS["messages"][1], "max_tokens"),
+        (read_messages, {**READERS["messages"][1], "messages": [7] * 1025}, "messages"),
+        (read_messages, {**READERS["messages"][1], "tools": [7] * 129}, "tools"),
         (read_chat, {"messages": [7] * 1025}, "messages"),
         (read_chat, {**READERS["chat"][1], "tools": [7] * 129}, "tools"),
         (read_chat, {"messages": [{"role": "assistant", "tool_calls": [7] * 129}]}, "messages[0].tool_calls"),
@@ -644,7 +641,7 @@ def test_blocks_beyond_what_a_conversation_may_have_are_not_read(role, block, sa
 
     def read() -> None:
         with pytest.raises(InvalidRequest, match=said) as caught:
-            read_request(body)
+            read_messages(body)
         assert (caught.value.field or "").startswith("messages")
 
     assert num_calls(read) < 50_000
@@ -660,9 +657,9 @@ def test_ids_are_integers_all_of_them():
 def test_many_small_blocks_take_their_own_bytes():
     """Anthropic's are one text, which protobuf would keep at every length that it had."""
     program = (
-        "import re; from gateway.http.anthropic import read_request\n"
+        "import re; from gateway.http.anthropic.request import read_messages\n"
         "blocks = [{'type': 'text', 'text': 'abcd'}] * 20_000\n"
-        "asked = read_request({'messages': [{'role': 'user', 'content': blocks}], 'max_tokens': 1})\n"
+        "asked = read_messages({'messages': [{'role': 'user', 'content': blocks}], 'max_tokens': 1})\n"
         "most = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(len(asked.requests[0].messages.messages[0].content), most)"
     )

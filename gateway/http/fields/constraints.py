@@ -7,19 +7,9 @@ from typing import Any
 from baton.constraints.constraint import MAX_CHOICES
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import (
-    BARE_CONSTRAINTS,
-    CONSTRAINTS,
-    FORMAT_TYPES,
-    FORMATS,
-    STRING,
-    TEXTS,
-    VERBOSITY,
-    check_length,
-    put,
-    read_as,
-    without_nulls,
-)
+from gateway.http.fields.kinds import STRING, TEXTS, VERBOSITY
+from gateway.http.fields.reading import check_length, put, read_as, without_nulls
+from gateway.http.fields.tables import BARE_CONSTRAINTS, CONSTRAINTS, FORMAT_TYPES, FORMATS
 
 _BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
 CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))

@@ -2,80 +2,15 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.requests import Asked
+from gateway.http.fields.body import Asked
+from gateway.http.wire.forms import LEAST_LOGPROB, SequenceDecoder, TokenTexts, token_logprobs
 from gateway.http.wire.writing import Data, Json, event, to_bytes_in_turns, to_text
 
-
-class SequenceDecoder(Protocol):
-    """The text of one sequence of tokens."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain now and was not before."""
-        ...
-
-
-class TokenTexts(Protocol):
-    """What the tokens of a model say."""
-
-    def shown(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as it is shown alone, and the bytes that it stands for."""
-        ...
-
-    def decoder(self, continues: bool = False) -> SequenceDecoder:
-        """Return a decoder for one sequence; `continues`: it goes on with a text that stands before it."""
-        ...
-
-    def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Return whether any of the first tokens has text."""
-        ...
-
-
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _DONE = b"data: [DONE]\n\n"
-
-
-def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
-    """Yield the tokens of a part of an answer, each with its alternatives."""
-
-    def told(token: pb.TokenLogprob) -> Json:
-        text, raw = tokens.shown(token.token_id)
-        return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
-
-    return ({**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs)
-
-
-class StreamForm(Protocol):
-    """What the events of an answer look like."""
-
-    def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
-        """Return the events for a message to the prompt of that number; empty, where it says nothing here."""
-        ...
-
-    def tail(self, usages: Iterable[pb.Usage]) -> Data:
-        """Return the last events."""
-        ...
-
-    def error_event(self, error: Json) -> bytes:
-        """Return the event that an error ends a stream with."""
-        ...
-
-
-class Form(StreamForm, Protocol):
-    """What an answer looks like."""
-
-    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
-        """Return the answer in one object, for `to_bytes_in_turns`."""
-        ...
-
-
-def split_parts(message: pb.GenerateResponse) -> tuple[str, list[pb.ToolCall]]:
-    """Return the arguments that belong to the call before, whose place is before the message's text, and the others."""
-    parts = list(message.tool_calls)
-    return (parts[0].arguments, parts[1:]) if parts and not parts[0].name else ("", parts)
 
 
 class _ObjectNames(NamedTuple):
@@ -306,7 +241,7 @@ class CompletionForm(AnswerForm):
         """Return the tokens that might have been in one place, as vLLM has them."""
         return {
             str(each.token_id): {
-                "logprob": max(each.logprob, _LEAST_LOGPROB),
+                "logprob": max(each.logprob, LEAST_LOGPROB),
                 "decoded_token": self._tokens.shown(each.token_id)[0],
             }
             for each in (logprobs.chosen, *logprobs.top)
@@ -332,7 +267,7 @@ class CompletionForm(AnswerForm):
         rows += [(self._places[index], each.chosen.token_id, each) for each in logprobs]
         return {
             "tokens": (self._tokens.shown(token_id)[0] for _, token_id, _ in rows),
-            "token_logprobs": (each and max(each.chosen.logprob, _LEAST_LOGPROB) for _, _, each in rows),
+            "token_logprobs": (each and max(each.chosen.logprob, LEAST_LOGPROB) for _, _, each in rows),
             "top_logprobs": (each and self._by_text(each) for _, _, each in rows),
             "text_offset": (place.pass_token(token_id) for place, token_id, _ in rows),
         }
@@ -340,7 +275,7 @@ class CompletionForm(AnswerForm):
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
         """Return the likeliest tokens in one place, and the one that was taken, as OpenAI has them."""
         told = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
-        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, _LEAST_LOGPROB) for each in told}
+        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, LEAST_LOGPROB) for each in told}
 
 
 def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:

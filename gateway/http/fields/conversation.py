@@ -1,0 +1,121 @@
+"""What conversations of all APIs are made of: contents, tools, and variables of the chat template."""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.http.fields.kinds import BOOLEAN, OBJECT, OBJECT_TEXT, STRING, ValueKind
+from gateway.http.fields.reading import read_as, read_fields
+from gateway.http.fields.tables import ReasoningOption
+from gateway.request.messages import THINKING
+
+# Words for fields of baton.v1.Messages.
+CONVERSATION_NAMES = {
+    "messages": "messages",
+    "messages.messages": "messages",
+    **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message", "tool_choice")},
+    "messages.tool_name": "tool_choice.function.name",
+}
+CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
+TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
+_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
+_CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
+# Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
+_PART = {"type", "text", "cache_control", "annotations", "logprobs"}
+THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "data")
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
+
+
+def read_content(where: str, content: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
+    """Return the text of a content: a string, or a list of parts of these types. `others`: fields that a part may have, and
+    that its text does not need."""
+    if not isinstance(content, list):
+        return read_as(where, _CONTENT, content)
+    return "".join(read_part(f"{where}[{index}]", part, kinds, others) for index, part in enumerate(content))
+
+
+def read_part(where: str, part: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
+    """Return the text of a part of one of these types. `others`: fields that it may have, and that its text does not need."""
+    given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
+    unknown = given.difference(_PART, others)
+    if not isinstance(part, dict) or "type" not in given or part["type"] not in kinds or unknown:
+        raise InvalidRequest(where, f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here')
+    return read_as(f"{where}.text", STRING, part.get("text"))
+
+
+def read_tool(where: str, fields: Mapping[str, Any], parameters: str) -> pb.Tool:
+    """Return the tool with these fields; the one named `parameters` is its schema."""
+    return pb.Tool(
+        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        description=read_as(f"{where}.description", STRING, fields.get("description", "")),
+        parameters=read_object_text(parameters, fields, f"{where}."),
+        strict=read_as(f"{where}.strict", BOOLEAN, fields.get("strict", False)),
+    )
+
+
+def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> str:
+    """Return the object in a field as text, an empty one where it has nothing."""
+    text = read_as(where + name, OBJECT_TEXT, fields.get(name, {}))
+    return "" if text == "{}" else text
+
+
+def read_template_kwargs(values: Mapping[str, Any], options: Sequence[ReasoningOption]) -> str:
+    """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
+    words of templates how the model is to reason."""
+    said = defaultdict[str, dict[str, Any]](dict)
+    for option in options:
+        if (value := _value_at(values, option.name)) is not None:
+            said[option.about][option.name] = read_as(option.name, option.kind, value)
+    variables = dict[str, Any]()
+    # Any other effort is one of a model that reasons, unless that is turned off.
+    thinks = _agreed({name: False for name, value in said["effort"].items() if value == "none"} | said["thinks"])
+    if (effort := _agreed(said["effort"])) is not None:
+        variables["reasoning_effort"], thinks = effort, thinks is not False
+    if thinks is not None:
+        variables |= dict.fromkeys(THINKING, thinks)
+    if (keeps := _agreed(said["keeps"])) is not None:
+        variables |= {"preserve_thinking": keeps, "clear_thinking": not keeps}  # Qwen's and Kimi's word, and GLM's
+    if not variables:
+        return read_object_text("chat_template_kwargs", values)
+    return json.dumps(variables | read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {})))
+
+
+def _value_at(values: Mapping[str, Any], name: str) -> object:
+    """Return the value of a field, or of one of an object's; None: it is not given."""
+    parent, _, own = name.rpartition(".")
+    return values.get(parent, {}).get(own) if parent else values.get(own)
+
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    """Return what fields of these names say, None where there are none. Raises InvalidRequest where they say different
+    things."""
+    for name, value in said.items():
+        first = next(iter(said))
+        if value != said[first]:
+            raise InvalidRequest(name, f"is not what {first} says")
+    return next(iter(said.values()), None)
+
+
+def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:
+    """Return the choice, or the name of the one tool to call. `is_wrapped`: it stands in a field `function`."""
+    if isinstance(choice, str) and choice in _CHOICES:
+        return _CHOICES[choice], ""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
+    own = ("function",) if is_wrapped else ("name", "namespace")
+    where, fields = "tool_choice", read_fields("tool_choice", choice, ("type", *own))
+    if is_wrapped:
+        where, fields = f"{where}.function", read_fields(f"{where}.function", fields.get("function"), ("name",))
+    name = read_as(f"{where}.name", STRING, fields.get("name"))
+    if not name:
+        raise InvalidRequest(f"{where}.name", "is empty")
+    namespace = read_as(f"{where}.namespace", STRING, fields.get("namespace", ""))
+    return pb.TOOL_CHOICE_UNSPECIFIED, in_namespace(namespace, name)
+
+
+def in_namespace(namespace: str, name: str) -> str:
+    """Return the name that the model knows a function by: templates have no namespaces."""
+    return f"{namespace}__{name}" if namespace and name else name

@@ -1,0 +1,126 @@
+"""Read fields of a body. What is not known is refused by its name: a field that is left out without a word would change
+the answer."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from baton.service.errors import InvalidRequest
+from gateway.http.fields.kinds import ValueKind
+from gateway.http.fields.tables import NOTES, Field
+from gateway.request.validation import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+
+# Elements of a field, by its path; to read 90,000 biases took 60 ms.
+_MOST = {
+    "stopping.stop": MAX_STOPS,
+    "stopping.stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "sampling.logit_bias": MAX_LOGIT_BIAS,
+}
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given: null is as if one were left out."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def write(request: Any, field: Field, value: object) -> None:
+    """Set the field of the request to a value from JSON. Raises InvalidRequest, in the client's own words."""
+    try:
+        put(request, field.path, field.kind.read(value))
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(field.name, f"must be {field.kind.words}") from None
+
+
+def read_as(where: str, kind: ValueKind, value: object) -> Any:
+    """Return a value from JSON. Raises InvalidRequest."""
+    try:
+        return kind.read(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise InvalidRequest(where, f"must be {kind.words}") from None
+
+
+def check_length(where: str, value: object, most: int) -> None:
+    """Raises InvalidRequest for a list or an object of more elements, before these are looked at: to read 40,000 calls took
+    0.3 s."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise InvalidRequest(where, f"has {len(value)} elements, at most {most} are allowed")
+
+
+def put(message: Any, path: str, value: object) -> None:
+    """Set a field of a message, by its path. Raises TypeError, ValueError or OverflowError."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    if isinstance(value, dict):
+        getattr(message, name).update(value)
+    elif isinstance(value, list):
+        getattr(message, name).extend(value)
+    else:
+        setattr(message, name, value)
+
+
+def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, as clients write those that they leave out."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
+    fields = {name: each for name, each in value.items() if each is not None and each != []}
+    if unknown := fields.keys() - set(known):
+        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
+    return fields
+
+
+def read_list(where: str, value: object, most: int) -> list[Any]:
+    """Return a list; null is an empty one. Its length is looked at before what it holds."""
+    if not isinstance(value, list | None):
+        raise InvalidRequest(where, "must be a list")
+    check_length(where, value, most)
+    return value or []
+
+
+def check_notes(values: Mapping[str, Any]) -> None:
+    """Check what is ignored: the tenant is the key's, and any prompt may be cached."""
+    for name in values.keys() & NOTES.keys():
+        read_as(name, NOTES[name], values[name])
+
+
+def read_part_of(values: Mapping[str, Any], name: str, known: Collection[str]) -> dict[str, Any]:
+    """Return an object among the values, empty where it is not given. Raises InvalidRequest."""
+    value = values.get(name, {})
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, "must be an object")
+    value = without_nulls(value)
+    if unknown := value.keys() - set(known):
+        raise InvalidRequest(f"{name}.{min(unknown)[:80]}", "is not known here")
+    return value
+
+
+def check_known(
+    values: Mapping[str, Any], table: Sequence[Field], neutral: Mapping[str, tuple], others: Collection[str]
+) -> None:
+    """Raises InvalidRequest for a field that is in none of these, and for a `neutral` one with another value."""
+    known = {row.name for row in table} | set(others)
+    for name, value in values.items():
+        if name in neutral:
+            value = without_nulls(value) if isinstance(value, dict) else value
+            if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
+                raise InvalidRequest(name, "is not supported here")
+        elif name not in known:
+            raise InvalidRequest(name[:80], "is not known here")
+
+
+def fill_rows(request: Any, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:
+    """Set the fields of `table` that are given, and note their words in `names`. Raises InvalidRequest."""
+    for row in table:
+        if row.name in values:
+            if row.path in _MOST:
+                check_length(row.name, values[row.name], _MOST[row.path])
+            write(request, row, values[row.name])
+            names[row.path] = row.name
+
+
+def read_value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:
+    """Return the value of a field; without a default it must be given. Raises InvalidRequest."""
+    if name not in values:
+        if default is None:
+            raise InvalidRequest(name, "is missing")
+        return default
+    return read_as(name, kind, values[name])

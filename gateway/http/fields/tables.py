@@ -1,0 +1,202 @@
+"""One table: a field of OpenAI's requests, its form in JSON, and the field of baton.v1.GenerateRequest that says the
+same. The reader of requests, the words of errors and the OpenAPI document come from it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from baton.v1 import inference_pb2 as pb
+from gateway.http.fields.kinds import (
+    ALL,
+    BOOLEAN,
+    EFFORT,
+    INTEGER,
+    JSON_SCHEMA,
+    LENGTH,
+    LOGIT_BIAS,
+    METADATA,
+    NUMBER,
+    OBJECT,
+    POOLING,
+    SEED,
+    SIGNED,
+    STRING,
+    STRINGS,
+    SUMMARY,
+    TEXTS,
+    THINKING_TYPE,
+    TOKEN_IDS,
+    TOP_K,
+    TRUE,
+    ValueKind,
+)
+
+
+class Field(NamedTuple):
+    """`path`: of GenerateRequest, as "sampling.top_p"."""
+
+    name: str
+    path: str
+    kind: ValueKind
+
+
+class ReasoningOption(NamedTuple):
+    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
+    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
+
+    name: str
+    kind: ValueKind
+    about: str = ""
+
+
+_KINDS = {
+    FieldDescriptor.TYPE_FLOAT: NUMBER,
+    FieldDescriptor.TYPE_UINT32: INTEGER,
+    FieldDescriptor.TYPE_INT32: SIGNED,
+    FieldDescriptor.TYPE_UINT64: SEED,
+    FieldDescriptor.TYPE_BOOL: BOOLEAN,
+    FieldDescriptor.TYPE_STRING: STRING,
+}
+_UNLIKE = {
+    "top_k": TOP_K,
+    "logit_bias": LOGIT_BIAS,
+    "stop": STRINGS,
+    "stop_token_ids": TOKEN_IDS,
+    "max_tokens": LENGTH,
+}
+
+
+def _rows(message: Any, names: Iterable[str], before: str = "") -> tuple[Field, ...]:
+    """Return rows for fields that OpenAI, or vLLM, calls by the name that they have in baton.v1."""
+    kinds = {name: _UNLIKE.get(name) or _KINDS[message.fields_by_name[name].type] for name in names}
+    return tuple(Field(name, before + name, kind) for name, kind in kinds.items())
+
+
+_BOTH = (
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "stream_interval_ms")),
+    *_rows(
+        pb.Sampling.DESCRIPTOR,
+        (name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logprobs", "prompt_logprobs")),
+        "sampling.",
+    ),
+    *_rows(pb.Stopping.DESCRIPTOR, pb.Stopping.DESCRIPTOR.fields_by_name, "stopping."),
+)
+CHAT = (
+    *_BOTH,
+    Field("max_completion_tokens", "stopping.max_tokens", LENGTH),
+    Field("top_logprobs", "sampling.logprobs", INTEGER),
+)
+RESPONSE = (
+    *(row for row in _BOTH if row.name not in ("n", "max_tokens")),
+    Field("max_output_tokens", "stopping.max_tokens", INTEGER),
+    Field("top_logprobs", "sampling.logprobs", INTEGER),
+)
+COMPLETION = (
+    *_BOTH,
+    *_rows(pb.Sampling.DESCRIPTOR, ("logprobs", "prompt_logprobs"), "sampling."),
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("echo", "suffix")),
+)
+EMBEDDING = (
+    *_rows(pb.EmbedRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "dimensions", "normalize")),
+    Field("pooling", "pooling", POOLING),
+)
+RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
+COHERE_RERANK = tuple(row for row in RERANK if row.name != "priority")  # there the lower is first
+# What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then vLLM's
+# structured_outputs. One of all of these.
+FORMAT_TYPES = ("text", "json_object", "json_schema")
+FORMATS = (
+    Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
+    Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("response_format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("text.format.type", "constraint.json_object", TRUE),
+    Field("text.format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("output_config.format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("output_format.schema", "constraint.json_schema", JSON_SCHEMA),
+)
+CONSTRAINTS = (
+    Field("structured_outputs.json", "constraint.json_schema", JSON_SCHEMA),
+    Field("structured_outputs.json_object", "constraint.json_object", TRUE),
+    Field("structured_outputs.regex", "constraint.regex", STRING),
+    Field("structured_outputs.choice", "constraint.choice.texts", TEXTS),
+    Field("structured_outputs.grammar", "constraint.grammar", STRING),
+)
+# The same as fields of the body itself: of older vLLM, of SGLang, of llama.cpp.
+BARE_CONSTRAINTS = (
+    Field("guided_json", "constraint.json_schema", JSON_SCHEMA),
+    Field("guided_regex", "constraint.regex", STRING),
+    Field("guided_choice", "constraint.choice.texts", TEXTS),
+    Field("guided_grammar", "constraint.grammar", STRING),
+    Field("regex", "constraint.regex", STRING),
+    Field("ebnf", "constraint.grammar", STRING),
+    Field("json_schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("grammar", "constraint.grammar", STRING),
+)
+_EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
+EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
+REASONING_OPTIONS = (
+    ReasoningOption("reasoning_effort", EFFORT, "effort"),
+    # DashScope's, SiliconFlow's
+    ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
+    ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
+    ReasoningOption("thinking_budget", INTEGER),
+    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
+    ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
+    ReasoningOption("thinking.effort", EFFORT, "effort"),
+    ReasoningOption("thinking.keep", ALL, "keeps"),
+    ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
+    ReasoningOption("thinking.budget_tokens", INTEGER),
+    # OpenRouter's
+    _EFFORT_OF_OPENROUTER,
+    ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
+    ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
+    ReasoningOption("reasoning.exclude", BOOLEAN),
+    ReasoningOption("reasoning.summary", SUMMARY),
+)
+# Fields that nobody reads: their sender's business, or of a cache and of speculation that need no hint.
+NOTES: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), STRING),
+    "metadata": METADATA,
+    "prompt_cache_options": OBJECT,
+}
+# Fields that are accepted where they ask for what is done anyway, with the values that do.
+_TIERS = ("auto", "default", "flex", "scale", "priority")  # there is one
+_STORE = (False, True)  # nothing is stored, as a response says: to it leaving the field out is true
+_NEUTRAL = {
+    "service_tier": _TIERS,
+    "store": _STORE,
+    "best_of": (1,),
+    # Of vLLM, whose clients may send all parameters there are.
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    # Of SGLang, and of llama.cpp.
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
+}
+CHAT_NEUTRAL: Mapping[str, tuple] = {
+    **_NEUTRAL,
+    "modalities": (["text"],),
+    "echo": (False,),
+    "add_special_tokens": (False,),  # the template has them
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek", "parsed"),  # llama.cpp's two words for it, and Groq's
+}
+RESPONSE_NEUTRAL: Mapping[str, tuple] = {
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "service_tier": _TIERS,
+    "store": _STORE,
+    "truncation": ("disabled",),
+}
+INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
+TOKENIZE_NEUTRAL: Mapping[str, tuple] = {"return_token_strs": (False,)}
+COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "add_special_tokens": (True,)}

@@ -1,0 +1,1 @@
+"""OpenAI's chat, completions, embeddings and ranks: bodies of requests, and answers."""
