@@ -18,7 +18,7 @@ from gateway.http.fields.conversation import (
     read_tool,
 )
 from gateway.http.fields.kinds import BOOLEAN, EFFORT, INTEGER, NUMBER, OBJECT_TEXT, STRING, STRINGS, TOP_K
-from gateway.http.fields.reading import check_known, read_as, read_fields, read_list, read_value, without_nulls
+from gateway.http.fields.reading import check_known, read_as, read_list, read_object, read_value
 from gateway.http.fields.tables import Field
 from gateway.http.wire.errors import ThreadRefused
 from gateway.http.wire.signatures import hidden_in
@@ -131,7 +131,7 @@ def _thinking(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(kind, str) or kind not in THINKS:
         raise InvalidRequest("thinking", f"must be an object of type {' or '.join(THINKS)}")
-    fields = read_fields("thinking", given, THINKS[kind])
+    fields = read_object("thinking", given, THINKS[kind])
     read_as("thinking.budget_tokens", INTEGER, fields.get("budget_tokens", 0))
     if fields.get("display", DISPLAYS[0]) not in DISPLAYS:
         raise InvalidRequest("thinking.display", f"must be {' or '.join(DISPLAYS)}")
@@ -146,7 +146,7 @@ def _effort(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     """Return a conversation with its tools alone."""
-    choice = read_fields("tool_choice", values.get("tool_choice", {"type": "auto"}), _CHOICE)
+    choice = read_object("tool_choice", values.get("tool_choice", {"type": "auto"}), _CHOICE)
     kind = read_as("tool_choice.type", STRING, choice.get("type"))
     if kind not in TOOL_CHOICES:
         raise InvalidRequest("tool_choice.type", f"must be one of {', '.join(TOOL_CHOICES)}")
@@ -160,7 +160,7 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
         where = f"tools[{index}]"
         if isinstance(tool, dict) and (tool.get("type") or "custom") != "custom":  # first: it has other fields
             raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
-        fields = read_fields(where, tool, TOOL_FIELDS)
+        fields = read_object(where, tool, TOOL_FIELDS)
         # Every stream has arguments as they are written.
         read_as(f"{where}.eager_input_streaming", BOOLEAN, fields.get("eager_input_streaming", False))
         conversation.tools.append(read_tool(where, fields, "input_schema"))
@@ -172,9 +172,7 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     """Yield the messages that one is, each with its words for fields: results of tools are messages of their own."""
     if not isinstance(message, dict):
         raise InvalidRequest(where, "must be an object with role and content")
-    message = without_nulls(message)
-    if unknown := message.keys() - {"role", "content"}:
-        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not known here")
+    message = read_object(where, message, ("role", "content"), keeps_empty_lists=True)
     if not isinstance(role := message.get("role"), str) or role not in _BLOCKS:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(_BLOCKS)}")
     content, said, words = message.get("content"), None, {"": where}
@@ -231,7 +229,7 @@ def _fields(where: str, role: str, block: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(kind, str) or kind not in _BLOCKS[role]:
         told = f"must be a block of type {' or '.join(_BLOCKS[role])}"
         raise InvalidRequest(where, told)
-    return kind, read_fields(where, block, _BLOCKS[role][kind])
+    return kind, read_object(where, block, _BLOCKS[role][kind])
 
 
 def _call(where: str, fields: Mapping[str, Any]) -> pb.ToolCall:
@@ -259,15 +257,15 @@ def read_block(where: str, block: object) -> str:
     blank line behind it."""
     if not isinstance(block, dict) or block.get("type") != "document":
         return read_part(where, block)
-    fields = read_fields(where, block, DOCUMENT)
-    if read_fields(f"{where}.citations", fields.get("citations", {}), ("enabled",)).get("enabled"):
+    fields = read_object(where, block, DOCUMENT)
+    if read_object(f"{where}.citations", fields.get("citations", {}), ("enabled",)).get("enabled"):
         raise InvalidRequest(f"{where}.citations", "is not supported here: an answer cites nothing")
     place, source = f"{where}.source", fields.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(kind, str) or kind not in _SOURCES:
         raise InvalidRequest(place, f"must be of type {' or '.join(_SOURCES)}: a document is text here")
     name = _SOURCES[kind][-1]
-    text = read_content(f"{place}.{name}", read_fields(place, source, _SOURCES[kind]).get(name))
+    text = read_content(f"{place}.{name}", read_object(place, source, _SOURCES[kind]).get(name))
     before = [read_as(f"{where}.{each}", STRING, fields.get(each, "")) for each in ("title", "context")]
     return "".join(f"{each}\n\n" for each in (*before, text) if each)
 

@@ -2,18 +2,20 @@
 (output_config.format), in vLLM's (structured_outputs) and in the older ones of vLLM, SGLang and llama.cpp."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from baton.constraints.constraint import MAX_CHOICES
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.kinds import STRING, TEXTS, VERBOSITY
-from gateway.http.fields.reading import check_length, put, read_as, without_nulls
+from gateway.http.fields.reading import check_length, put, read_as, read_object
 from gateway.http.fields.tables import BARE_CONSTRAINTS, CONSTRAINTS, FORMAT_TYPES, FORMATS
 
 _BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
 CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
+_read_object = partial(read_object, keeps_empty_lists=True)  # no choice at all is an error of its own
 
 
 def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
@@ -43,7 +45,7 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
 
 def _of_format(value: object) -> dict[str, Any]:
     """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
-    fields = _given("response_format", value, {"type", "json_schema", "schema"})
+    fields = _read_object("response_format", value, {"type", "json_schema", "schema"})
     kind = _kind("response_format", fields)
     if "schema" in fields:  # where llama.cpp and others have it, of both types
         if kind == "text" or "json_schema" in fields:
@@ -54,18 +56,18 @@ def _of_format(value: object) -> dict[str, Any]:
         if "json_schema" in fields:
             raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")
         return {"response_format.type": True} if kind == "json_object" else {}
-    named = _given("response_format.json_schema", fields.get("json_schema"), _NAMED)
+    named = _read_object("response_format.json_schema", fields.get("json_schema"), _NAMED)
     return {"response_format.json_schema.schema": named.get("schema")}  # kept to, whether `strict` asks for it or not
 
 
 def _of_text(value: object) -> dict[str, Any]:
     """As _of_format, of a response: its schema stands beside the type."""
-    fields = _given("text", value, {"format", "verbosity"})
+    fields = _read_object("text", value, {"format", "verbosity"})
     if "verbosity" in fields:
         read_as("text.verbosity", VERBOSITY, fields["verbosity"])
     if "format" not in fields:
         return {}
-    fields = _given("text.format", fields["format"], _NAMED | {"type"})
+    fields = _read_object("text.format", fields["format"], _NAMED | {"type"})
     kind = _kind("text.format", fields)
     if kind != "json_schema":
         if unlike := fields.keys() - {"type"}:
@@ -76,7 +78,7 @@ def _of_text(value: object) -> dict[str, Any]:
 
 def _of_output_config(value: object) -> dict[str, Any]:
     """As _of_text, of a message of Anthropic's, whose one type is that of a schema."""
-    fields = _given("output_config", value, {"format", "effort"})
+    fields = _read_object("output_config", value, {"format", "effort"})
     if "format" not in fields:
         return {}
     return _of_output_format(fields["format"], "output_config.format")
@@ -84,7 +86,7 @@ def _of_output_config(value: object) -> dict[str, Any]:
 
 def _of_output_format(value: object, where: str = "output_format") -> dict[str, Any]:
     """As _of_output_config, which had this name before."""
-    fields = _given(where, value, {"type", "schema"})
+    fields = _read_object(where, value, {"type", "schema"})
     if fields.get("type") != "json_schema":
         raise InvalidRequest(f"{where}.type", "must be json_schema")
     return {f"{where}.schema": fields.get("schema")}
@@ -99,20 +101,10 @@ def _kind(where: str, fields: Mapping[str, Any]) -> str:
 
 def _of_vllm(value: object) -> dict[str, Any]:
     known = [row.name.partition(".")[2] for row in CONSTRAINTS]
-    fields = _given("structured_outputs", value, set(known))
+    fields = _read_object("structured_outputs", value, set(known))
     if len(fields) != 1:
         raise InvalidRequest("structured_outputs", f"must have one of {', '.join(known)}")
     return {f"structured_outputs.{name}": each for name, each in fields.items()}
-
-
-def _given(where: str, value: object, known: set[str]) -> dict[str, Any]:
-    """Return the fields of an object that are not null. An empty list is one: no choice at all is an error of its own."""
-    if not isinstance(value, dict):
-        raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
-    fields = without_nulls(value)
-    if unknown := fields.keys() - known:
-        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
-    return fields
 
 
 # Each returns what one row reads, by its name, or nothing.

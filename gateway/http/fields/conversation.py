@@ -8,7 +8,7 @@ from typing import Any
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.kinds import BOOLEAN, OBJECT, OBJECT_TEXT, STRING, ValueKind
-from gateway.http.fields.reading import read_as, read_fields
+from gateway.http.fields.reading import read_as, read_object
 from gateway.http.fields.tables import ReasoningOption
 from gateway.request.messages import THINKING
 
@@ -29,12 +29,11 @@ THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "d
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
-def read_content(where: str, content: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
-    """Return the text of a content: a string, or a list of parts of these types. `others`: fields that a part may have, and
-    that its text does not need."""
+def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a content: a string, or a list of parts of these types."""
     if not isinstance(content, list):
         return read_as(where, _CONTENT, content)
-    return "".join(read_part(f"{where}[{index}]", part, kinds, others) for index, part in enumerate(content))
+    return "".join(read_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(content))
 
 
 def read_part(where: str, part: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
@@ -106,9 +105,9 @@ def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, s
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
     own = ("function",) if is_wrapped else ("name", "namespace")
-    where, fields = "tool_choice", read_fields("tool_choice", choice, ("type", *own))
+    where, fields = "tool_choice", read_object("tool_choice", choice, ("type", *own))
     if is_wrapped:
-        where, fields = f"{where}.function", read_fields(f"{where}.function", fields.get("function"), ("name",))
+        where, fields = f"{where}.function", read_object(f"{where}.function", fields.get("function"), ("name",))
     name = read_as(f"{where}.name", STRING, fields.get("name"))
     if not name:
         raise InvalidRequest(f"{where}.name", "is empty")

@@ -25,7 +25,7 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 def write(request: Any, field: Field, value: object) -> None:
     """Set the field of the request to a value from JSON. Raises InvalidRequest, in the client's own words."""
     try:
-        put(request, field.path, field.kind.read(value))
+        put(request, field.path, read_as(field.name, field.kind, value))
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest(field.name, f"must be {field.kind.words}") from None
 
@@ -58,11 +58,14 @@ def put(message: Any, path: str, value: object) -> None:
         setattr(message, name, value)
 
 
-def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, as clients write those that they leave out."""
+def read_object(
+    where: str, value: object, known: Collection[str], *, keeps_empty_lists: bool = False
+) -> dict[str, Any]:
+    """Return the fields of an object that are given: null is as if one were left out, and so is an empty list, unless these
+    are kept. Raises InvalidRequest, for a field that is not known too."""
     if not isinstance(value, dict):
         raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
-    fields = {name: each for name, each in value.items() if each is not None and each != []}
+    fields = {name: each for name, each in without_nulls(value).items() if keeps_empty_lists or each != []}
     if unknown := fields.keys() - set(known):
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
     return fields
@@ -80,17 +83,6 @@ def check_notes(values: Mapping[str, Any]) -> None:
     """Check what is ignored: the tenant is the key's, and any prompt may be cached."""
     for name in values.keys() & NOTES.keys():
         read_as(name, NOTES[name], values[name])
-
-
-def read_part_of(values: Mapping[str, Any], name: str, known: Collection[str]) -> dict[str, Any]:
-    """Return an object among the values, empty where it is not given. Raises InvalidRequest."""
-    value = values.get(name, {})
-    if not isinstance(value, dict):
-        raise InvalidRequest(name, "must be an object")
-    value = without_nulls(value)
-    if unknown := value.keys() - set(known):
-        raise InvalidRequest(f"{name}.{min(unknown)[:80]}", "is not known here")
-    return value
 
 
 def check_known(

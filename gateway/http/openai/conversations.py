@@ -16,7 +16,7 @@ from gateway.http.fields.conversation import (
     read_tool_choice,
 )
 from gateway.http.fields.kinds import BOOLEAN, OBJECT, STRING
-from gateway.http.fields.reading import read_as, read_fields, read_list
+from gateway.http.fields.reading import read_as, read_list, read_object
 from gateway.http.fields.tables import REASONING_OPTIONS
 from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 
@@ -48,7 +48,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=True)
     for parent, known in _OBJECTS.items():
-        read_fields(parent, values.get(parent, {}), known)
+        read_object(parent, values.get(parent, {}), known)
     return pb.Messages(
         tool_choice=choice,
         tool_name=name,
@@ -65,7 +65,7 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
 
 def _message(where: str, message: object) -> pb.Message:
     is_result = isinstance(message, dict) and message.get("role") == "tool"
-    fields = read_fields(where, message, _RESULT if is_result else _MESSAGE)
+    fields = read_object(where, message, _RESULT if is_result else _MESSAGE)
     read_as(f"{where}.extra", OBJECT, fields.get("extra", {}))
     own_id = read_as(f"{where}.id", STRING, fields.get("id", ""))
     role, content = fields.get("role"), fields.get("content")
@@ -90,10 +90,10 @@ def _said(where: str, parts: Sequence[object]) -> tuple[str, str]:
     for index, part in enumerate(parts):
         here, kind = f"{where}[{index}]", part.get("type") if isinstance(part, dict) else None
         if kind == "thinking":
-            fields = read_fields(here, part, THOUGHT_FIELDS)
+            fields = read_object(here, part, THOUGHT_FIELDS)
             thoughts.append(read_as(f"{here}.thinking", STRING, fields.get("thinking")))
         elif kind == "redacted_thinking":
-            read_fields(here, part, REDACTED_FIELDS)
+            read_object(here, part, REDACTED_FIELDS)
         else:
             texts.append(read_part(here, part, others=REPEATED))
     return "".join(texts), "".join(thoughts)
@@ -115,8 +115,8 @@ def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], t
 
 
 def _call(where: str, call: object) -> pb.ToolCall:
-    fields = read_fields(where, call, {"id", "type", "function", "index"})
-    function = read_fields(f"{where}.function", fields.get("function"), {"name", "arguments"})
+    fields = read_object(where, call, {"id", "type", "function", "index"})
+    function = read_object(f"{where}.function", fields.get("function"), {"name", "arguments"})
     return pb.ToolCall(
         id=read_as(f"{where}.id", STRING, fields.get("id", "")),
         name=read_as(f"{where}.function.name", STRING, function.get("name")),
@@ -125,8 +125,8 @@ def _call(where: str, call: object) -> pb.ToolCall:
 
 
 def _tool(where: str, tool: object) -> pb.Tool:
-    fields = read_fields(where, tool, {"type", "function"})
+    fields = read_object(where, tool, {"type", "function"})
     if fields.get("type") != "function":
         raise InvalidRequest(f"{where}.type", 'must be "function"')
-    function = read_fields(f"{where}.function", fields.get("function"), TOOL_FIELDS)
+    function = read_object(f"{where}.function", fields.get("function"), TOOL_FIELDS)
     return read_tool(f"{where}.function", function, "parameters")

@@ -10,7 +10,7 @@ from gateway.http.fields.body import Asked, fill, new_id
 from gateway.http.fields.constraints import CONSTRAINED
 from gateway.http.fields.conversation import CHAT_NAMES
 from gateway.http.fields.kinds import BOOLEAN, OBJECT, STRING, TOKEN_IDS, VERBOSITY, ValueKind
-from gateway.http.fields.reading import check_known, check_notes, put, read_as, read_part_of, read_value, write
+from gateway.http.fields.reading import check_known, check_notes, put, read_as, read_object, read_value, write
 from gateway.http.fields.tables import (
     CHAT,
     CHAT_NEUTRAL,
@@ -151,7 +151,8 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     request_id = requests[0].request_id or new_id()
     for index, request in enumerate(requests):
         request.request_id = request_id if len(requests) == 1 else id_of_prompt(request_id, index)
-    options = read_part_of(values, "stream_options", ("include_usage", "continuous_usage_stats", "include_obfuscation"))
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    options = read_object("stream_options", values.get("stream_options", {}), known, keeps_empty_lists=True)
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")

@@ -7,7 +7,7 @@ from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.conversation import in_namespace, read_content
 from gateway.http.fields.kinds import STRING
-from gateway.http.fields.reading import read_as, read_fields, read_list, without_nulls
+from gateway.http.fields.reading import read_as, read_list, read_object, without_nulls
 from gateway.request.messages import MAX_MESSAGES
 
 # Of an item of a response's input; an answer comes back with all of them.
@@ -66,7 +66,7 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
 
 
 def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
-    fields = read_fields(where, item, CALL_FIELDS)
+    fields = read_object(where, item, CALL_FIELDS)
     return pb.ToolCall(
         id=read_as(f"{where}.call_id", STRING, fields.get("call_id")),
         name=in_namespace(
@@ -79,7 +79,7 @@ def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
 
 def _item_message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Message:
     if kind == "function_call_output":
-        fields = read_fields(where, item, OUTPUT_FIELDS)
+        fields = read_object(where, item, OUTPUT_FIELDS)
         content = read_content(f"{where}.output", fields.get("output", ""), ITEM_PARTS)
         call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
         return pb.Message(role="tool", content=content, tool_call_id=call_id)
@@ -89,9 +89,7 @@ def _item_message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Messa
     if kind != "message":
         told = "is not supported here: message, reasoning, function_call and function_call_output are"
         raise InvalidRequest(f"{where}.type", told)
-    for name in item:
-        if name not in ITEM_FIELDS:
-            raise InvalidRequest(f"{where}.{name[:80]}", "is not known here")
+    item = read_object(where, item, ITEM_FIELDS, keeps_empty_lists=True)
     if item.get("role") not in ITEM_ROLES:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ITEM_ROLES)}")
     role = "system" if item["role"] == "developer" else item["role"]

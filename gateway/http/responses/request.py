@@ -20,9 +20,8 @@ from gateway.http.fields.reading import (
     check_known,
     check_notes,
     read_as,
-    read_fields,
     read_list,
-    read_part_of,
+    read_object,
     read_value,
 )
 from gateway.http.fields.tables import EFFORT_OF_RESPONSE, INPUT_NEUTRAL, NOTES, RESPONSE, RESPONSE_NEUTRAL
@@ -63,7 +62,7 @@ def read_response(values: Mapping[str, Any]) -> Asked:
     check_notes(values)
     read_value(values, "client_metadata", METADATA, {})
     stream = read_value(values, "stream", BOOLEAN, False)
-    read_part_of(values, "stream_options", ("include_obfuscation",))
+    read_object("stream_options", values.get("stream_options", {}), ("include_obfuscation",), keeps_empty_lists=True)
     request.request_id = request.request_id or new_id()
     return Asked(f"resp_{request.request_id}", [request], names, stream)
 
@@ -89,7 +88,8 @@ def _check_previous(values: Mapping[str, Any]) -> None:
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     """Read a conversation, and its words for messages into `names`."""
     conversation = _tools(values, names)
-    for name, value in read_part_of(values, "reasoning", ("effort", *SUMMARIES)).items():
+    reasoning = read_object("reasoning", values.get("reasoning", {}), ("effort", *SUMMARIES), keeps_empty_lists=True)
+    for name, value in reasoning.items():
         if name in SUMMARIES:
             read_as(f"reasoning.{name}", SUMMARY, value)
     conversation.chat_template_kwargs = read_template_kwargs(values, EFFORT_OF_RESPONSE)
@@ -130,7 +130,7 @@ def is_elsewhere(tool: object) -> bool:
 def _namespace(where: str, namespace: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
     """Read functions under a common name. Their own has it before it; what is said of all of them stands before what is
     said of the first."""
-    fields = read_fields(where, namespace, ("type", "name", "description", "tools"))
+    fields = read_object(where, namespace, ("type", "name", "description", "tools"))
     name, num_before = read_as(f"{where}.name", STRING, fields.get("name")), len(conversation.tools)
     for index, tool in enumerate(read_list(f"{where}.tools", fields.get("tools"), MAX_TOOLS - num_before)):
         _function(f"{where}.tools[{index}]", tool, conversation, names, name)
@@ -142,7 +142,7 @@ def _namespace(where: str, namespace: Mapping[str, Any], conversation: pb.Messag
 def _function(where: str, tool: object, conversation: pb.Messages, names: dict[str, str], namespace: str = "") -> None:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise InvalidRequest(f"{where}.type", 'must be "function"')
-    fields = read_fields(where, tool, ("type", *TOOL_FIELDS))
+    fields = read_object(where, tool, ("type", *TOOL_FIELDS))
     names[f"messages.tools[{len(conversation.tools)}]"] = where
     conversation.tools.append(read_tool(where, fields, "parameters"))
     conversation.tools[-1].name = in_namespace(namespace, conversation.tools[-1].name)
