@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
-from gateway.http.anthropic.request import DISPLAYS, THINKS, TOOL_CHOICES
+from gateway.http.anthropic.request import CHOICE_TYPES, DISPLAYS, THINKS
+from gateway.http.fields.conversation import TOOL_CHOICES
 from gateway.http.fields.kinds import BOOLEAN, EFFORT, INTEGER, JSON_SCHEMA, STRING, SUMMARY, TOKEN_IDS, VERBOSITY
 from gateway.http.fields.tables import CONSTRAINTS, FORMAT_TYPES, REASONING_OPTIONS
 from gateway.http.openai.conversations import REPEATED
 from gateway.http.responses.items import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
 from gateway.http.responses.request import ELSEWHERE, SUMMARIES
 from gateway.http.wire.writing import Json
+from gateway.request.messages import NAME, ROLES
 
 OBJECT = {"type": "object"}
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
+_NAME = {"type": "string", "pattern": f"^{NAME.pattern}$"}
 
 
 def closed(required: Sequence[str], **properties: Json) -> Json:
@@ -110,7 +112,7 @@ ANTHROPIC = {
         )
     ),
     "tool_choice": closed(
-        ["type"], type={"enum": [*TOOL_CHOICES]}, name=_NAME, disable_parallel_tool_use=BOOLEAN.schema
+        ["type"], type={"enum": [*CHOICE_TYPES]}, name=_NAME, disable_parallel_tool_use=BOOLEAN.schema
     ),
 }
 _FUNCTION = {"name": _NAME, "description": STRING.schema, "parameters": OBJECT, "strict": BOOLEAN.schema}
@@ -159,7 +161,7 @@ OF_RESPONSES = {
     ),
     "tool_choice": {
         "anyOf": [
-            {"enum": ["none", "auto", "required"]},
+            {"enum": [*TOOL_CHOICES]},
             closed(["type", "name"], type={"const": "function"}, name=_NAME),
         ]
     },
@@ -189,7 +191,7 @@ _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(
     closed(
         ["role"],
-        role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+        role={"enum": ROLES},
         name=_TEXT_OR_NULL,
         content={"anyOf": [_SAID, {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
@@ -217,7 +219,7 @@ def _reasoning_options() -> Json:
 CONVERSATION = {
     "messages": _MESSAGES,
     "tools": _list_of(_TOOL),
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
+    "tool_choice": {"anyOf": [{"enum": [*TOOL_CHOICES]}, _NAMED_CHOICE]},
     "parallel_tool_calls": BOOLEAN.schema,
     "chat_template_kwargs": OBJECT,
     **_reasoning_options(),

@@ -19,7 +19,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_KWARGS_BYTES = 64 << 10  # of template variables, which are no part of the prompt that is bounded and paid
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _PAIR_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # of half a pair; JSON is read from text, which has none by itself
 _WHERE = "messages.messages"
@@ -127,8 +127,8 @@ def _tools(tools: Sequence[pb.Tool]) -> tuple[JsonObject, ...]:
 
 
 def _check_name(where: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        _refuse(where, f"must match {_NAME.pattern}" if name else "is empty")
+    if not NAME.fullmatch(name):
+        _refuse(where, f"must match {NAME.pattern}" if name else "is empty")
 
 
 def _object(where: str, text: str, may_be_cut: bool = False) -> JsonObject:

@@ -47,7 +47,7 @@ THINKS: Mapping[str, tuple[str, ...]] = {
     "disabled": ("type",),
 }
 DISPLAYS = ("summarized", "omitted")  # of reasoning: as it is, or not
-TOOL_CHOICES = {
+CHOICE_TYPES = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "any": pb.TOOL_CHOICE_REQUIRED,
     "none": pb.TOOL_CHOICE_NONE,
@@ -148,14 +148,14 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
     """Return a conversation with its tools alone."""
     choice = read_object("tool_choice", values.get("tool_choice", {"type": "auto"}), _CHOICE)
     kind = read_as("tool_choice.type", STRING, choice.get("type"))
-    if kind not in TOOL_CHOICES:
-        raise InvalidRequest("tool_choice.type", f"must be one of {', '.join(TOOL_CHOICES)}")
+    if kind not in CHOICE_TYPES:
+        raise InvalidRequest("tool_choice.type", f"must be one of {', '.join(CHOICE_TYPES)}")
     if (kind == "tool") != bool(name := read_as("tool_choice.name", STRING, choice.get("name", ""))):
         raise InvalidRequest("tool_choice.name", "is missing" if kind == "tool" else f"is given beside type {kind}")
     is_single = read_as(
         "tool_choice.disable_parallel_tool_use", BOOLEAN, choice.get("disable_parallel_tool_use", False)
     )
-    conversation = pb.Messages(tool_choice=TOOL_CHOICES[kind], tool_name=name, parallel_tool_calls=not is_single)
+    conversation = pb.Messages(tool_choice=CHOICE_TYPES[kind], tool_name=name, parallel_tool_calls=not is_single)
     for index, tool in enumerate(read_list("tools", values.get("tools"), MAX_TOOLS)):
         where = f"tools[{index}]"
         if isinstance(tool, dict) and (tool.get("type") or "custom") != "custom":  # first: it has other fields

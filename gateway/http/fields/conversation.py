@@ -21,7 +21,7 @@ CONVERSATION_NAMES = {
 }
 CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
 TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
-_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
+TOOL_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
@@ -100,10 +100,10 @@ def _agreed(said: Mapping[str, Any]) -> Any:
 
 def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:
     """Return the choice, or the name of the one tool to call. `is_wrapped`: it stands in a field `function`."""
-    if isinstance(choice, str) and choice in _CHOICES:
-        return _CHOICES[choice], ""
+    if isinstance(choice, str) and choice in TOOL_CHOICES:
+        return TOOL_CHOICES[choice], ""
     if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
+        raise InvalidRequest("tool_choice", f'must be {", ".join(TOOL_CHOICES)} or an object of type "function"')
     own = ("function",) if is_wrapped else ("name", "namespace")
     where, fields = "tool_choice", read_object("tool_choice", choice, ("type", *own))
     if is_wrapped:
