@@ -1,6 +1,6 @@
 """The input of a response: items, read into messages of baton.v1."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from typing import Any
 
 from baton.service.errors import InvalidRequest
@@ -31,38 +31,63 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
     if not isinstance(items, list) or not items:
         raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
     read_list("input", items, _MAX_ITEMS)
-    thoughts, num_before = list[str](), len(messages)
+    reader = _InputReader(messages, names)
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(where, "must be an object with role and content")
-        item = without_nulls(item)
+        reader.take(where, without_nulls(item))
+    reader.end()
+
+
+class _InputReader:
+    """Items that become messages: an answer's reasoning, text and calls are items, and one message."""
+
+    def __init__(self, messages: MutableSequence[pb.Message], names: dict[str, str]):
+        self._messages, self._names, self._num_before = messages, names, len(messages)
+        self._thoughts = list[str]()  # of an answer of which nothing else has come
+
+    def take(self, where: str, item: Mapping[str, Any]) -> None:
+        """Read the next item. Raises InvalidRequest."""
         kind = item.get("type", "message")
         if kind == "reasoning":
             if thought := read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",)):
-                thoughts.append(thought)
-            continue
-        is_call = kind == "function_call"
-        # An answer's reasoning, text and calls are items, and one message.
-        if not (is_call and not thoughts and len(messages) > num_before and messages[-1].role == "assistant"):
-            message = pb.Message(role="assistant") if is_call else _item_message(where, kind, item)
-            if thoughts and message.role != "assistant":
-                messages.add(role="assistant", reasoning="\n".join(thoughts))  # of an answer that ended in it
-                thoughts.clear()
-            messages.append(message)
-            here = f"messages.messages[{len(messages) - 1}]"
-            names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
-        if is_call:
-            here = f"messages.messages[{len(messages) - 1}].tool_calls[{len(messages[-1].tool_calls)}]"
-            messages[-1].tool_calls.append(_item_call(where, item))
-            names |= {here: where, f"{here}.id": f"{where}.call_id"}
-        if messages[-1].role == "assistant" and thoughts:
-            messages[-1].reasoning = "\n".join(thoughts)
-            thoughts.clear()
-    if len(messages) == num_before:
-        raise InvalidRequest("input", "has no message")
-    if thoughts:
-        messages.add(role="assistant", reasoning="\n".join(thoughts))
+                self._thoughts.append(thought)
+        elif kind == "function_call":
+            self._take_call(where, item)
+        else:
+            self._add(where, _item_message(where, kind, item))
+
+    def end(self) -> None:
+        """Raises InvalidRequest for an input without a message."""
+        if len(self._messages) == self._num_before:
+            raise InvalidRequest("input", "has no message")
+        self._add_thoughts()
+
+    def _take_call(self, where: str, item: Mapping[str, Any]) -> None:
+        is_begun = len(self._messages) > self._num_before and self._messages[-1].role == "assistant"
+        if self._thoughts or not is_begun:
+            self._add(where, pb.Message(role="assistant"))
+        calls = self._messages[-1].tool_calls
+        here = f"messages.messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"
+        calls.append(_item_call(where, item))
+        self._names |= {here: where, f"{here}.id": f"{where}.call_id"}
+
+    def _add(self, where: str, message: pb.Message) -> None:
+        if message.role == "assistant":
+            message.reasoning = "\n".join(self._thoughts)
+            self._thoughts.clear()
+        else:
+            self._add_thoughts()
+        self._messages.append(message)
+        here = f"messages.messages[{len(self._messages) - 1}]"
+        self._names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
+
+    def _add_thoughts(self) -> None:
+        """Add the message of an answer that ended in its reasoning, if one did."""
+        if self._thoughts:
+            self._messages.append(pb.Message(role="assistant", reasoning="\n".join(self._thoughts)))
+            self._thoughts.clear()
 
 
 def _item_call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
