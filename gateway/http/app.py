@@ -25,12 +25,12 @@ from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.anthropic.answer import MessageForm
 from gateway.http.anthropic.request import read_count_tokens, read_messages
 from gateway.http.call import HttpCall, ToError, WriteTimeout
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.fields.conversation import TOKENIZE_NAMES
 from gateway.http.openai.answers import ChatForm, CompletionForm
 from gateway.http.openai.embeddings import (
-    AskedEmbeddings,
-    AskedRerank,
+    ParsedEmbeddings,
+    ParsedRerank,
     read_cohere_rerank,
     read_embeddings,
     read_rerank,
@@ -70,20 +70,20 @@ class HttpApi:
 
     async def chat_completions(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
-        asked, context = self._read(call, "chat", read_chat)
-        await self._answer(call, context, asked, ChatForm(asked, *self._known(asked)))
+        body, context = self._read(call, "chat", read_chat)
+        await self._answer(call, context, body, ChatForm(body, *self._known(body)))
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
-        asked, context = self._read(call, "text_completion", read_completion)
-        await self._answer(call, context, asked, CompletionForm(asked, *self._known(asked)))
+        body, context = self._read(call, "text_completion", read_completion)
+        await self._answer(call, context, body, CompletionForm(body, *self._known(body)))
 
     async def responses(self, call: HttpCall) -> None:
         """POST /v1/responses."""
-        asked, context = self._read(call, "chat", read_response)
-        form = ResponseForm(asked, call.values, *self._known(asked))
-        boxes = _take(call, asked)
-        if asked.stream:
+        body, context = self._read(call, "chat", read_response)
+        form = ResponseForm(body, call.values, *self._known(body))
+        boxes = _take(call, body)
+        if body.stream:
             return await self._stream(call, context, form, boxes)
         await self._handler.gather(boxes[0], context, form.add)
         await call.reply_json(await to_bytes_in_turns(form.whole(), NUM_LEVELS))
@@ -96,9 +96,9 @@ class HttpApi:
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
-        asked, context = self._read(call, "chat", read_messages)
-        form = MessageForm(asked, self._known(asked)[0], call.values)
-        await self._answer(call, context, asked, form)
+        body, context = self._read(call, "chat", read_messages)
+        form = MessageForm(body, self._known(body)[0], call.values)
+        await self._answer(call, context, body, form)
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
@@ -108,36 +108,36 @@ class HttpApi:
     async def embeddings(self, call: HttpCall) -> None:
         """POST /v1/embeddings."""
         read = partial(read_embeddings, most_inputs=self._most_inputs(call.values))
-        asked, context = self._read(call, "embeddings", read)
-        if len(asked.requests) > 1:
-            await self._check(call, asked)
-        num_texts, usage = sum(len(request.inputs) for request in asked.requests), pb.Usage()
+        body, context = self._read(call, "embeddings", read)
+        if len(body.requests) > 1:
+            await self._check(call, body)
+        num_texts, usage = sum(len(request.inputs) for request in body.requests), pb.Usage()
 
         async def embed(group: int, context: CallContext) -> list[bytes]:
-            request, call.names = asked.requests[group], asked.names[group]
+            request, call.names = body.requests[group], body.names[group]
             response, objects = await self._handler.embed(request, context), list[bytes]()
-            _check_size(num_texts, len(response.embeddings[0].values), asked.encoding)
+            _check_size(num_texts, len(response.embeddings[0].values), body.encoding)
             usage.prompt_tokens += response.usage.prompt_tokens
             for each in response.embeddings:
-                index = group * len(asked.requests[0].inputs) + len(objects)
-                objects.append(embedding(index, each.values, asked.encoding))
+                index = group * len(body.requests[0].inputs) + len(objects)
+                objects.append(embedding(index, each.values, body.encoding))
                 await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
             return objects
 
-        groups = await serve_each(embed, len(asked.requests), 1, self._handler.with_deadline(context))
+        groups = await serve_each(embed, len(body.requests), 1, self._handler.with_deadline(context))
         objects = list(itertools.chain.from_iterable(groups))
-        await call.reply_json(embeddings(objects, self._name(asked.requests[0].model), usage))
+        await call.reply_json(embeddings(objects, self._name(body.requests[0].model), usage))
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank, and /rerank."""
-        asked, response = await self._score(call, read_rerank)
-        documents = asked.request.documents if asked.return_documents else ()
-        await call.reply(rerank(response, documents, asked.top_n, self._name(asked.request.model)))
+        body, response = await self._score(call, read_rerank)
+        documents = body.request.documents if body.return_documents else ()
+        await call.reply(rerank(response, documents, body.top_n, self._name(body.request.model)))
 
     async def cohere_rerank(self, call: HttpCall) -> None:
         """POST /v2/rerank."""
-        asked, response = await self._score(call, read_cohere_rerank)
-        await call.reply(cohere_rerank(response, asked.top_n))
+        body, response = await self._score(call, read_cohere_rerank)
+        await call.reply(cohere_rerank(response, body.top_n))
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
@@ -148,8 +148,8 @@ class HttpApi:
 
     async def model(self, call: HttpCall) -> None:
         """GET /v1/models/{model}."""
-        asked = call.path_params["model"]
-        info, model = await self._handler.model_info(pb.GetModelInfoRequest(model=asked)), self._handler.model(asked)
+        name = call.path_params["model"]
+        info, model = await self._handler.model_info(pb.GetModelInfoRequest(model=name)), self._handler.model(name)
         await call.reply(self._described(info.name, model.name, info.context))
 
     async def tokenize(self, call: HttpCall) -> None:
@@ -170,37 +170,37 @@ class HttpApi:
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
 
     async def _score(
-        self, call: HttpCall, read: Callable[[Mapping[str, Any]], AskedRerank]
-    ) -> tuple[AskedRerank, pb.ScoreResponse]:
-        asked, context = self._read(call, "rerank", read)
-        call.names = asked.names
-        return asked, await self._handler.score(asked.request, context)
+        self, call: HttpCall, read: Callable[[Mapping[str, Any]], ParsedRerank]
+    ) -> tuple[ParsedRerank, pb.ScoreResponse]:
+        body, context = self._read(call, "rerank", read)
+        call.names = body.names
+        return body, await self._handler.score(body.request, context)
 
     def _most_inputs(self, values: Mapping[str, Any]) -> int:
         """Return how many texts a request of the model that a body names may have."""
         name = values.get("model")
         return self._handler.model(name if isinstance(name, str) else "").limits.inputs
 
-    async def _check(self, call: HttpCall, asked: AskedEmbeddings) -> None:
+    async def _check(self, call: HttpCall, body: ParsedEmbeddings) -> None:
         """Check all texts of a call before the first are read and paid for. Raises InvalidRequest, NotFound, Unavailable, which
         are recorded."""
-        num_texts = sum(len(request.inputs) for request in asked.requests)
+        num_texts = sum(len(request.inputs) for request in body.requests)
         try:
-            for request, call.names in zip(asked.requests, asked.names, strict=True):
-                _check_size(num_texts, self._handler.check_embed(request), asked.encoding)
+            for request, call.names in zip(body.requests, body.names, strict=True):
+                _check_size(num_texts, self._handler.check_embed(request), body.encoding)
                 await asyncio.sleep(0)  # others run in between
         except BatonError as error:
-            self._handler.refuse("embeddings", asked.requests[0].model, call.without_deadline, error)
+            self._handler.refuse("embeddings", body.requests[0].model, call.without_deadline, error)
             raise
 
-    def _known(self, asked: Asked) -> tuple[str, TokenTexts]:
-        name = asked.requests[0].model
+    def _known(self, body: ParsedBody) -> tuple[str, TokenTexts]:
+        name = body.requests[0].model
         return self._name(name), self._handler.detokenizer(name)
 
-    def _name(self, asked: str) -> str:
+    def _name(self, name: str) -> str:
         """Return what an answer calls its model: an adapter as it was asked for."""
-        model = self._handler.model(asked)
-        return asked if model.find(asked) else model.name
+        model = self._handler.model(name)
+        return name if model.find(name) else model.name
 
     def _read(self, call: HttpCall, operation: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, CallContext]:
         """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded as a
@@ -211,10 +211,10 @@ class HttpApi:
             self._handler.refuse(operation, call.values.get("model"), call.without_deadline, error)
             raise
 
-    async def _answer(self, call: HttpCall, context: CallContext, asked: Asked, form: Form) -> None:
-        num_at_once = self._num_at_once(asked)
-        boxes = _take(call, asked)
-        if asked.stream:
+    async def _answer(self, call: HttpCall, context: CallContext, body: ParsedBody, form: Form) -> None:
+        num_at_once = self._num_at_once(body)
+        boxes = _take(call, body)
+        if body.stream:
             return await self._stream(call, context, form, boxes, num_at_once)
 
         num_logprobs = 0
@@ -233,10 +233,10 @@ class HttpApi:
         responses = await serve_each(complete, len(boxes), num_at_once, deadline, place_of=place_of_prompt)
         await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
 
-    def _num_at_once(self, asked: Asked) -> int:
+    def _num_at_once(self, body: ParsedBody) -> int:
         """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""
-        most = self._handler.max_concurrent(asked.requests[0].model)
-        return _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, max(1, most // asked.num_choices))
+        most = self._handler.max_concurrent(body.requests[0].model)
+        return _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, max(1, most // body.num_choices))
 
     async def _stream(
         self,
@@ -379,12 +379,12 @@ def _num_logprobs(response: pb.CompleteResponse) -> int:
     return sum(len(row) * (1 + len(row[0].top)) for row in rows if row)
 
 
-def _take(call: HttpCall, asked: Asked) -> list[list[pb.GenerateRequest]]:
+def _take(call: HttpCall, body: ParsedBody) -> list[list[pb.GenerateRequest]]:
     """Return the requests, each in a box that the handler takes it out of: the prompt of a call that has no other is not
     kept for the length of its answer."""
-    call.names, call.request_id = asked.names, asked.requests[0].request_id
-    boxes = [[request] for request in asked.requests]
-    asked.requests.clear()
+    call.names, call.request_id = body.names, body.requests[0].request_id
+    boxes = [[request] for request in body.requests]
+    body.requests.clear()
     call.values.clear()
     return boxes
 

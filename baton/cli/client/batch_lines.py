@@ -13,7 +13,7 @@ import grpc
 from baton.client import AsyncClient, CallError
 from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked, parse
+from gateway.http.fields.body import ParsedBody, parse
 from gateway.http.fields.reading import without_nulls
 from gateway.http.openai.answers import AnswerForm, ChatForm, CompletionForm
 from gateway.http.openai.requests import read_chat, read_completion
@@ -68,10 +68,10 @@ class LineRunner:
         try:
             body, kind = _read_line(line)
             reader, form = _KINDS[kind]
-            asked = reader(body)
-            names = asked.names
-            answer = await self._answer(asked, form)
-            found["response"] = {"status_code": 200, "request_id": asked.id, "body": answer}
+            parsed = reader(body)
+            names = parsed.names
+            answer = await self._answer(parsed, form)
+            found["response"] = {"status_code": 200, "request_id": parsed.id, "body": answer}
         except _NoRequest as error:
             found["error"] = {"code": "invalid_line", "message": str(error)}
         except CallError as error:
@@ -82,15 +82,15 @@ class LineRunner:
             found["response"] = _refusal(error, names)
         return found
 
-    async def _answer(self, asked: Asked, form: type[AnswerForm]) -> Json:
-        if asked.stream:
+    async def _answer(self, parsed: ParsedBody, form: type[AnswerForm]) -> Json:
+        if parsed.stream:
             raise InvalidRequest("stream", "is not possible in a batch")
-        for request in asked.requests:
+        for request in parsed.requests:
             request.slo_class = request.slo_class or _SLO_CLASS
-        responses = await asyncio.gather(*(self._client.complete(request) for request in asked.requests))
-        model = await self._model(asked.requests[0].model)
+        responses = await asyncio.gather(*(self._client.complete(request) for request in parsed.requests))
+        model = await self._model(parsed.requests[0].model)
         await self._fetch_texts(responses, model)
-        return with_lists(form(asked, model.name, model).whole(list(responses)))
+        return with_lists(form(parsed, model.name, model).whole(list(responses)))
 
     async def _model(self, asked: str) -> _LineModel:
         if asked not in self._models:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic.request import DISPLAYS
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.forms import split_parts
 from gateway.http.wire.signatures import sign
 from gateway.http.wire.writing import Json, named_event
@@ -19,10 +19,10 @@ _MOST = sys.float_info.max
 class MessageForm:
     """The form of one answer."""
 
-    def __init__(self, asked: Asked, model: str, values: Mapping[str, Any] = {}):
+    def __init__(self, body: ParsedBody, model: str, values: Mapping[str, Any] = {}):
         """`values`: of the body, which may ask for the edits of the conversation, of which there are none, and that
         reasoning be not displayed."""
-        self._id, self._model = asked.id, model
+        self._id, self._model = body.id, model
         self._edits: Json = {"context_management": {"applied_edits": []}} if "context_management" in values else {}
         self._hides = values.get("thinking", {}).get("display") == DISPLAYS[1]
         self._thoughts = list[str]()  # that are not displayed, of the block that is open

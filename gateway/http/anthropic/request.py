@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked, fill, new_id
+from gateway.http.fields.body import ParsedBody, fill, new_id
 from gateway.http.fields.constraints import read_constraint
 from gateway.http.fields.conversation import (
     CHAT_NAMES,
@@ -72,7 +72,7 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _NAMES = {"messages.tool_name": "tool_choice.name"}
 
 
-def read_messages(values: Mapping[str, Any]) -> Asked:
+def read_messages(values: Mapping[str, Any]) -> ParsedBody:
     """Read the body of /v1/messages. Raises InvalidRequest."""
     if "thread" in values:
         raise ThreadRefused
@@ -84,7 +84,7 @@ def read_messages(values: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("max_tokens", "is missing")
     _check_objects(values, "metadata")
     stream = read_value(values, "stream", BOOLEAN, False)
-    return Asked(f"msg_{request.request_id}", [request], names, stream)
+    return ParsedBody(f"msg_{request.request_id}", [request], names, stream)
 
 
 def read_count_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:

@@ -14,7 +14,7 @@ from gateway.http.fields.tables import Field
 
 
 @dataclass
-class Asked:
+class ParsedBody:
     """What a body asks for. `names`: its words for fields of baton.v1, by path."""
 
     id: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.forms import LEAST_LOGPROB, SequenceDecoder, TokenTexts, token_logprobs
 from gateway.http.wire.writing import Data, Json, event, to_bytes_in_turns, to_text
 
@@ -25,22 +25,22 @@ class AnswerForm:
 
     names: _ObjectNames
 
-    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
-        self._asked, self._model, self._tokens = asked, model, tokens
-        self._stop_token_ids = frozenset(asked.requests[0].stopping.stop_token_ids)
+    def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
+        self._body, self._model, self._tokens = body, model, tokens
+        self._stop_token_ids = frozenset(body.requests[0].stopping.stop_token_ids)
         self._created = int(time.time())
         head = to_text(self._head(self.names.chunk))
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
         self._before = f'data: {head[:-1]},"choices":['
-        self._behind = ',"usage":null}\n\n' if asked.include_usage else "}\n\n"
+        self._behind = ',"usage":null}\n\n' if body.include_usage else "}\n\n"
         self._so_far: dict[int, pb.Usage] = {}  # by prompt, where each event tells it
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message to the prompt of that number; empty, where it says nothing here."""
-        if self._asked.continuous_usage_stats:
+        if self._body.continuous_usage_stats:
             self._count(prompt, message)
-        index = prompt * self._asked.num_choices + message.index
+        index = prompt * self._body.num_choices + message.index
         is_first = index not in self._begun
         self._begun.add(index)
         says = message.text or message.reasoning or message.tool_calls or message.finish_reason
@@ -48,7 +48,7 @@ class AnswerForm:
             return b""  # half a character, or of a stop string
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         behind = self._behind
-        if self._asked.continuous_usage_stats:
+        if self._body.continuous_usage_stats:
             behind = f',"usage":{to_text(_usage(self._so_far.values()))}}}\n\n'
         behind = f"]{self._beside(message)}{behind}"
         if choice.get("logprobs") or "prompt_logprobs" in choice:
@@ -57,7 +57,7 @@ class AnswerForm:
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
         """Return the last events: the usage, which has no choices, where it was asked for."""
-        if not self._asked.include_usage:
+        if not self._body.include_usage:
             return _DONE
         return event({**self._head(self.names.chunk), "choices": [], "usage": _usage(usages)}) + _DONE
 
@@ -71,7 +71,7 @@ class AnswerForm:
             {"index": index, **self._choice(choice, response, index), **self._end(choice)}
             for prompt, response in enumerate(responses)
             for choice in response.choices
-            for index in (prompt * self._asked.num_choices + choice.index,)
+            for index in (prompt * self._body.num_choices + choice.index,)
         ]
         usage = _usage(response.usage for response in responses)
         return {**self._head(self.names.object), "choices": choices, "usage": usage}
@@ -88,10 +88,10 @@ class AnswerForm:
         usage.reasoning_tokens += message.usage.reasoning_tokens
 
     def _head(self, what: str) -> Json:
-        return {"id": self._asked.id, "object": what, "created": self._created, "model": self._model}
+        return {"id": self._body.id, "object": what, "created": self._created, "model": self._model}
 
     def _shows_tokens(self, message: pb.GenerateResponse) -> bool:
-        return bool(message.logprobs or (self._asked.return_token_ids and message.token_ids))
+        return bool(message.logprobs or (self._body.return_token_ids and message.token_ids))
 
     def _beside(self, message: pb.GenerateResponse) -> str:
         """Return what stands in the event beside its choice, as JSON, with a comma before it."""
@@ -103,7 +103,7 @@ class AnswerForm:
             name = pb.FinishReason.Name(part.finish_reason)
             found = {"finish_reason": name.removeprefix("FINISH_REASON_").lower()}
             found["stop_reason"] = part.matched_stop or self._stop_token(part)
-        if self._asked.return_token_ids:
+        if self._body.return_token_ids:
             found["token_ids"] = list(part.token_ids)
         return found
 
@@ -127,27 +127,27 @@ class ChatForm(AnswerForm):
 
     names = _ObjectNames("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
-        super().__init__(asked, model, tokens)
+    def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
+        super().__init__(body, model, tokens)
         self._num_calls: dict[int, int] = {}  # of the choices so far
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message; empty, where it says nothing here."""
-        if self._asked.hides_reasoning:
+        if self._body.hides_reasoning:
             message.ClearField("reasoning")
         return super().chunk(prompt, message)
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object, for `to_bytes_in_turns`."""
         (response,) = responses
-        if self._asked.hides_reasoning:
+        if self._body.hides_reasoning:
             for choice in response.choices:
                 choice.ClearField("reasoning")
         told = super().whole(responses)
-        return told | {"prompt_token_ids": list(response.prompt.token_ids)} if self._asked.return_token_ids else told
+        return told | {"prompt_token_ids": list(response.prompt.token_ids)} if self._body.return_token_ids else told
 
     def _beside(self, message: pb.GenerateResponse) -> str:
-        is_told = self._asked.return_token_ids and message.HasField("prompt")
+        is_told = self._body.return_token_ids and message.HasField("prompt")
         return f',"prompt_token_ids":{to_text(list(message.prompt.token_ids))}' if is_told else ""
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
@@ -187,18 +187,18 @@ class CompletionForm(AnswerForm):
 
     names = _ObjectNames("text_completion", "text_completion")
 
-    def __init__(self, asked: Asked, model: str, tokens: TokenTexts):
-        super().__init__(asked, model, tokens)
+    def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
+        super().__init__(body, model, tokens)
         self._places: dict[int, _TextPlace] = {}  # of choices
-        self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in asked.requests]
-        self._has_logprobs, self._echoes = asked.requests[0].sampling.HasField("logprobs"), asked.requests[0].echo
+        self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in body.requests]
+        self._has_logprobs, self._echoes = body.requests[0].sampling.HasField("logprobs"), body.requests[0].echo
         self._firsts: dict[
             int, pb.GenerateResponse
         ] = {}  # by prompt: its first message, which has what is of the prompt
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the event for a message to the prompt of that number."""
-        if self._asked.is_prompt_alone:
+        if self._body.is_prompt_alone:
             _clear_answer(message)
             if message.HasField("usage"):
                 message.usage.output_tokens = 0
@@ -209,7 +209,7 @@ class CompletionForm(AnswerForm):
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object, for `to_bytes_in_turns`."""
-        if self._asked.is_prompt_alone:
+        if self._body.is_prompt_alone:
             for response in responses:
                 response.usage.output_tokens = 0
                 for choice in response.choices:
@@ -219,7 +219,7 @@ class CompletionForm(AnswerForm):
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         if not is_first:
             return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
-        return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
+        return self._begun_choice(message, self._firsts[index // self._body.num_choices], index)
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
         return self._begun_choice(choice, response, index)
@@ -231,7 +231,7 @@ class CompletionForm(AnswerForm):
         of the prompt."""
         logprobs = self._logprobs(part.logprobs, index, first if self._echoes else None)
         found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
-        if self._asked.return_token_ids:
+        if self._body.return_token_ids:
             found["prompt_token_ids"] = list(first.prompt.token_ids)
         if first.prompt_logprobs:
             found["prompt_logprobs"] = itertools.chain((None,), map(self._by_token, first.prompt_logprobs))
@@ -262,7 +262,7 @@ class CompletionForm(AnswerForm):
             rows.append((prompt, echoed.prompt.token_ids[0], None))
             rows += [(prompt, each.chosen.token_id, each) for each in echoed.prompt_logprobs]
         if index not in self._places:
-            decoder = self._tokens.decoder(self._continues[index // self._asked.num_choices])
+            decoder = self._tokens.decoder(self._continues[index // self._body.num_choices])
             self._places[index] = _TextPlace(decoder, len(echoed.prompt.text) if echoed else 0)
         rows += [(self._places[index], each.chosen.token_id, each) for each in logprobs]
         return {

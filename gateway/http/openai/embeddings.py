@@ -18,7 +18,7 @@ MAX_TEXTS = 2048  # of one call for embeddings, as in OpenAI's API
 
 
 @dataclass
-class AskedRerank:
+class ParsedRerank:
     """What a body of /v1/rerank or /v2/rerank asks for."""
 
     request: pb.ScoreRequest
@@ -28,7 +28,7 @@ class AskedRerank:
 
 
 @dataclass
-class AskedEmbeddings:
+class ParsedEmbeddings:
     """What a body of /v1/embeddings asks for. `names`: the body's words for fields of each request."""
 
     requests: list[pb.EmbedRequest]  # with as many texts each as one may have, the last one with what is left
@@ -36,7 +36,7 @@ class AskedEmbeddings:
     encoding: str  # one of ENCODINGS
 
 
-def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) -> AskedEmbeddings:
+def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) -> ParsedEmbeddings:
     """Read the body of /v1/embeddings. `most_inputs`: texts of one request. Raises InvalidRequest."""
     check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
     check_notes(values)
@@ -45,7 +45,7 @@ def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) ->
     encoding = read_value(values, "encoding_format", STRING, "float")
     if encoding not in ENCODINGS:
         raise InvalidRequest("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
-    texts, asked = read_prompts(values, "input", MAX_TEXTS), AskedEmbeddings([], [], encoding)
+    texts, body = read_prompts(values, "input", MAX_TEXTS), ParsedEmbeddings([], [], encoding)
     request_id = shared.request_id or new_id()
     check_copies("input", shared, -(-len(texts) // most_inputs))
     for begin in range(0, len(texts), most_inputs):
@@ -55,24 +55,24 @@ def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) ->
             request.request_id = id_of_prompt(request_id, begin // most_inputs)
         for text in part:
             put(request.inputs.add(), "text" if isinstance(text, str) else "token_ids.ids", text)
-        asked.requests.append(request)
-        asked.names.append(names | {f"inputs[{n}]": f"input[{begin + n}]" for n in range(len(part))})
-    return asked
+        body.requests.append(request)
+        body.names.append(names | {f"inputs[{n}]": f"input[{begin + n}]" for n in range(len(part))})
+    return body
 
 
-def read_rerank(values: Mapping[str, Any]) -> AskedRerank:
+def read_rerank(values: Mapping[str, Any]) -> ParsedRerank:
     """Read the body of /v1/rerank. Raises InvalidRequest."""
-    asked = _rerank(values, RERANK, ("return_documents", "user"))
-    asked.return_documents = read_value(values, "return_documents", BOOLEAN, True)
-    return asked
+    body = _rerank(values, RERANK, ("return_documents", "user"))
+    body.return_documents = read_value(values, "return_documents", BOOLEAN, True)
+    return body
 
 
-def read_cohere_rerank(values: Mapping[str, Any]) -> AskedRerank:
+def read_cohere_rerank(values: Mapping[str, Any]) -> ParsedRerank:
     """Read the body of /v2/rerank. Raises InvalidRequest."""
     return _rerank(values, COHERE_RERANK, ())
 
 
-def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collection[str]) -> AskedRerank:
+def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collection[str]) -> ParsedRerank:
     check_known(values, table, {}, ("documents", "top_n", *others))
     check_notes(values)
     request, names = pb.ScoreRequest(), dict[str, str]()
@@ -81,4 +81,4 @@ def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collectio
     top_n = read_value(values, "top_n", INTEGER, len(request.documents))
     if top_n < 0 or ("top_n" in values and top_n == 0):
         raise InvalidRequest("top_n", "must be at least 1")
-    return AskedRerank(request, names, top_n)
+    return ParsedRerank(request, names, top_n)

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked, fill, new_id
+from gateway.http.fields.body import ParsedBody, fill, new_id
 from gateway.http.fields.constraints import CONSTRAINED
 from gateway.http.fields.conversation import CHAT_NAMES
 from gateway.http.fields.kinds import BOOLEAN, OBJECT, STRING, TOKEN_IDS, VERBOSITY, ValueKind
@@ -36,7 +36,7 @@ PROMPT_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "promp
 DETOKENIZE_NAMES = {"token_ids": "tokens"}
 
 
-def read_chat(values: Mapping[str, Any]) -> Asked:
+def read_chat(values: Mapping[str, Any]) -> ParsedBody:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
     values = _without_endless(values)
     check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, *_OF_CHAT))
@@ -53,13 +53,13 @@ def read_chat(values: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     else:
         request.sampling.ClearField("logprobs")
-    asked = _asked("chatcmpl", [request], values, names)
+    body = _parsed("chatcmpl", [request], values, names)
     is_told = read_value(values, "include_reasoning", BOOLEAN, True)
-    asked.hides_reasoning = not is_told or bool(values.get("reasoning", {}).get("exclude"))
-    return asked
+    body.hides_reasoning = not is_told or bool(values.get("reasoning", {}).get("exclude"))
+    return body
 
 
-def read_completion(values: Mapping[str, Any]) -> Asked:
+def read_completion(values: Mapping[str, Any]) -> ParsedBody:
     """Read the body of /v1/completions. Raises InvalidRequest."""
     names_length, values = "max_tokens" in values, _without_endless(values)
     check_known(values, COMPLETION, COMPLETION_NEUTRAL, (*_STREAMED, "prompt"))
@@ -81,9 +81,9 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
         request.CopyFrom(shared)
         put(request, "text" if isinstance(prompt, str) else "token_ids.ids", prompt)
         requests.append(request)
-    asked = _asked("cmpl", requests, values, names)
-    asked.is_prompt_alone = is_prompt_alone
-    return asked
+    body = _parsed("cmpl", requests, values, names)
+    body.is_prompt_alone = is_prompt_alone
+    return body
 
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
@@ -147,7 +147,9 @@ def _token_ids(where: str, value: object) -> list[int]:
     return token_ids
 
 
-def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str, Any], names: dict[str, str]) -> Asked:
+def _parsed(
+    prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str, Any], names: dict[str, str]
+) -> ParsedBody:
     request_id = requests[0].request_id or new_id()
     for index, request in enumerate(requests):
         request.request_id = request_id if len(requests) == 1 else id_of_prompt(request_id, index)
@@ -161,7 +163,7 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     for request in requests:
         request.echo_token_ids = return_token_ids
-    return Asked(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
+    return ParsedBody(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
 
 
 def id_of_prompt(request_id: str, index: int) -> str:

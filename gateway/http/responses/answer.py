@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.fields.reading import without_nulls
 from gateway.http.fields.tables import NOTES
 from gateway.http.responses.request import TOOL_OPTIONS, is_elsewhere, names_in_namespaces
@@ -79,12 +79,12 @@ _DELTAS = {
 class ResponseForm:
     """The form of one answer: one message of one part, behind the reasoning of a model that marks it."""
 
-    def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, tokens: TokenTexts):
+    def __init__(self, body: ParsedBody, values: Mapping[str, Any], model: str, tokens: TokenTexts):
         """`values`: of the body, some of which an answer repeats."""
-        self._tokens, self._is_stream = tokens, asked.stream
+        self._tokens, self._is_stream = tokens, body.stream
         tools = [tool for tool in values.get("tools", ()) if not is_elsewhere(tool)]
         self._names = dict(names_in_namespaces(tools))  # of functions in namespaces
-        self._id = asked.id.removeprefix("resp_")
+        self._id = body.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
         self._items: list[_Item] = []  # the last one open
         # Of tokens that nothing is said of yet: half a character, or how a call begins.
@@ -94,7 +94,7 @@ class ResponseForm:
         self._has_logprobs = False  # so that events have iterators
         self._usage = pb.Usage()  # of an answer in one object
         self._head: Json = {
-            "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
+            "id": body.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "background": False, "parallel_tool_calls": True, "previous_response_id": None,
             "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None}, "store": False,
             "text": {"format": {"type": "text"}, **without_nulls(values.get("text", {}))},

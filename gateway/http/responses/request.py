@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.body import Asked, fill, new_id
+from gateway.http.fields.body import ParsedBody, fill, new_id
 from gateway.http.fields.constraints import read_constraint
 from gateway.http.fields.conversation import (
     TOOL_FIELDS,
@@ -47,7 +47,7 @@ TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
 _CONVERSATION = ("input", "instructions", "text", "chat_template_kwargs", "reasoning", *TOOL_OPTIONS)
 
 
-def read_response(values: Mapping[str, Any]) -> Asked:
+def read_response(values: Mapping[str, Any]) -> ParsedBody:
     """Read the body of /v1/responses. Raises InvalidRequest."""
     _check_previous(values)
     others = (*_CONVERSATION, "include", "stream", "stream_options", "client_metadata", *NOTES)
@@ -64,7 +64,7 @@ def read_response(values: Mapping[str, Any]) -> Asked:
     stream = read_value(values, "stream", BOOLEAN, False)
     read_object("stream_options", values.get("stream_options", {}), ("include_obfuscation",), keeps_empty_lists=True)
     request.request_id = request.request_id or new_id()
-    return Asked(f"resp_{request.request_id}", [request], names, stream)
+    return ParsedBody(f"resp_{request.request_id}", [request], names, stream)
 
 
 def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:

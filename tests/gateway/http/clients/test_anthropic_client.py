@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic.answer import MessageForm
 from gateway.http.anthropic.request import read_messages
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.writing import to_bytes
 from tests.gateway.http.clients.test_openai_client import over_grpc
 from tests.support.pace import patience
@@ -328,7 +328,7 @@ async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word
 
 
 def test_arguments_of_the_call_before_come_before_the_text():
-    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
     data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
@@ -340,7 +340,7 @@ def test_arguments_of_the_call_before_come_before_the_text():
 
 
 def test_reasoning_ends_with_its_signature_and_nothing_else_has_one():
-    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     messages = [
         pb.GenerateResponse(reasoning="I "),
         pb.GenerateResponse(reasoning="look."),
@@ -356,13 +356,13 @@ def test_reasoning_ends_with_its_signature_and_nothing_else_has_one():
 
 
 def test_a_message_that_begins_tells_what_its_prompt_has():
-    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     begun = form.chunk(0, pb.GenerateResponse(text="a", prompt_tokens=77)).decode().splitlines()[1]
     assert json.loads(begun[6:])["message"]["usage"]["input_tokens"] == 77
 
 
 def test_arguments_are_json_whatever_the_model_wrote():
-    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}), "fake")
+    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}), "fake")
     call = pb.ToolCall(id="a", name="find", arguments='{"half": "\\ud83d", "n": [1e999, -1e999, 0.5]}')
     told = to_bytes(form.whole([pb.CompleteResponse(choices=[pb.Choice(tool_calls=[call])])]))
     (block,) = json.loads(told, parse_constant=pytest.fail)["content"]

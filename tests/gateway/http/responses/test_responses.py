@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.app import HttpApi
-from gateway.http.fields.body import Asked
+from gateway.http.fields.body import ParsedBody
 from gateway.http.openapi import document
 from gateway.http.responses.answer import NUM_LEVELS, ResponseForm
 from gateway.http.responses.request import LOGPROBS, read_response
@@ -330,7 +330,10 @@ def lines(data: bytes) -> list[dict]:
 
 async def test_arguments_of_the_call_before_come_before_the_text():
     form = ResponseForm(
-        Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", SimpleNamespace(shown=lambda _: ("", b""))
+        ParsedBody("resp_1", [pb.GenerateRequest()], {}, stream=True),
+        {},
+        "fake",
+        SimpleNamespace(shown=lambda _: ("", b"")),
     )
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
@@ -393,7 +396,7 @@ async def test_logprobs_are_of_what_the_message_says_alone():
 
 async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_loop():
     tokens = SimpleNamespace(shown=lambda token_id: (chr(token_id), chr(token_id).encode()))
-    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", tokens)
+    form = ResponseForm(ParsedBody("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", tokens)
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=97, logprob=-1.0))] * 1000
     delta, num_turns = await turns(form.chunk(0, pb.GenerateResponse(text="a" * 1000, logprobs=logprobs)))
     end, num_at_end = await turns(form.tail([pb.Usage()]))
@@ -406,7 +409,7 @@ async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_
 
 async def test_an_answer_that_comes_back_is_as_the_document_has_it():
     form = ResponseForm(
-        Asked("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
+        ParsedBody("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
     )
     call = pb.ToolCall(id="a", name="find", arguments="{}")
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
