@@ -225,8 +225,8 @@ class HttpApi:
             boxes[prompt].clear()
             num_logprobs += _num_logprobs(response)
             if num_logprobs > _MAX_LOGPROBS:
-                told = f"answers have over {_MAX_LOGPROBS} log-probabilities in all: send fewer prompts, or stream"
-                raise InvalidRequest("prompt", told)
+                message = f"answers have over {_MAX_LOGPROBS} log-probabilities in all: send fewer prompts, or stream"
+                raise InvalidRequest("prompt", message)
             return response
 
         deadline = self._handler.with_deadline(context)
@@ -246,13 +246,13 @@ class HttpApi:
         boxes: Sequence[list[pb.GenerateRequest]],
         num_at_once: int = 1,
     ) -> None:
-        usages, told = list[pb.Usage](), set[int]()
+        usages, begun = list[pb.Usage](), set[int]()
         for box in boxes:
             if box[0].WhichOneof("input") == "messages":
                 box[0].messages.stream_tool_arguments = True
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
-            told.add(prompt)
+            begun.add(prompt)
             boxes[prompt].clear()  # it is not sent again
             if message.HasField("usage"):
                 usages.append(message.usage)
@@ -266,7 +266,7 @@ class HttpApi:
             return self._handler.generate(_box(boxes, prompt), context, partial(emit, prompt))
 
         deadline = self._handler.with_deadline(context)
-        await serve_each(generate, len(boxes), num_at_once, deadline, told, place_of_prompt)
+        await serve_each(generate, len(boxes), num_at_once, deadline, begun, place_of_prompt)
         data = form.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 
@@ -342,8 +342,8 @@ def make_app(
 def refuse_head(is_too_large: bool, path: str) -> Response:
     """Answer a head that is no HTTP, or too large."""
     if is_too_large:
-        told = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
-        return _error_response(BadCall("head", told, "HEAD_TOO_LARGE"), path)
+        message = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
+        return _error_response(BadCall("head", message, "HEAD_TOO_LARGE"), path)
     return _error_response(InvalidRequest("head", "this is no HTTP/1.1"), path)
 
 
@@ -369,8 +369,8 @@ def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | N
 def _check_size(num_texts: int, num_numbers: int, encoding: str) -> None:
     """Raises InvalidRequest for more vectors than an answer may have, of so many numbers each."""
     if num_texts * embedding_bytes(num_numbers, encoding) > _MAX_VECTOR_BYTES:
-        told = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
-        raise InvalidRequest("input", told)
+        message = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
+        raise InvalidRequest("input", message)
 
 
 def _num_logprobs(response: pb.CompleteResponse) -> int:

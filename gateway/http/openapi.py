@@ -147,8 +147,8 @@ def document() -> Json:
         "documents": {**TEXTS.schema, "minItems": 1, "maxItems": MAX_INPUTS},
         "top_n": {"type": "integer", "minimum": 1},
     }
-    told: Json = {"return_documents": BOOLEAN.schema, "user": STRING.schema}
-    rerank = _body({**ranked, **told}, ["query", "documents"], RERANK)
+    options: Json = {"return_documents": BOOLEAN.schema, "user": STRING.schema}
+    rerank = _body({**ranked, **options}, ["query", "documents"], RERANK)
     rank = {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)}
     cohere = _body(ranked, ["query", "documents"], COHERE_RERANK)
     text: Json = {"model": STRING.schema, "prompt": STRING.schema, "add_special_tokens": BOOLEAN.schema}

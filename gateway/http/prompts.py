@@ -17,16 +17,16 @@ async def serve_each(
     num_prompts: int,
     most_at_once: int,
     context: CallContext,
-    told: Collection[int] = (),
+    begun: Collection[int] = (),
     place_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
 ) -> list[T]:
     """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
     again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`; but
-    nothing is served again after something was `told` of it. Raises what the first to fail does, and ends the others.
+    nothing is served again whose answer has `begun`. Raises what the first to fail does, and ends the others.
     `place_of(prompt, error)`: the call's word for what is wrong with one of several."""
     if num_prompts == 1:
         return [await serve(0, context)]
-    turns = _Turns(serve, most_at_once, context, told, place_of)
+    turns = _Turns(serve, most_at_once, context, begun, place_of)
     tasks = [asyncio.ensure_future(turns.serve_in_turn(prompt)) for prompt in range(num_prompts)]
     try:
         return list(await asyncio.gather(*tasks))
@@ -44,10 +44,10 @@ class _Turns(Generic[T]):
         serve: Callable[[int, CallContext], Awaitable[T]],
         most_at_once: int,
         context: CallContext,
-        told: Collection[int],
+        begun: Collection[int],
         place_of: Callable[[int, InvalidRequest], str],
     ):
-        self._serve, self._context, self._told, self._begun = serve, context, told, now()
+        self._serve, self._context, self._begun, self._begun_at = serve, context, begun, now()
         self._place_of = place_of
         self._most_at_once = self._num_at_once = most_at_once
         self._num_running = self._num_ended = 0
@@ -65,7 +65,7 @@ class _Turns(Generic[T]):
             except Overloaded:
                 # Refusals are paced: those that ran beside it may have ended before it is told.
                 is_alone = self._num_running == 1 and self._num_ended == num_ended
-                if is_alone or prompt in self._told:
+                if is_alone or prompt in self._begun:
                     raise
                 self._num_at_once = max(1, self._num_running - 1)
             except InvalidRequest as error:
@@ -83,7 +83,7 @@ class _Turns(Generic[T]):
             try:
                 answer = await self._serve(prompt, self._now())
             except Overloaded as error:
-                if prompt in self._told or not self._is_to_wait(error):
+                if prompt in self._begun or not self._is_to_wait(error):
                     raise
                 self._num_at_once, has_waited = 1, True
                 await asyncio.sleep(error.retry_after_s or 0.0)
@@ -101,4 +101,4 @@ class _Turns(Generic[T]):
         return is_quota and (left_s is None or (error.retry_after_s or 0.0) < left_s)
 
     def _now(self) -> CallContext:
-        return self._context.after(now() - self._begun)
+        return self._context.after(now() - self._begun_at)

@@ -186,14 +186,14 @@ _CALL = closed(
     type={"const": "function"},
     function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
 )
-_SAID = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
+_ASSISTANT_CONTENT = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _MESSAGES = _conversation(
     closed(
         ["role"],
         role={"enum": ROLES},
         name=_TEXT_OR_NULL,
-        content={"anyOf": [_SAID, {"type": "null"}]},
+        content={"anyOf": [_ASSISTANT_CONTENT, {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},

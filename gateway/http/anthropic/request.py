@@ -175,7 +175,7 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     message = read_object(where, message, ("role", "content"), keeps_empty_lists=True)
     if not isinstance(role := message.get("role"), str) or role not in _BLOCKS:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(_BLOCKS)}")
-    content, said, words = message.get("content"), None, {"": where}
+    content, merged, words = message.get("content"), None, {"": where}
     if not isinstance(content, list) or not content:
         yield pb.Message(role=role, content=read_content(f"{where}.content", content)), words
         return
@@ -185,21 +185,21 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
         if kind == "redacted_thinking":  # another service's, which alone can read it
             continue
         if kind == "tool_result":
-            if said is not None:
-                yield said.message(), words
-                said = None
+            if merged is not None:
+                yield merged.message(), words
+                merged = None
             yield _result(here, fields), {"": here, ".tool_call_id": f"{here}.tool_use_id"}
             continue
-        said = said or _Said(role)
+        merged = merged or _MergedBlocks(role)
         if kind == "tool_use":
-            call = f".tool_calls[{len(said.calls)}]"
+            call = f".tool_calls[{len(merged.calls)}]"
             words |= {call: here, f"{call}.arguments": f"{here}.input"}
-        said.add(here, kind, fields)
-    if said is not None:
-        yield said.message(), words
+        merged.add(here, kind, fields)
+    if merged is not None:
+        yield merged.message(), words
 
 
-class _Said:
+class _MergedBlocks:
     """Blocks that are one message. Texts are joined once: a message of protobuf keeps every value of a field."""
 
     def __init__(self, role: str):
@@ -227,8 +227,7 @@ def _fields(where: str, role: str, block: object) -> tuple[str, dict[str, Any]]:
     """Return the type of a block and its fields."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in _BLOCKS[role]:
-        told = f"must be a block of type {' or '.join(_BLOCKS[role])}"
-        raise InvalidRequest(where, told)
+        raise InvalidRequest(where, f"must be a block of type {' or '.join(_BLOCKS[role])}")
     return kind, read_object(where, block, _BLOCKS[role][kind])
 
 

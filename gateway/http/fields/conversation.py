@@ -64,18 +64,18 @@ def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> s
 def read_template_kwargs(values: Mapping[str, Any], options: Sequence[ReasoningOption]) -> str:
     """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
     words of templates how the model is to reason."""
-    said = defaultdict[str, dict[str, Any]](dict)
+    given = defaultdict[str, dict[str, Any]](dict)
     for option in options:
         if (value := _value_at(values, option.name)) is not None:
-            said[option.about][option.name] = read_as(option.name, option.kind, value)
+            given[option.about][option.name] = read_as(option.name, option.kind, value)
     variables = dict[str, Any]()
     # Any other effort is one of a model that reasons, unless that is turned off.
-    thinks = _agreed({name: False for name, value in said["effort"].items() if value == "none"} | said["thinks"])
-    if (effort := _agreed(said["effort"])) is not None:
+    thinks = _agreed({name: False for name, value in given["effort"].items() if value == "none"} | given["thinks"])
+    if (effort := _agreed(given["effort"])) is not None:
         variables["reasoning_effort"], thinks = effort, thinks is not False
     if thinks is not None:
         variables |= dict.fromkeys(THINKING, thinks)
-    if (keeps := _agreed(said["keeps"])) is not None:
+    if (keeps := _agreed(given["keeps"])) is not None:
         variables |= {"preserve_thinking": keeps, "clear_thinking": not keeps}  # Qwen's and Kimi's word, and GLM's
     if not variables:
         return read_object_text("chat_template_kwargs", values)
@@ -88,14 +88,14 @@ def _value_at(values: Mapping[str, Any], name: str) -> object:
     return values.get(parent, {}).get(own) if parent else values.get(own)
 
 
-def _agreed(said: Mapping[str, Any]) -> Any:
+def _agreed(given: Mapping[str, Any]) -> Any:
     """Return what fields of these names say, None where there are none. Raises InvalidRequest where they say different
     things."""
-    for name, value in said.items():
-        first = next(iter(said))
-        if value != said[first]:
+    for name, value in given.items():
+        first = next(iter(given))
+        if value != given[first]:
             raise InvalidRequest(name, f"is not what {first} says")
-    return next(iter(said.values()), None)
+    return next(iter(given.values()), None)
 
 
 def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:

@@ -143,8 +143,8 @@ class ChatForm(AnswerForm):
         if self._body.hides_reasoning:
             for choice in response.choices:
                 choice.ClearField("reasoning")
-        told = super().whole(responses)
-        return told | {"prompt_token_ids": list(response.prompt.token_ids)} if self._body.return_token_ids else told
+        answer = super().whole(responses)
+        return answer | {"prompt_token_ids": list(response.prompt.token_ids)} if self._body.return_token_ids else answer
 
     def _beside(self, message: pb.GenerateResponse) -> str:
         is_told = self._body.return_token_ids and message.HasField("prompt")
@@ -274,8 +274,8 @@ class CompletionForm(AnswerForm):
 
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
         """Return the likeliest tokens in one place, and the one that was taken, as OpenAI has them."""
-        told = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
-        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, LEAST_LOGPROB) for each in told}
+        likeliest = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
+        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, LEAST_LOGPROB) for each in likeliest}
 
 
 def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:

@@ -72,7 +72,7 @@ def _message(where: str, message: object) -> pb.Message:
     parts = content if role == "assistant" and isinstance(content, list) else []
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
     content = "" if content is None and calls else content
-    text, thought = _said(f"{where}.content", parts) if parts else (read_content(f"{where}.content", content), "")
+    text, thought = _read_parts(f"{where}.content", parts) if parts else (read_content(f"{where}.content", content), "")
     return pb.Message(
         role=read_as(f"{where}.role", STRING, role),
         name=read_as(f"{where}.name", STRING, fields.get("name", "")),
@@ -83,7 +83,7 @@ def _message(where: str, message: object) -> pb.Message:
     )
 
 
-def _said(where: str, parts: Sequence[object]) -> tuple[str, str]:
+def _read_parts(where: str, parts: Sequence[object]) -> tuple[str, str]:
     """Return the text and the reasoning in the parts of an answer, the latter in Anthropic's blocks, as LiteLLM sends them:
     those that are encrypted nobody here can read."""
     texts, thoughts = list[str](), list[str]()
@@ -102,10 +102,10 @@ def _said(where: str, parts: Sequence[object]) -> tuple[str, str]:
 def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], thought: str) -> str:
     """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of them, or
     more with the same."""
-    said = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
+    places = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
     found = ({thought} if thought else set()) | {
         read_as(f"{place}.{name}", STRING, each[name])
-        for place, each in said.items()
+        for place, each in places.items()
         for name in _REASONING
         if each.get(name) is not None
     }

@@ -136,8 +136,8 @@ def read_prompts(values: Mapping[str, Any], name: str, most: int) -> Sequence[st
 def check_copies(where: str, shared: pb.GenerateRequest | pb.EmbedRequest, num_copies: int) -> None:
     """Raises InvalidRequest for more requests than what they share may be copied to."""
     if num_copies > 1 and num_copies * (num_bytes := shared.ByteSize()) > _MAX_COPIED_BYTES:
-        told = f"is {num_copies} requests, each with {num_bytes} bytes that they share: send fewer at once"
-        raise InvalidRequest(where, told)
+        message = f"is {num_copies} requests, each with {num_bytes} bytes that they share: send fewer at once"
+        raise InvalidRequest(where, message)
 
 
 def _token_ids(where: str, value: object) -> list[int]:

@@ -16,7 +16,7 @@ from gateway.http.wire.forms import TokenTexts, split_parts, token_logprobs
 from gateway.http.wire.writing import Data, Json, named_event, named_events_in_turns, to_bytes
 
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
-_TOLD = (
+_REPEATED = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
     *(name for name in NOTES if name != "prompt_cache_options"),  # an object of any depth
 )  # fmt: skip
@@ -100,14 +100,14 @@ class ResponseForm:
             "text": {"format": {"type": "text"}, **without_nulls(values.get("text", {}))},
             "tool_choice": "auto", "truncation": "disabled",
             "service_tier": "default" if "service_tier" in values else None,
-            **dict.fromkeys(_TOLD), "metadata": {}, **{name: values[name] for name in (*_TOLD, *TOOL_OPTIONS) if name in values},
+            **dict.fromkeys(_REPEATED), "metadata": {}, **{name: values[name] for name in (*_REPEATED, *TOOL_OPTIONS) if name in values},
             "tools": tools,
         }  # fmt: skip
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the events for a message."""
         begun = [] if self._has_begun else self._begin()
-        return self._written(begun + self._said_by(message))
+        return self._written(begun + self._events_of(message))
 
     def tail(self, usages: Iterable[pb.Usage]) -> Data:
         """Return the last events."""
@@ -118,7 +118,7 @@ class ResponseForm:
     def add(self, message: pb.GenerateResponse) -> None:
         """Add a message to an answer that goes out in one object, of the same items as its stream would have."""
         self._usage.MergeFrom(message.usage)
-        self._said_by(message)
+        self._events_of(message)
 
     def whole(self) -> Json:
         """Return the answer in one object, for `to_bytes_in_turns` of NUM_LEVELS."""
@@ -127,8 +127,8 @@ class ResponseForm:
 
     def error_event(self, error: Json) -> bytes:
         """Return the event that an error ends a stream with: in the words of its schema, and as clients look for it."""
-        told = error["error"]
-        (value,) = self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        body = error["error"]
+        (value,) = self._event("error", code=body["code"], message=body["message"], param=body["param"], error=body)
         return named_event(value["type"], value)
 
     def _written(self, events: list[Json]) -> Data:
@@ -141,19 +141,19 @@ class ResponseForm:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _said_by(self, message: pb.GenerateResponse) -> list[Json]:
+    def _events_of(self, message: pb.GenerateResponse) -> list[Json]:
         """Return the events for what a message says."""
         events = list[Json]()
         self._reason = message.finish_reason or self._reason
         arguments, calls = split_parts(message)
         if arguments:
-            events += self._said(arguments)
+            events += self._delta(arguments)
         if message.reasoning:
-            events += self._within("reasoning") + self._said(message.reasoning)
+            events += self._within("reasoning") + self._delta(message.reasoning)
         if message.text or not (message.reasoning or message.tool_calls):
             events += self._text(message)
         for call in calls:
-            events += self._open("function_call", call) + self._said(call.arguments)
+            events += self._open("function_call", call) + self._delta(call.arguments)
         return events
 
     def _text(self, message: pb.GenerateResponse) -> list[Json]:
@@ -164,10 +164,10 @@ class ResponseForm:
         events, logprobs = self._within("message"), self._logprobs
         self._items[-1].logprobs += logprobs
         self._has_logprobs = self._has_logprobs or bool(logprobs)
-        told = token_logprobs(logprobs, self._tokens) if logprobs else []
-        return events + self._said(message.text, logprobs=told)
+        found = token_logprobs(logprobs, self._tokens) if logprobs else []
+        return events + self._delta(message.text, logprobs=found)
 
-    def _said(self, text: str, **more: object) -> list[Json]:
+    def _delta(self, text: str, **more: object) -> list[Json]:
         """Return the event by which the open item has more text."""
         item = self._items[-1]
         item.texts.append(text)

@@ -109,11 +109,11 @@ def _item_message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Messa
         call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
         return pb.Message(role="tool", content=content, tool_call_id=call_id)
     if kind == "item_reference":
-        told = "is not supported here: nothing is stored; with store: false clients send items themselves"
-        raise InvalidRequest(f"{where}.type", told)
+        message = "is not supported here: nothing is stored; with store: false clients send items themselves"
+        raise InvalidRequest(f"{where}.type", message)
     if kind != "message":
-        told = "is not supported here: message, reasoning, function_call and function_call_output are"
-        raise InvalidRequest(f"{where}.type", told)
+        message = "is not supported here: message, reasoning, function_call and function_call_output are"
+        raise InvalidRequest(f"{where}.type", message)
     item = read_object(where, item, ITEM_FIELDS, keeps_empty_lists=True)
     if item.get("role") not in ITEM_ROLES:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ITEM_ROLES)}")

@@ -81,8 +81,8 @@ def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, di
 def _check_previous(values: Mapping[str, Any]) -> None:
     """Raises InvalidRequest, by whose reason clients know that they have to send the whole conversation."""
     if "previous_response_id" in values:
-        told = "is not known here: nothing is stored, so input has the whole conversation"
-        raise BadCall("previous_response_id", told, "PREVIOUS_RESPONSE_NOT_FOUND")
+        message = "is not known here: nothing is stored, so input has the whole conversation"
+        raise BadCall("previous_response_id", message, "PREVIOUS_RESPONSE_NOT_FOUND")
 
 
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
@@ -163,5 +163,5 @@ def names_in_namespaces(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[st
     for each in tools:
         if _kind(each) == "namespace":
             for function in each.get("tools") or ():
-                told = {"name": function["name"], "namespace": each["name"]}
-                yield in_namespace(each["name"], function["name"]), told
+                own = {"name": function["name"], "namespace": each["name"]}
+                yield in_namespace(each["name"], function["name"]), own

@@ -77,8 +77,8 @@ def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
 
 def to_anthropic(error: BatonError, names: Mapping[str, str]) -> dict:
     """Return the body in Anthropic's form. That of a thread has what lets clients go on without one, as they run tools."""
-    told = to_json(error, names)["error"]
-    body = {"type": _ANTHROPIC_TYPES.get(status_of(error), told["type"]), "message": told["message"]}
+    openai_error = to_json(error, names)["error"]
+    body = {"type": _ANTHROPIC_TYPES.get(status_of(error), openai_error["type"]), "message": openai_error["message"]}
     if isinstance(error, ThreadRefused):
         body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": body}

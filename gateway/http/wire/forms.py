@@ -36,11 +36,11 @@ class TokenTexts(Protocol):
 def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
     """Yield the tokens of a part of an answer, each with its alternatives."""
 
-    def told(token: pb.TokenLogprob) -> Json:
+    def token_json(token: pb.TokenLogprob) -> Json:
         text, raw = tokens.shown(token.token_id)
         return {"token": text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(raw)}
 
-    return ({**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs)
+    return ({**token_json(each.chosen), "top_logprobs": [token_json(best) for best in each.top]} for each in logprobs)
 
 
 class StreamForm(Protocol):

@@ -14,10 +14,10 @@ _FLOAT_BYTES = 21  # of a number of a vector and its comma: 21.1 in the mean, of
 
 def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
     """Return one of the objects of an answer of /v1/embeddings. base64 is of fp32, the lowest byte first."""
-    told: Any = list(values)
+    vector: Any = list(values)
     if encoding == "base64":
-        told = base64.b64encode(struct.pack(f"<{len(told)}f", *told)).decode()
-    return to_bytes({"object": "embedding", "index": index, "embedding": told})
+        vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return to_bytes({"object": "embedding", "index": index, "embedding": vector})
 
 
 def embedding_bytes(num_numbers: int, encoding: str) -> int:
@@ -27,8 +27,8 @@ def embedding_bytes(num_numbers: int, encoding: str) -> int:
 
 def embeddings(objects: Sequence[bytes], model: str, usage: pb.Usage) -> bytes:
     """Return the answer of /v1/embeddings around its objects."""
-    told = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-    tail = to_bytes({"model": model, "usage": told})
+    counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    tail = to_bytes({"model": model, "usage": counts})
     return b'{"object":"list","data":[' + b",".join(objects) + b"]," + tail[1:]
 
 
