@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Generic, TypeVar
 
+from baton.protocol import TENANT_TOKENS
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
 from gateway.api.request_handler import CallContext
@@ -96,7 +97,7 @@ class _Turns(Generic[T]):
     def _is_to_wait(self, error: Overloaded) -> bool:
         """Return whether to wait as long as a refusal says. While others run it is their end that is waited for: they give
         back what they do not use."""
-        is_quota = error.reason == "TENANT_TOKENS" and self._is_any_served and self._num_running == 1
+        is_quota = error.reason == TENANT_TOKENS and self._is_any_served and self._num_running == 1
         left_s = self._now().time_left_s
         return is_quota and (left_s is None or (error.retry_after_s or 0.0) < left_s)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from baton.protocol import TENANT_TOKENS
 from baton.service.clock import now
 from baton.service.errors import BatonError, FailedPrecondition
 from baton.service.observe import genai_metrics
@@ -30,7 +31,7 @@ _REFUSED = frozenset(
     ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
 )
 # Refusals that are their caller's doing: more would be served, if not to it.
-_OF_CALLERS = frozenset(("TENANT_REQUESTS", "TENANT_TOKENS", "SLOW_READER"))
+_OF_CALLERS = frozenset(("TENANT_REQUESTS", TENANT_TOKENS, "SLOW_READER"))
 
 
 class GatewayMeters:
