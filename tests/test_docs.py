@@ -60,9 +60,11 @@ def test_every_page_is_reached_from_the_readme():
     assert not set(PAGES) - reached
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_a_page_for_everybody_is_short(page):
-    assert len((ROOT / page).read_text().splitlines()) <= 155
+@pytest.mark.parametrize(
+    "page, most", [("README.md", 150), ("docs/architecture.md", 155)]
+)  # the map has a line a folder
+def test_a_page_for_everybody_is_short(page, most):
+    assert len((ROOT / page).read_text().splitlines()) <= most
 
 
 def test_every_folder_is_drawn():
