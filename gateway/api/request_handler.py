@@ -220,7 +220,7 @@ class RequestHandler:
         deadline = self._opened(call, record)
         with self._using(request.model, record) as version:
             batch = self._embed_batch(request, version)
-            vectors = await version.pooling.read_prompts(batch, version.seen_by(record.tenant), deadline, record)
+            vectors = await version.pooling.pool_prompts(batch, version.seen_by(record.tenant), deadline, record)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=each) for each in vectors],
             usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
@@ -236,7 +236,7 @@ class RequestHandler:
         with self._using(request.model, record) as version:
             model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
             batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
-            found = await version.pooling.read_prompts(batch, model, deadline, record)
+            found = await version.pooling.pool_prompts(batch, model, deadline, record)
         return pb.ScoreResponse(
             scores=map(score_of, found),
             usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),

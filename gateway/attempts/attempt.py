@@ -46,7 +46,7 @@ class Attempt:
         "has_stepped",
         "doubt_until",
         "_lease_id",
-        "reads_prompt",
+        "prefills_on_admit",
         "_prefix_source",
         "_key_id",
         "_mailbox",
@@ -70,7 +70,7 @@ class Attempt:
         self.has_stepped = False
         self.doubt_until: float | None = None  # when a fetch is given up whose source may be gone
         self._lease_id = b""
-        self.reads_prompt = False  # the decode worker was asked to with Admit
+        self.prefills_on_admit = False  # the decode worker was asked to with Admit
         self._prefix_source: PrefixSource | None = None
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
 
@@ -95,29 +95,29 @@ class Attempt:
         that says nothing of its worker any more."""
         return self.decode.link.worker_id != self.decode.worker_id
 
-    def admit(self, link: WorkerLink, reads_prompt: bool) -> None:
-        """Ask a decode worker for credit; if `reads_prompt` to read the prompt as soon as it has granted that."""
+    def admit(self, link: WorkerLink, prefills_on_admit: bool) -> None:
+        """Ask a decode worker for credit; if `prefills_on_admit` to prefill as soon as it has granted that."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
         self.decode.promise(self._record.routing_request.slo.tpot_s)
-        self.reads_prompt = reads_prompt and PREFILL_ON_ADMIT in link.limits.features
-        self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.reads_prompt))
+        self.prefills_on_admit = prefills_on_admit and PREFILL_ON_ADMIT in link.limits.features
+        self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.prefills_on_admit))
 
     def drop_decode(self) -> None:
         """Close the decode leg, whose worker has refused, or cannot be given the prompt."""
         self.close()
         self.decode = None
 
-    def read_on_decode_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes]) -> None:
-        """Have the decode worker read the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
+    def prefill_on_decode_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes]) -> None:
+        """Have the decode worker prefill the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
         self.prefix_holder = holder
         self.decode.num_prefill_tokens = len(self.spec.token_ids) - self.num_granted_tokens
-        if self.reads_prompt:
+        if self.prefills_on_admit:
             return
         self._prefix_source = PrefixSource(self._send_local_prefill)
         self._prefix_source.ask(holder, self.decode.link, hashes, new_key(self._key_id), self._deadline)
 
-    def read_on_prefill_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int) -> None:
-        """Have `prefill_link`, which holds `num_matched` tokens, read the prompt; it may pull `hashes` from
+    def prefill_on_prefill_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int) -> None:
+        """Have `prefill_link`, which holds `num_matched` tokens, prefill the prompt; it may pull `hashes` from
         `holder`."""
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
         self.prefill.num_prefill_tokens = len(self.spec.token_ids) - num_matched

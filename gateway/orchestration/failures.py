@@ -179,6 +179,6 @@ def _may_have_died_of_it(occurred: Occurrence, attempt: Attempt) -> bool:
         return before in (RequestState.PREFILLING, RequestState.FETCHING)
     # A prompt that Admit has read may kill the worker before its Granted is out.
     is_local_prefill = attempt.prefill_link is None and (
-        before is RequestState.PREFILLING or (before is RequestState.ADMITTING and attempt.reads_prompt)
+        before is RequestState.PREFILLING or (before is RequestState.ADMITTING and attempt.prefills_on_admit)
     )
     return not attempt.has_stepped and (attempt.is_decoding or is_local_prefill)

@@ -32,7 +32,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     request.make_spec()
     request.attempt.prefill_link = prefill_link
     # A later attempt may pull what others hold.
-    request.attempt.admit(decode_link, reads_prompt=prefill_link is None and record.num_attempts == 1)
+    request.attempt.admit(decode_link, prefills_on_admit=prefill_link is None and record.num_attempts == 1)
     _count_prefill(request, prefill_link or decode_link)
     decode_link.recent_load.add(decision.decode_s, now())
     return RequestState.ADMITTING
@@ -92,11 +92,11 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
-        attempt.read_on_decode_worker(holder, _spans_held(request, holder))
+        attempt.prefill_on_decode_worker(holder, _spans_held(request, holder))
     else:
         holder = router.prefix_holder_for(attempt.prefill_link)
         num_matched = router.num_matched_tokens(attempt.prefill_link)
-        attempt.read_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
+        attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
     return None
 
 
@@ -183,8 +183,8 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
     if not request.answer.begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
-        record.measured.read_place_s, record.measured.read_block_s = done.waits.place_s, done.waits.block_s
-        record.measured.is_read_apart = attempt.prefill is not None
+        record.measured.prefill_place_s, record.measured.prefill_block_s = done.waits.place_s, done.waits.block_s
+        record.measured.is_disaggregated = attempt.prefill is not None
         record.measured.prefill_core_wait = attempt.prefilling_leg.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens
         attempt.prefilling_leg.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)

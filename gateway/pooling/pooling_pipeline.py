@@ -12,14 +12,14 @@ from baton.service.slo import Slo
 from gateway.config.served_model import ServedModel
 from gateway.orchestration.pipeline import Pipeline, features_of, path_to
 from gateway.orchestration.retry_budget import prompt_digest
-from gateway.pooling.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, ReadPrompt, read_all
+from gateway.pooling.pooling_request import MAX_AT_ONCE, PooledPrompt, PoolingRequest, PromptParts, pool_all
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, rank
 from gateway.request.answer_length import room_behind
 from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import pooled_spec
-from gateway.request.timing import note_readings
+from gateway.request.timing import note_pooling_phases
 from gateway.request.validation import Checked
 from gateway.routing.routing import RoutingRequest
 
@@ -30,7 +30,7 @@ class PoolingPipeline:
     def __init__(self, answers: Pipeline):
         self._answers = answers
 
-    async def read_prompts(
+    async def pool_prompts(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
     ) -> list[Sequence[float]]:
         """Return what prefill workers make of the prompts of one call. Raises BatonError."""
@@ -39,19 +39,19 @@ class PoolingPipeline:
         self._answers.check_free(first)
         most = admission.quotas.max_concurrent(record.tenant, model.name)
         num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
-        reservation, readings = admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
+        reservation, requests = admission.enter(first.key_id, record.tenant, num_at_once, model.name), []
         try:
-            readings = await self._readings(batch, model, deadline, record, reservation)
-            read = await read_all(readings, num_at_once)
-            _note_waits(read, record, self._answers.loop_watch.delay)
+            requests = await self._requests(batch, model, deadline, record, reservation)
+            pooled = await pool_all(requests, num_at_once)
+            _note_waits(pooled, record, self._answers.loop_watch.delay)
             record.stamps.first_sent = record.stamps.last_sent = now()
-            return [each.pooled for each in read]
+            return [each.pooled for each in pooled]
         finally:
-            admission.leave(first.key_id, reservation, sum(reading.num_read_tokens for reading in readings))
+            admission.leave(first.key_id, reservation, sum(request.num_prefilled_tokens for request in requests))
 
-    async def _readings(
+    async def _requests(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord, reservation: Reservation
-    ) -> list[PromptReading]:
+    ) -> list[PoolingRequest]:
         """Tokenize the prompts and pay for them. Raises BatonError."""
         answers, first = self._answers, batch.prompts[0]
         all_ids = await self._tokenize(batch, model, deadline, record)
@@ -62,7 +62,7 @@ class PoolingPipeline:
         parts = PromptParts(answers.fleet.router, answers.queues, answers.retry_budget, record, first.key_id, deadline)
         mark, traceparent = answers.names.mark(record.tenant), format_traceparent(record.context)
         return [
-            PromptReading(
+            PoolingRequest(
                 parts,
                 pooled_spec(checked, ids, batch.pooling, mark, traceparent),
                 _routing_request(checked, len(ids), promised, record.tenant),
@@ -121,10 +121,10 @@ def _routing_request(checked: Checked, num_tokens: int, promised: Slo, tenant: s
     )
 
 
-def _note_waits(read: Sequence[ReadPrompt], record: RequestRecord, loop: LoopDelay) -> None:
+def _note_waits(pooled: Sequence[PooledPrompt], record: RequestRecord, loop: LoopDelay) -> None:
     """Record what the call waited for: of lines the longest wait, of workers the last."""
-    measured, link = record.measured, read[-1].link
-    note_readings([each.stamps for each in read], record.stamps, measured)
-    for bound, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in read):
+    measured, link = record.measured, pooled[-1].link
+    note_pooling_phases([each.stamps for each in pooled], record.stamps, measured)
+    for bound, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in pooled):
         measured.in_line_s[bound] = max(waited_s, measured.in_line_s.get(bound, 0.0))
     measured.path, measured.prefill_core_wait = path_to(link, loop), link.load.core_wait

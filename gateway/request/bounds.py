@@ -46,9 +46,9 @@ def bound_seconds(stamps: Stamps, measured: Measured) -> dict[str, float]:
     for bound, waited_s in measured.in_line_s.items():
         found.take(bound, _IN_LINE[bound], waited_s)
     _divide_delivery(found, measured)
-    found.take("kv pool", ("prefill_queue",), measured.read_block_s)
-    if not measured.is_read_apart:
-        found.take("decode queue", ("prefill_queue",), measured.read_place_s)
+    found.take("kv pool", ("prefill_queue",), measured.prefill_block_s)
+    if not measured.is_disaggregated:
+        found.take("decode queue", ("prefill_queue",), measured.prefill_place_s)
     found.take("kv pool", ("decode_queue", "decode"), waits.block_s)
     found.take("decode queue", ("decode_queue", "decode"), waits.place_s)
     found.take("prefill queue", ("prefill_queue",))

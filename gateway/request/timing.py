@@ -53,33 +53,33 @@ class Measured:
     unread_s: float = 0.0
     path: PathDelay = PathDelay()
     in_line_s: dict[str, float] = field(default_factory=dict)
-    read_place_s: float = 0.0
-    read_block_s: float = 0.0
-    is_read_apart: bool = False
+    prefill_place_s: float = 0.0
+    prefill_block_s: float = 0.0
+    is_disaggregated: bool = False
 
 
-class ReadingStamps(NamedTuple):
-    """When one prompt of a call was begun, sent to the worker that accepted it, launched there and read:
+class PoolingStamps(NamedTuple):
+    """When one prompt of a call was begun, sent to the worker that accepted it, launched there and pooled:
     time.monotonic() of this process."""
 
     begun: float
     sent: float
     launched: float
-    read: float
+    pooled: float
 
     @classmethod
-    def ended(cls, begun: float, sent: float, ended: float, done: worker_pb2.Done) -> "ReadingStamps":
+    def ended(cls, begun: float, sent: float, ended: float, done: worker_pb2.Done) -> "PoolingStamps":
         """Return those of a prompt whose worker's answer came at `ended`."""
         queue_s, prefill_s, _ = _cut(ended - sent, done.queue_s, done.prefill_s)
         return cls(begun, sent, sent + queue_s, sent + queue_s + prefill_s)
 
 
-def note_readings(readings: Sequence[ReadingStamps], stamps: Stamps, measured: Measured) -> None:
-    """Record the phases of a call whose prompts were read beside and behind each other: it is in `prefill` while a worker
+def note_pooling_phases(prompts: Sequence[PoolingStamps], stamps: Stamps, measured: Measured) -> None:
+    """Record the phases of a call whose prompts were pooled beside and behind each other: it is in `prefill` while a worker
     computes any of them, and else in `prefill_queue` while any waits for a worker."""
-    stamps.prefill_sent = sent = min(reading.sent for reading in readings)
-    measured.prefill_s = _covered_s((reading.launched, reading.read) for reading in readings)
-    under_way_s = _covered_s((max(sent, reading.begun), reading.read) for reading in readings)
+    stamps.prefill_sent = sent = min(each.sent for each in prompts)
+    measured.prefill_s = _covered_s((each.launched, each.pooled) for each in prompts)
+    under_way_s = _covered_s((max(sent, each.begun), each.pooled) for each in prompts)
     measured.queue_s = under_way_s - measured.prefill_s
 
 

@@ -21,7 +21,7 @@ from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
-from gateway.request.timing import ReadingStamps
+from gateway.request.timing import PoolingStamps
 from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
@@ -39,16 +39,16 @@ class PromptParts(NamedTuple):
     deadline: float
 
 
-class ReadPrompt(NamedTuple):
+class PooledPrompt(NamedTuple):
     """What came of a prompt: its vector, who read it, and how long that took."""
 
     pooled: Sequence[float]
     link: WorkerLink
-    stamps: ReadingStamps
+    stamps: PoolingStamps
     waited_s: dict[str, float]  # in line, by what was waited for there
 
 
-class PromptReading:
+class PoolingRequest:
     """One prompt on its way to its vector."""
 
     def __init__(
@@ -63,10 +63,10 @@ class PromptReading:
         self._unable: set[bytes] = set()
         self._awaits_adapter = False  # as its last refusal says
         self._num_failures, self._deaths = 0, Deaths()
-        self.num_read_tokens = 0  # those of the prompt, once it is read
+        self.num_prefilled_tokens = 0  # those of the prompt, once it is read
         parts.budget.begin(digest)
 
-    async def run(self) -> ReadPrompt:
+    async def run(self) -> PooledPrompt:
         """Return what a worker has made of the prompt. Raises BatonError. Nothing of it is left on workers."""
         record, queue, begun = self._parts.record, self._parts.queues.prefill, now()
         record.stamps.routed = record.stamps.granted = record.stamps.routed or now()
@@ -89,8 +89,8 @@ class PromptReading:
                 try:
                     sent = now()
                     if (done := await self._ask(leg)) is not None:
-                        stamps = ReadingStamps.ended(begun, sent, now(), done)
-                        return ReadPrompt(done.pooled, link, stamps, dict(self._place.waited_s))
+                        stamps = PoolingStamps.ended(begun, sent, now(), done)
+                        return PooledPrompt(done.pooled, link, stamps, dict(self._place.waited_s))
                 finally:
                     leg.close()
         finally:
@@ -126,7 +126,7 @@ class PromptReading:
             if isinstance(message, pb.Done) and self._is_whole(message):
                 self._place.leave(served=True)  # an older worker has sent no Granted
                 leg.note_success()
-                self.num_read_tokens = self._routing.num_tokens
+                self.num_prefilled_tokens = self._routing.num_tokens
                 return message
             if isinstance(message, pb.Refused):
                 self._note_refusal(leg, message)
@@ -234,17 +234,17 @@ class PromptReading:
             raise DeadlineExceeded(f"the deadline passed while {phase}")
 
 
-async def read_all(readings: Sequence[PromptReading], num_at_once: int) -> list[ReadPrompt]:
+async def pool_all(requests: Sequence[PoolingRequest], num_at_once: int) -> list[PooledPrompt]:
     """Return what workers made of the prompts, in their order. Raises what the first of them to fail does; then the
     others are given up too."""
-    found: list[ReadPrompt | None] = [None] * len(readings)
-    waiting = iter(enumerate(readings))
+    found: list[PooledPrompt | None] = [None] * len(requests)
+    waiting = iter(enumerate(requests))
 
-    async def work(share: Iterable[tuple[int, PromptReading]]) -> None:
-        for index, reading in share:
-            found[index] = await reading.run()
+    async def work(share: Iterable[tuple[int, PoolingRequest]]) -> None:
+        for index, request in share:
+            found[index] = await request.run()
 
-    tasks = [asyncio.ensure_future(work(waiting)) for _ in range(min(num_at_once, len(readings)))]
+    tasks = [asyncio.ensure_future(work(waiting)) for _ in range(min(num_at_once, len(requests)))]
     try:
         await asyncio.gather(*tasks)
     finally:
