@@ -14,7 +14,7 @@ import yaml
 from starlette.requests import Request
 
 from baton.loadgen import plot
-from baton.service.observe import bound
+from baton.service.observe import bottleneck
 from baton.service.observe.phases import COLORS
 from baton.service.observe.process_gauges import process_gauges
 from baton.service.slo import Slo
@@ -160,10 +160,10 @@ def test_the_first_dashboard_ends_with_what_bounds_it():
     panel = panels(DASHBOARDS[-1])[-1]
     query, lowest = panel["targets"][0]["expr"], max(each["gridPos"]["y"] for each in panels(DASHBOARDS[-1]))
     assert panel["title"] == "What bounds it" and panel["gridPos"]["y"] == lowest
-    for name in bound.BOUNDS:
+    for name in bottleneck.BOTTLENECKS:
         told = re.search(rf'bound="{name}"[^"]*"sentence", "Bound by {name}: (.*?)\. Try this: (.*?)\."', query)
-        assert told and told[1] == bound.EVIDENCE[name] and told[2] == bound.LEVERS[name], name
-    assert bound.MORE_LOAD in query and f">= {bound.LEAST_AT_ONCE}" in query
+        assert told and told[1] == bottleneck.EVIDENCE[name] and told[2] == bottleneck.LEVERS[name], name
+    assert bottleneck.MORE_LOAD in query and f">= {bottleneck.LEAST_AT_ONCE}" in query
 
 
 def test_what_is_refused_for_want_of_room_is_the_same_in_panel_and_alert():

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from baton.loadgen.bound import name_bound
+from baton.loadgen.bottleneck import name_bottleneck
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.run import Ran
 from baton.service.observe.phases import PHASES
@@ -51,7 +51,7 @@ def summarize(ran: Ran, slo: Slo, is_open: bool) -> dict:
         "sender_cpu_share": ran.cpu_share,
         "interrupted": ran.is_interrupted,
         "valid": not lags and not ran.is_interrupted,
-        "bound": name_bound(answered, ran.cpu_share, lag_p99_s if lags else 0.0)._asdict(),
+        "bound": name_bottleneck(answered, ran.cpu_share, lag_p99_s if lags else 0.0)._asdict(),
     }
 
 

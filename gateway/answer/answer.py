@@ -9,7 +9,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
-from gateway.request.bounds import bound_seconds
+from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.timing import Measured, Stamps, timing
 from gateway.request.validation import Checked
 
@@ -187,7 +187,7 @@ class Answer:
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
         )
         durations = timing(self._stamps, measured, self.num_longest)
-        durations.bound_s.update(bound_seconds(self._stamps, measured))
+        durations.bound_s.update(seconds_by_bottleneck(self._stamps, measured))
         await self._send(last, at, usage, durations)
 
     def _due(self) -> list[Choice]:

@@ -19,7 +19,7 @@ from baton.service.observe.metrics import (
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.observe.predictions import predictions
-from gateway.request.bounds import bound_seconds
+from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
@@ -78,7 +78,7 @@ class _ModelMeters:
             "baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS
         )()
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
-        self._bound = metrics.counter(
+        self._bottleneck = metrics.counter(
             "baton_bound_seconds", "seconds of answered requests by what they waited for", "bound"
         )
         self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
@@ -151,8 +151,8 @@ class _ModelMeters:
         if measured.tpot_s:
             self._tpot.observe(measured.tpot_s, exemplar)
         if error is None:
-            for bound, spent_s in bound_seconds(stamps, record.measured).items():
-                self._bound(bound).inc(spent_s)
+            for bottleneck, spent_s in seconds_by_bottleneck(stamps, record.measured).items():
+                self._bottleneck(bottleneck).inc(spent_s)
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None, durations: pb.Timing) -> None:

@@ -4,11 +4,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from baton.service.clock import now
-from baton.service.observe.bound import PromptFacts, aware_of_host, bound_of_stack
+from baton.service.observe.bottleneck import PromptFacts, aware_of_host, bottleneck_of_stack
 from baton.service.observe.cpu_usage import CpuUsage
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe.meters import outcome
-from gateway.request.bounds import bound_seconds
+from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import timing
 
@@ -67,7 +67,7 @@ class RecentRequests:
             num_input_tokens=self._num_input,
             num_output_tokens=self._num_output,
             uptime_s=now() - self._since,
-            bound=self._bound(),
+            bound=self._bottleneck(),
         )
         for record in list(self._running.values())[: request.max_running or _DEFAULT_RUNNING]:
             answer.running.append(_view(record, ("", ""), None))
@@ -75,18 +75,18 @@ class RecentRequests:
             answer.recent.append(_view(record, how, ended_at))
         return answer
 
-    def _bound(self) -> str:
-        """Return what bounds the stack, by the latest answered requests."""
+    def _bottleneck(self) -> str:
+        """Return the bottleneck of the stack, by the latest answered requests."""
         if not self._ended:
             return ""
         until = self._ended[-1][2]
         last = [record for record, how, at in self._ended if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
         spent_s: Counter[str] = Counter()
         for record in last:
-            spent_s.update(bound_seconds(record.stamps, record.measured))
+            spent_s.update(seconds_by_bottleneck(record.stamps, record.measured))
         window_s = until - min((each.stamps.received for each in last), default=until)
         return aware_of_host(
-            bound_of_stack(spent_s, window_s, self._facts(last)), self._cpu.num_cores, self._cpu.busy()
+            bottleneck_of_stack(spent_s, window_s, self._facts(last)), self._cpu.num_cores, self._cpu.busy()
         ).sentence
 
     def _facts(self, last: Sequence[RequestRecord]) -> PromptFacts:

@@ -97,7 +97,7 @@ class QueuePlace:
         """Leave the queue, if it is in one. `served`: a worker took the request."""
         if self._entry is not None:
             queue, entry = self._entry
-            self.waited_s[queue.bound] += now() - self._joined_at
+            self.waited_s[queue.bottleneck] += now() - self._joined_at
             self._entry = self._since = None
             queue.leave(entry, served=served)
 

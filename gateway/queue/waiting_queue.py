@@ -156,8 +156,8 @@ class WaitingQueue:
         self._served_at = 0.0  # the last time, or since when the queue has waited
 
     @property
-    def bound(self) -> str:
-        """Return what requests wait for here, one of BOUNDS (baton/service/observe/bound.py)."""
+    def bottleneck(self) -> str:
+        """Return what requests wait for here, one of BOTTLENECKS (baton/service/observe/bottleneck.py)."""
         return "kv pool" if self.refused_for == KV_FULL else self._name
 
     def is_open_to(self, tenant: str) -> bool:

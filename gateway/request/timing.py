@@ -45,7 +45,7 @@ class Measured:
     transfer_s: float = 0.0
     after_last_ready_s: float = 0.0
     decode: worker_pb2.DecodeReport = field(default_factory=lambda: _NO_REPORT)
-    # What the phases were spent waiting for (gateway/request/bounds.py): shares of the workers' time in which they waited for
+    # What the phases were spent waiting for (gateway/request/bottlenecks.py): shares of the workers' time in which they waited for
     # a core, seconds in which messages waited for the client, seconds in this gateway's lines by what was waited for there,
     # and those on the worker that read the prompt, for a place in its batch and for blocks: a prefill worker, or the decode worker.
     prefill_core_wait: float = 0.0

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from baton.loadgen.bound import name_bound
+from baton.loadgen.bottleneck import name_bottleneck
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.report import page
 from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import percentile, summarize, table
 from baton.loadgen.workload import Job
-from baton.service.observe.bound import BOUNDS, LEVERS
+from baton.service.observe.bottleneck import BOTTLENECKS, LEVERS
 from baton.service.slo import Slo
 from tests.support.gateway.gateway_stub import StubGateway, serving
 
@@ -85,24 +85,24 @@ def outcome(index: int = 0, ttft_s: float = 0.1, num_output: int = 11, step_s: f
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", BOTTLENECKS)
 def test_the_sentence_names_what_bounds_the_run(name):
     least = outcome()
-    least.bound_s = {each: 2.0 if each == name else 1.0 for each in BOUNDS}
-    bound = name_bound([least] * 5, 0.2, 0.0)
+    least.bound_s = {each: 2.0 if each == name else 1.0 for each in BOTTLENECKS}
+    bound = name_bottleneck([least] * 5, 0.2, 0.0)
     assert bound.name == name and LEVERS[name] in bound.sentence and "18%" in bound.sentence
 
 
 def test_long_prompts_are_named():
     one = outcome()
     one.num_prompt, one.num_cached, one.bound_s = 3000, 500, {"prefill compute": 1.0}
-    assert "2,500 tokens each are in no cache" in name_bound([one], 0.2, 0.0).sentence
+    assert "2,500 tokens each are in no cache" in name_bottleneck([one], 0.2, 0.0).sentence
 
 
 def test_the_sentence_names_the_client():
     for arguments in ((0.97, 0.0), (0.2, 0.05)):
-        assert name_bound([outcome()], *arguments).name == "client"
-    assert name_bound([], 0.1, 0.0).name == "nothing"
+        assert name_bottleneck([outcome()], *arguments).name == "client"
+    assert name_bottleneck([], 0.1, 0.0).name == "nothing"
 
 
 def test_percentiles():

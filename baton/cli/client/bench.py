@@ -32,7 +32,7 @@ from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
 from baton.service.arguments import add_command, positive, whole
-from baton.service.observe.bound import Bound, aware_of_host
+from baton.service.observe.bottleneck import Bottleneck, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.exposure import is_loopback
@@ -284,7 +284,7 @@ class _Bench:
         if ran.is_interrupted and not ran.outcomes:
             raise KeyboardInterrupt
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
-        summary["bound"] = aware_of_host(Bound(**summary["bound"]), cpu_usage.num_cores, busy)._asdict()
+        summary["bound"] = aware_of_host(Bottleneck(**summary["bound"]), cpu_usage.num_cores, busy)._asdict()
         facts = {
             "workload": name,
             "target": self._served.target,

@@ -14,7 +14,7 @@ from gateway.link import worker_link
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
-from gateway.request.bounds import bound_seconds
+from gateway.request.bottlenecks import seconds_by_bottleneck
 from tests.gateway.orchestration.test_endings import refused
 from tests.gateway.orchestration.test_resuming import hang_up
 from tests.support.gateway.fake_worker import FakeWorker
@@ -165,13 +165,13 @@ async def test_an_older_one_may_be_silent_until_it_is_done(cluster, monkeypatch)
         await c.idle()
 
 
-@pytest.mark.parametrize("reason, bound", [("queue_full", "prefill queue"), (KV_FULL, "kv pool")])
-async def test_what_the_time_in_line_is_told_as(cluster, reason, bound):
+@pytest.mark.parametrize("reason, bottleneck", [("queue_full", "prefill queue"), (KV_FULL, "kv pool")])
+async def test_what_the_time_in_line_is_told_as(cluster, reason, bottleneck):
     async with cluster() as c:
         c.prefill[0].refusals = [reason] * 10  # asked again after 20 ms each
         await embed(c, IDS[1])
         ((record, _, _),) = c.gateway.recent._ended
-        assert bound_seconds(record.stamps, record.measured)[bound] >= 0.15
+        assert seconds_by_bottleneck(record.stamps, record.measured)[bottleneck] >= 0.15
         await c.idle()
 
 
@@ -187,7 +187,7 @@ async def test_one_that_comes_behind_a_line_waits_there_too(cluster):
         await asyncio.gather(first, second)
         assert len(c.gateway.recent._ended) == 2
         for record, _, _ in c.gateway.recent._ended:
-            assert bound_seconds(record.stamps, record.measured)["prefill queue"] >= 0.15
+            assert seconds_by_bottleneck(record.stamps, record.measured)["prefill queue"] >= 0.15
         await c.idle()
 
 
@@ -197,7 +197,7 @@ async def test_the_time_of_many_is_that_of_all_their_turns(cluster):
         c.prefill[0].read_s = 0.05
         await embed(c, *[IDS[0]] * 64)
         ((record, _, _),) = c.gateway.recent._ended
-        assert bound_seconds(record.stamps, record.measured)["prefill compute"] >= 0.19
+        assert seconds_by_bottleneck(record.stamps, record.measured)["prefill compute"] >= 0.19
         await c.idle()
 
 

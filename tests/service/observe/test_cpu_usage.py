@@ -5,7 +5,7 @@ import os
 import pytest
 
 from baton.service.observe import cpu_usage
-from baton.service.observe.bound import Bound, aware_of_host
+from baton.service.observe.bottleneck import Bottleneck, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -46,10 +46,10 @@ def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
 
 
 def test_another_worker_is_no_advice_for_a_full_host():
-    bound = Bound("prefill compute", "Try this: add prefill workers.")
-    assert aware_of_host(bound, 2, 0.5) == bound
-    told = aware_of_host(bound, 2, 0.97)
-    assert told.name == bound.name and told.sentence.startswith(bound.sentence)
+    bottleneck = Bottleneck("prefill compute", "Try this: add prefill workers.")
+    assert aware_of_host(bottleneck, 2, 0.5) == bottleneck
+    told = aware_of_host(bottleneck, 2, 0.97)
+    assert told.name == bottleneck.name and told.sentence.startswith(bottleneck.sentence)
     assert "Another worker needs another host: the 2 cores of this one are 97% busy." in told.sentence
-    slow_network = Bound("transfer", "Try this: move the workers to one host.")
+    slow_network = Bottleneck("transfer", "Try this: move the workers to one host.")
     assert aware_of_host(slow_network, 2, 1.0) == slow_network

@@ -1,6 +1,6 @@
 """Name what bounds a run, in one sentence: what requests waited for, and the one lever to try.
 
-A request's time is divided among BOUNDS without a rest (gateway/request/bounds.py), so that shares of many add up.
+A request's time is divided among BOTTLENECKS without a rest (gateway/request/bottlenecks.py), so that shares of many add up.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ LEVERS = {
     "transfer": "move the workers to one host (shm, cuda_ipc) or a faster network, or store KV in int8",
     "decode bandwidth": "quantize weights (int8, int4) or turn speculation on; for more streams add decode workers",
 }
-BOUNDS = tuple(LEVERS)
+BOTTLENECKS = tuple(LEVERS)
 SENDER_LEVER = "give the load generator more --processes, or a machine of its own"
 MORE_LOAD = "send more requests, or more at once: the stack has room"  # the client's lever, as the stack sees it
 COLD_LEVER = "restart workers one after the other, so that the others keep their caches; this one's fills by itself"
@@ -42,8 +42,8 @@ EVIDENCE = {
 _MORE_WORKERS = ("prefill queue", "decode queue", "prefill compute", "decode bandwidth")
 
 
-class Bound(NamedTuple):
-    name: str  # one of BOUNDS, or "nothing" where nothing was answered
+class Bottleneck(NamedTuple):
+    name: str  # one of BOTTLENECKS, or "nothing" where nothing was answered
     sentence: str
 
 
@@ -63,37 +63,37 @@ class PromptFacts(NamedTuple):
 NO_FACTS = PromptFacts()
 
 
-def bound_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -> Bound:
-    """`spent_s`: seconds of answered requests by what they waited for, one of BOUNDS."""
+def bottleneck_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -> Bottleneck:
+    """`spent_s`: seconds of answered requests by what they waited for, one of BOTTLENECKS."""
     total_s = sum(spent_s.values())
     if total_s <= 0:
-        return Bound("nothing", "No request was answered, so it is unknown what limits the run.")
-    name = max(BOUNDS, key=lambda each: spent_s.get(each, 0.0))
+        return Bottleneck("nothing", "No request was answered, so it is unknown what limits the run.")
+    name = max(BOTTLENECKS, key=lambda each: spent_s.get(each, 0.0))
     evidence = f"{EVIDENCE[name]} ({spent_s[name] / total_s:.0%} of the answered requests' time)"
     if name != "prefill compute":
         return worded(name, evidence, LEVERS[name])
     return worded(name, evidence + _told(facts), COLD_LEVER if facts.is_cold else LEVERS[name])
 
 
-def bound_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bound:
+def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bottleneck:
     """As the stack itself sees it: `spent_s` by those that ended in the last `window_s`. Their sum over it is how many
     it has had at once, in the mean (Little's law)."""
     at_once = sum(spent_s.values()) / max(window_s, 1e-9)
     if spent_s and at_once < LEAST_AT_ONCE:
         return worded("client", f"the stack waits for requests ({at_once:.2f} at a time in the mean)", MORE_LOAD)
-    return bound_of(spent_s, facts)
+    return bottleneck_of(spent_s, facts)
 
 
-def aware_of_host(bound: Bound, num_cores: int, busy: float) -> Bound:
+def aware_of_host(bottleneck: Bottleneck, num_cores: int, busy: float) -> Bottleneck:
     """Add to advice for another worker that it does not help here, where the cores of this host are `busy`, 0 to 1."""
-    if bound.name not in _MORE_WORKERS or busy < FULL_HOST:
-        return bound
+    if bottleneck.name not in _MORE_WORKERS or busy < FULL_HOST:
+        return bottleneck
     caveat = f"Another worker needs another host: the {num_cores} cores of this one are {busy:.0%} busy."
-    return Bound(bound.name, f"{bound.sentence} {caveat}")
+    return Bottleneck(bottleneck.name, f"{bottleneck.sentence} {caveat}")
 
 
-def worded(name: str, evidence: str, lever: str) -> Bound:
-    return Bound(name, f"Bound by {name}: {evidence}. Try this: {lever}.")
+def worded(name: str, evidence: str, lever: str) -> Bottleneck:
+    return Bottleneck(name, f"Bound by {name}: {evidence}. Try this: {lever}.")
 
 
 def _told(facts: PromptFacts) -> str:

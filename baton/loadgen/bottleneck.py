@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from baton.loadgen.outcome import Outcome
-from baton.service.observe.bound import SENDER_LEVER, Bound, PromptFacts, bound_of, worded
+from baton.service.observe.bottleneck import SENDER_LEVER, Bottleneck, PromptFacts, bottleneck_of, worded
 
 BUSY_SENDER = 0.9  # of a core: the sender is as fast as it can be
 FREE_SENDER = 0.5  # with less it is not its own work that makes it late
 
 
-def name_bound(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: float) -> Bound:
+def name_bottleneck(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: float) -> Bottleneck:
     """`lag_p99_s`: 0 unless the sender was too late to count."""
     if lag_p99_s or sender_cpu_share > BUSY_SENDER:
         late = f", {1e3 * lag_p99_s:.0f} ms late at p99" if lag_p99_s else ""
@@ -23,7 +23,7 @@ def name_bound(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: 
     if answered and not spent_s:  # a server of OpenAI's API
         share = sum(outcome.ttft_s for outcome in answered) / sum(outcome.e2e_s for outcome in answered)
         told = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
-        return Bound("nothing", told)
+        return Bottleneck("nothing", told)
     num_prompt, num_cached = (sum(getattr(each, name) for each in answered) for name in ("num_prompt", "num_cached"))
     facts = PromptFacts((num_prompt - num_cached) / max(1, len(answered)), num_cached / max(1, num_prompt))
-    return bound_of(spent_s, facts)
+    return bottleneck_of(spent_s, facts)

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from baton.service.observe.bound import BOUNDS, PromptFacts, bound_of
+from baton.service.observe.bottleneck import BOTTLENECKS, PromptFacts, bottleneck_of
 from baton.service.observe.core_wait import LoopDelay, PathDelay
 from baton.v1 import worker_pb2
 from gateway.observe.recent_requests import RecentRequests
-from gateway.request.bounds import bound_seconds
+from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.timing import Measured, Stamps, breakdown
 from tests.support.gateway.records import ANSWERED, record
 
@@ -31,7 +31,9 @@ def drawn(rng: random.Random) -> Measured:
     report = worker_pb2.DecodeReport(kv_wait_s=few(2), decode_queue_s=few(2), first_step_s=few(1), decode_s=few(5))
     path = PathDelay(LoopDelay(few(1), few(1)), few(1))
     report.waits.place_s, report.waits.block_s = few(2), few(2)
-    in_line_s = {bound: few(2) for bound in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5}
+    in_line_s = {
+        bottleneck: few(2) for bottleneck in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5
+    }
     return Measured(
         few(2),
         few(3),
@@ -54,13 +56,13 @@ def test_they_add_up_to_the_phases():
     for _ in range(2000):
         made = stamps(*(rng.choice((0.0, rng.uniform(0, 3))) for _ in range(7)))
         measured = drawn(rng)
-        found, spent = bound_seconds(made, measured), breakdown(made, measured)
-        assert found.keys() <= set(BOUNDS) and min(found.values(), default=0) >= 0
+        found, spent = seconds_by_bottleneck(made, measured), breakdown(made, measured)
+        assert found.keys() <= set(BOTTLENECKS) and min(found.values(), default=0) >= 0
         assert sum(found.values()) == pytest.approx(sum(spent.values()), abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    "bound, gaps_s, measured",
+    "bottleneck, gaps_s, measured",
     [
         ("gateway", (1, 1, 0, 0, 0, 0, 1), Measured(path=BUSY)),
         ("cores", (0, 0, 0, 0, 4, 0, 1), Measured(path=PathDelay(LoopDelay(0.02, 0.01)))),
@@ -84,14 +86,14 @@ def test_they_add_up_to_the_phases():
         ("gateway", (0, 0, 0, 0, 0, 0, 9), Measured(decode=worker_pb2.DecodeReport(decode_s=2), path=BUSY)),
     ],
 )  # fmt: skip
-def test_each_goes_where_it_belongs(bound, gaps_s, measured):
-    found = bound_seconds(stamps(*gaps_s), measured)
-    assert bound_of(found).name == bound, found
+def test_each_goes_where_it_belongs(bottleneck, gaps_s, measured):
+    found = seconds_by_bottleneck(stamps(*gaps_s), measured)
+    assert bottleneck_of(found).name == bottleneck, found
 
 
 def test_a_cold_cache_is_named():
     before, since = PromptFacts(2000, 0.1, 0.6), PromptFacts(2000, 0.5, 0.6)
-    cold, warm = (bound_of({"prefill compute": 1.0}, facts).sentence for facts in (before, since))
+    cold, warm = (bottleneck_of({"prefill compute": 1.0}, facts).sentence for facts in (before, since))
     assert "cold cache" in cold and "one after the other" in cold
     assert "cold cache" not in warm and "add prefill workers" in warm
 

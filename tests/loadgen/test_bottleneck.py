@@ -6,7 +6,7 @@ import json
 import pytest
 
 from baton.cli.main import main
-from baton.service.observe.bound import LEVERS, SENDER_LEVER
+from baton.service.observe.bottleneck import LEVERS, SENDER_LEVER
 from tests.support.gateway.gateway_stub import StubGateway, serving
 
 CLOSED = ("--closed", "4", "--num-requests", "12")
@@ -26,16 +26,16 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("bound", RUNS)
-def test_the_sentence_names_where_the_time_went(bound, tmp_path, capsys):
-    times, load, evidence = RUNS[bound]
+@pytest.mark.parametrize("bottleneck", RUNS)
+def test_the_sentence_names_where_the_time_went(bottleneck, tmp_path, capsys):
+    times, load, evidence = RUNS[bottleneck]
     with serving(StubGateway(**times)) as target:
         status = main(["bench", "--target", target, *load, "--seed", "1", "--out", str(tmp_path / "run")])
     said = capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     sentence = summary["bound"]["sentence"]
-    assert summary["bound"]["name"] == bound and evidence in sentence
-    assert (SENDER_LEVER if bound == "client" else LEVERS[bound]) in sentence
+    assert summary["bound"]["name"] == bottleneck and evidence in sentence
+    assert (SENDER_LEVER if bottleneck == "client" else LEVERS[bottleneck]) in sentence
     assert said.splitlines()[-2].endswith(sentence)
     assert html.escape(sentence) in (tmp_path / "run" / "report.html").read_text()
-    assert status == (1 if bound == "client" else 0)
+    assert status == (1 if bottleneck == "client" else 0)

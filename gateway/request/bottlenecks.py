@@ -1,5 +1,5 @@
 """What the time of one request was spent waiting for: each of its phases is divided among the words of
-baton.service.observe.bound without a rest.
+baton.service.observe.bottleneck without a rest.
 
 Waiting for room comes first, in lines here and on workers, as it was seen there. What is left of a phase in a worker is a
 share of waiting for a core, as that worker says, and what the phase is there for. What passes between processes is divided
@@ -18,34 +18,34 @@ _IN_LINE = {
 }
 
 
-class _Division(defaultdict[str, float]):
-    """Seconds by bound, taken out of those by phase."""
+class _Attribution(defaultdict[str, float]):
+    """Seconds by bottleneck, taken out of those by phase."""
 
     def __init__(self, spent_s: dict[str, float]):
         super().__init__(float)
         self.spent_s = defaultdict[str, float](float, spent_s)
 
-    def take(self, bound: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
-        """Give a bound up to `most_s` of these phases, in their order."""
+    def take(self, bottleneck: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
+        """Give a bottleneck up to `most_s` of these phases, in their order."""
         most_s = max(0.0, most_s)  # in this order: what is no number counts for nothing
         for phase in phases:
             taken_s = min(most_s, self.spent_s[phase])
-            self[bound] += taken_s
+            self[bottleneck] += taken_s
             self.spent_s[phase] -= taken_s
             most_s -= taken_s
 
-    def take_work(self, bound: str, phases: tuple[str, ...], core_wait: float) -> None:
-        """Give a bound all of these phases but the share in which the worker waited for a core."""
+    def take_work(self, bottleneck: str, phases: tuple[str, ...], core_wait: float) -> None:
+        """Give a bottleneck all of these phases but the share in which the worker waited for a core."""
         self.take("cores", phases, core_wait * sum(self.spent_s[phase] for phase in phases))
-        self.take(bound, phases)
+        self.take(bottleneck, phases)
 
 
-def bound_seconds(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Return seconds by bound; they sum to the phases of `breakdown`."""
-    found, waits = _Division(breakdown(stamps, measured)), measured.decode.waits
-    for bound, waited_s in measured.in_line_s.items():
-        found.take(bound, _IN_LINE[bound], waited_s)
-    _divide_delivery(found, measured)
+def seconds_by_bottleneck(stamps: Stamps, measured: Measured) -> dict[str, float]:
+    """Return seconds by bottleneck; they sum to the phases of `breakdown`."""
+    found, waits = _Attribution(breakdown(stamps, measured)), measured.decode.waits
+    for bottleneck, waited_s in measured.in_line_s.items():
+        found.take(bottleneck, _IN_LINE[bottleneck], waited_s)
+    _attribute_delivery(found, measured)
     found.take("kv pool", ("prefill_queue",), measured.prefill_block_s)
     if not measured.is_disaggregated:
         found.take("decode queue", ("prefill_queue",), measured.prefill_place_s)
@@ -59,7 +59,7 @@ def bound_seconds(stamps: Stamps, measured: Measured) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _divide_delivery(found: _Division, measured: Measured) -> None:
+def _attribute_delivery(found: _Attribution, measured: Measured) -> None:
     """Divide what passed between processes and in this one. Of `decode`, that is all beyond the worker's own time."""
     decode, spent = measured.decode, found.spent_s
     own_s = max(0.0, decode.decode_s - decode.first_step_s)  # of the worker, after its first step
