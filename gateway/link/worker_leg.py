@@ -78,7 +78,7 @@ class WorkerLeg:
     def post(self, event) -> None:
         """Take an event of this leg."""
         if isinstance(event, (pb.Done, pb.Fetched, pb.Refused)):
-            self._has_worked()
+            self._note_work()
         if isinstance(event, pb.Refused):
             self.note_success()  # that is an answer
         if isinstance(event, (Lost, pb.Ended, pb.Refused)):
@@ -93,7 +93,7 @@ class WorkerLeg:
         self.num_unread += len(token_ids)
         if is_first:
             self._written_from = first_index
-            self._has_worked()
+            self._note_work()
         self._written_upto = max(self._written_upto, upto)
         self.mailbox.add(self, choice, first_index, token_ids, logprobs, reason)
         if self.num_unread > self.link.max_unread_tokens and self._open:
@@ -119,7 +119,7 @@ class WorkerLeg:
         """Tokens of its longest choice."""
         return self._written_upto - self._written_from
 
-    def _has_worked(self) -> None:
+    def _note_work(self) -> None:
         if self._asked_at is not None:
             self._end_silence()
             self.link.note_worked(self._asked_at)

@@ -18,7 +18,7 @@ def take_tokens(request: RequestContext, occurred: Occurrence[Tokens]) -> None:
     request.answer.push(tokens.choice, tokens.first_index, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
 
 
-def await_report(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
+def expect_report(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
     """Wait for what the decode worker has measured, if it has decoded anything."""
     if not request.attempt.is_decoding:
         return RequestState.ENDED  # the first tokens were the last

@@ -17,11 +17,11 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     (POISON) if workers have died of it."""
     record, queues = request.record, request.queues
     if not request.failures.check_deaths():
-        return _await_worker(request, Unavailable("no worker was heard again", 1.0, reason="NO_WORKER"))
+        return _queue_for_worker(request, Unavailable("no worker was heard again", 1.0, reason="NO_WORKER"))
     try:
         decision, prefill_link, decode_link = request.router.route()
     except Unavailable as error:
-        return _await_worker(request, error)
+        return _queue_for_worker(request, error)
     request.failures.note_replaced()
     # One that has waited is served, late or not.
     if record.decision is None and not request.place.is_in_line:
@@ -38,7 +38,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     return RequestState.ADMITTING
 
 
-def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
+def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
     """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
     _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
     _drop_decode(request)
@@ -53,7 +53,7 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
         request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
-        _await_worker(request, Unavailable(message, 1.0, reason="NO_WORKER"))
+        _queue_for_worker(request, Unavailable(message, 1.0, reason="NO_WORKER"))
 
 
 def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:
@@ -86,7 +86,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         except Unavailable as error:
             _drop_decode(request)
             request.place.leave(served=False)
-            return _await_worker(request, error)
+            return _queue_for_worker(request, error)
     _count_prefill(request, attempt.prefill_link or attempt.decode.link)
     if attempt.prefill_link is None:
         request.leave_line()
@@ -100,11 +100,11 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
     return None
 
 
-def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
+def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
     """Ask the next prefill worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
     refused, router = occurred.message, request.router
     if request.attempt.prefill is None:  # the decode worker, whose key has ended since it was granted
-        await_credit(request, occurred)
+        queue_for_credit(request, occurred)
         return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
     _count_prefill(request, None)
@@ -120,7 +120,7 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
     return None
 
 
-def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_or_wait_longer(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Wait longer where no worker serves and one is starting. Raises Unavailable where none came, Overloaded where all are
     full."""
     router, failures = request.router, request.failures
@@ -194,7 +194,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
         record.num_recomputed_tokens += len(attempt.spec.token_ids) - num_cached_tokens
 
 
-def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
+def _queue_for_worker(request: RequestContext, error: Unavailable) -> RequestState:
     """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the loss,
     where there is no use in it."""
     request.failures.check_wait(error)

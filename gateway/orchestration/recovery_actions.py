@@ -75,7 +75,7 @@ def attach_again(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> Re
     return _start_over_if_over(request, occurred)
 
 
-def await_others(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
+def drop_reattach_leg(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
     """This worker does not have the sequence; wait for the others that were asked. Raises BatonError."""
     request.reattach.drop(occurred.message)
     return _start_over_if_over(request, occurred)

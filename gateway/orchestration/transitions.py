@@ -14,32 +14,32 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gateway.orchestration.decode_actions import (
-    await_report,
     end_answered,
     end_cancelled,
     end_deadline,
     end_draining,
     end_unread,
+    expect_report,
     ignore,
     take_tokens,
 )
 from gateway.orchestration.prefill_actions import (
     ask_for_credit,
     ask_for_prefill,
-    await_credit,
-    await_prefill,
     begin_answer,
     begin_prefill,
     end_full,
-    end_or_await_start,
+    end_or_wait_longer,
     fetch,
     note_fetched,
     note_prefix,
+    queue_for_credit,
+    queue_for_prefill,
 )
 from gateway.orchestration.recovery_actions import (
     attach_again,
-    await_others,
     doubt_fetch,
+    drop_reattach_leg,
     find_sequence,
     leave_stalled,
     reattach,
@@ -65,7 +65,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
     s, e, to = RequestState, RequestEvent, _to
     retry = to(try_again, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED)
     attach = (s.ATTACHING, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED)
-    wait = to(await_others, *attach)
+    wait = to(drop_reattach_leg, *attach)
     table = {(state, event): to(ignore, state) for state in s for event in e}
     for state in s:
         if state is s.ENDED:
@@ -87,14 +87,14 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
     return table | {
         (s.AWAITING_CREDIT, e.RESUMED): to(find_sequence, *attach),
         (s.AWAITING_CREDIT, e.ROOM): to(ask_for_credit, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
-        (s.AWAITING_CREDIT, e.SILENCE): to(end_or_await_start, s.AWAITING_CREDIT, s.ENDED),
+        (s.AWAITING_CREDIT, e.SILENCE): to(end_or_wait_longer, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.GRANTED): to(begin_prefill, s.PREFILLING, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),
-        (s.ADMITTING, e.REFUSED): to(await_credit, s.AWAITING_CREDIT, s.ENDED),
+        (s.ADMITTING, e.REFUSED): to(queue_for_credit, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.SILENCE): retry,
         (s.AWAITING_PREFILL, e.ROOM): to(ask_for_prefill, s.PREFILLING, s.AWAITING_CREDIT, s.ENDED),
         (s.AWAITING_PREFILL, e.SILENCE): to(end_full, s.ENDED),
         (s.PREFILLING, e.ACCEPTED): to(fetch, s.FETCHING),
-        (s.PREFILLING, e.REFUSED): to(await_prefill, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),
+        (s.PREFILLING, e.REFUSED): to(queue_for_prefill, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),
         (s.PREFILLING, e.SILENCE): retry,
         (s.PREFILLING, e.FETCHED): to(note_prefix, s.PREFILLING),
         (s.FETCHING, e.FETCHED): to(note_fetched, s.FETCHING),
@@ -113,7 +113,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         (s.ATTACHING, e.SILENCE): to(start_over, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
         (s.DECODING, e.TOKENS): to(take_tokens, s.DECODING, s.ENDED),
         # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
-        (s.DECODING, e.FINISHED): to(await_report, s.ENDING, s.ENDED),
+        (s.DECODING, e.FINISHED): to(expect_report, s.ENDING, s.ENDED),
         (s.ENDING, e.DECODE_ENDED): to(end_answered, s.ENDED),
         (s.ENDING, e.DECODE_FAILED): to(end_answered, s.ENDED),
         (s.ENDING, e.DECODE_LOST): to(end_answered, s.ENDED),

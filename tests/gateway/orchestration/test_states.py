@@ -11,7 +11,7 @@ import gateway.orchestration.pipeline
 from baton.v1 import inference_pb2 as pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Stalled, Tokens
-from gateway.orchestration.decode_actions import await_report, end_answered, ignore
+from gateway.orchestration.decode_actions import end_answered, expect_report, ignore
 from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
 from gateway.orchestration.states import RequestEvent, RequestState
 from gateway.orchestration.transitions import TABLE, RequestTransition
@@ -135,7 +135,7 @@ def test_what_raises_may_end():
     """An action whose docstring says that it raises is in no cell that cannot lead to the end, and the other way
     round."""
     for (state, event), cell in TABLE.items():
-        if cell.action not in (end_answered, await_report, ignore):
+        if cell.action not in (end_answered, expect_report, ignore):
             assert ("Raises" in cell.action.__doc__) == (RequestState.ENDED in cell.states), (state, event)
 
 
