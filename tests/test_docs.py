@@ -8,8 +8,9 @@ import pytest
 from baton.engine.schedule.lifecycle import TABLE as ENGINE_TABLE
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.worker.legs.states import LegEvent, LegState
-from gateway.orchestration.states import RequestEvent, RequestState
+from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.transitions import TABLE as GATEWAY_TABLE
+from gateway.request.request_state import RequestState
 from tests.support.folder_map import folder_map
 from tests.support.state_table import state_table_markdown
 from tests.support.worker.doubles import TABLE as WORKER_TABLE

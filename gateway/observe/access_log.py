@@ -29,7 +29,7 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
         "model": record.model or "-",
         "outcome": how,
         "reason": reason or "-",
-        "phase": "-" if error is None else record.phase,
+        "phase": "-" if error is None else record.phase_name,
         "input_tokens": record.num_prompt_tokens or 0,
         "cached_tokens": record.num_cached_tokens,
         "output_tokens": record.num_output_tokens,

@@ -10,6 +10,7 @@ from baton.v1 import fleet_pb2 as pb
 from gateway.observe.meters import outcome
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.request_record import RequestRecord
+from gateway.request.request_state import RequestState
 from gateway.request.timing import timing
 
 NUM_KEPT = 500  # ended requests, about 1 KB each
@@ -17,10 +18,17 @@ _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
 _BOUND_WINDOW_S = 60.0  # up to the last end
 # The phase (of timing.PHASES) in which a request is, by what its record says; the decode worker fetches while the prompt
 # is being read.
-PHASE_OF = {
-    "tokenizing": "tokenize", "awaiting credit": "admit", "admitting": "admit", "awaiting prefill": "prefill_queue",
-    "prefilling": "prefill_queue", "fetching": "prefill", "decoding": "decode", "ending": "decode", "attaching": "decode",
-}  # fmt: skip
+PHASE_OF: dict[RequestState | None, str] = {
+    None: "tokenize",
+    RequestState.AWAITING_CREDIT: "admit",
+    RequestState.ADMITTING: "admit",
+    RequestState.AWAITING_PREFILL: "prefill_queue",
+    RequestState.PREFILLING: "prefill_queue",
+    RequestState.FETCHING: "prefill",
+    RequestState.DECODING: "decode",
+    RequestState.ENDING: "decode",
+    RequestState.ATTACHING: "decode",
+}
 
 
 class RecentRequests:

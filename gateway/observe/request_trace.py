@@ -17,15 +17,16 @@ from baton.service.errors import BatonError
 from baton.service.observe import telemetry
 from baton.service.observe.telemetry import CLOCK, SpanEvent, emit_span
 from gateway.request.request_record import Failure, RequestRecord
+from gateway.request.request_state import RequestState
 from gateway.request.timing import breakdown
 
 _SAMPLING = [name for name, param in SAMPLING_PARAMS.items() if param.in_traces]
 _LEAST_WAIT_S = 0.001  # a shorter one was no wait
 _LOST = {
-    "admitting": "admit",
-    "awaiting prefill": "prefill.wait",
-    "prefilling": "prefill",
-    "decoding": "decode",
+    RequestState.ADMITTING: "admit",
+    RequestState.AWAITING_PREFILL: "prefill.wait",
+    RequestState.PREFILLING: "prefill",
+    RequestState.DECODING: "decode",
 }
 
 
@@ -83,8 +84,7 @@ def _draw_child(
 
 def _draw_lost(record: RequestRecord, failure: Failure) -> None:
     """Draw what a worker did that has gone or is silent, as seen from here."""
-    of_prefill = failure.event.startswith("prefill")
-    name = _LOST.get(failure.phase, "prefill" if of_prefill else "kv.transfer")  # fetching: two work at it
+    name = _LOST.get(failure.phase, "prefill" if failure.is_prefill else "kv.transfer")  # fetching: two work at it
     attributes = {
         "error.type": failure.reason,
         "baton.worker": failure.worker,
@@ -98,7 +98,7 @@ def _draw_lost(record: RequestRecord, failure: Failure) -> None:
 def _waited(record: RequestRecord) -> bool:
     stamps = record.stamps
     if stamps.prefill_sent is None:
-        return record.phase == "awaiting prefill"
+        return record.phase is RequestState.AWAITING_PREFILL
     return stamps.prefill_sent - stamps.granted > _LEAST_WAIT_S
 
 
@@ -109,7 +109,7 @@ def _events(record: RequestRecord) -> Iterator[SpanEvent]:
     for failure in record.failures[: max(0, record.num_attempts - 1)]:
         attributes = {
             "baton.worker": failure.worker,
-            "baton.phase": failure.phase,
+            "baton.phase": failure.phase.value,
             "baton.reason": failure.reason,
             "gen_ai.usage.output_tokens": failure.num_output_tokens,
         }
@@ -138,7 +138,7 @@ def _attributes(record: RequestRecord, outcome: _Outcome) -> dict[str, object]:
         "baton.tenant": record.tenant,
         "baton.num_attempts": record.num_attempts,
         "baton.batch_size": record.batch_size or None,
-        "baton.phase": record.phase if outcome.is_error else None,
+        "baton.phase": record.phase_name if outcome.is_error else None,
         "baton.transfer_s": measured.transfer_s or None,
         "baton.ttft_s": record.ttft_s,
     }

@@ -4,7 +4,8 @@ from baton.service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavai
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Overflow, Tokens
 from gateway.orchestration.request_context import RequestContext
-from gateway.orchestration.states import Occurrence, RequestState
+from gateway.orchestration.states import Occurrence
+from gateway.request.request_state import RequestState
 
 
 def ignore(request: RequestContext, occurred: Occurrence[object]) -> None:

@@ -13,8 +13,9 @@ from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.deaths import STALLED, Deaths
 from gateway.orchestration.retry_budget import RetryBudget, poison
-from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
+from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.request.request_record import Failure, RequestRecord
+from gateway.request.request_state import RequestState
 
 # Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two that do
 # not answer leave a client of 3 s more than a second. One that is silent for longer than the most loses its session.
@@ -117,8 +118,8 @@ class AttemptFailures:
 
     def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
         """Return (the error for the client, the worker to blame, its id)."""
-        event, before, message = occurred.event, occurred.before, occurred.message
-        is_prefill = event in _PREFILL_EVENTS or (event is RequestEvent.SILENCE and before is RequestState.PREFILLING)
+        before, message = occurred.before, occurred.message
+        is_prefill = _is_of_prefill(occurred)
         leg, role = (attempt.prefill, "prefill") if is_prefill else (attempt.decode, "decode")
         blamed, worker_id = leg.link, leg.worker_id
         if isinstance(message, pb.Ended) and message.code:
@@ -145,12 +146,18 @@ class AttemptFailures:
 
     def _note(self, occurred: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
         is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
-        phase, sent = occurred.before.value, self._answer.num_output_tokens
+        phase, sent = occurred.before, self._answer.num_output_tokens
         self._record.phase = phase
         failure = Failure(
-            phase, occurred.event.value, occurred.since, now(), blamed.name, error.reason, is_reported, sent
+            phase, _is_of_prefill(occurred), occurred.since, now(), blamed.name, error.reason, is_reported, sent
         )
         self._record.failures = (*self._record.failures, failure)
+
+
+def _is_of_prefill(occurred: Occurrence) -> bool:
+    """Return whether the prefill leg has failed, not the decode leg."""
+    is_silence = occurred.event is RequestEvent.SILENCE and occurred.before is RequestState.PREFILLING
+    return is_silence or occurred.event in _PREFILL_EVENTS
 
 
 def is_draining(message: object) -> bool:

@@ -17,8 +17,9 @@ from gateway.link.mailbox import Tokens
 from gateway.link.worker_leg import WorkerLeg
 from gateway.orchestration.failures import LATE_S, answer_s
 from gateway.orchestration.request_context import RequestContext
-from gateway.orchestration.states import Occurrence, RequestEvent, RequestState, event_of
+from gateway.orchestration.states import Occurrence, RequestEvent, event_of
 from gateway.orchestration.transitions import TABLE
+from gateway.request.request_state import RequestState
 
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
@@ -110,7 +111,7 @@ class RequestMachine:
     def _enter(self, state: RequestState) -> None:
         self.state, self._entered_at = state, now()
         if state is not RequestState.ENDED:
-            self.request.record.phase = state.value
+            self.request.record.phase = state
 
     def _fail(self, error: BatonError) -> RequestState:
         self.error = error

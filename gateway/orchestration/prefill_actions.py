@@ -7,8 +7,9 @@ from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
-from gateway.orchestration.states import Occurrence, RequestState
+from gateway.orchestration.states import Occurrence
 from gateway.queue.waiting_queue import WaitingQueue
+from gateway.request.request_state import RequestState
 from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, SHORT_TOKENS, needs
 
 

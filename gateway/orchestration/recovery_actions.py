@@ -13,7 +13,8 @@ from gateway.orchestration.deaths import STALLED
 from gateway.orchestration.failures import is_draining
 from gateway.orchestration.prefill_actions import ask_for_credit
 from gateway.orchestration.request_context import RequestContext
-from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
+from gateway.orchestration.states import Occurrence, RequestEvent
+from gateway.request.request_state import RequestState
 
 
 def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:

@@ -1,24 +1,11 @@
-"""The states of a request in the gateway, and the events that can happen to it; transitions.py has the table."""
+"""The events that can happen to a request in the gateway; transitions.py has the table."""
 
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Overflow, Rejoined, Stalled, Tokens
-
-
-class RequestState(Enum):
-    __hash__ = object.__hash__  # Enum's own is in Python, and each event looks into the table
-
-    AWAITING_CREDIT = "awaiting credit"  # every decode worker is full
-    ADMITTING = "admitting"  # Admit is sent
-    AWAITING_PREFILL = "awaiting prefill"  # credit is granted, every prefill worker is full
-    PREFILLING = "prefilling"  # Prefill is sent
-    FETCHING = "fetching"  # accepted: the decode worker pulls while the prompt is read
-    DECODING = "decoding"  # the first tokens are out
-    ATTACHING = "attaching"  # Attach is sent, to a sequence whose stream was lost
-    ENDING = "ending"  # every choice is finished, the decode worker's report is still to come
-    ENDED = "ended"
+from gateway.request.request_state import RequestState
 
 
 class RequestEvent(Enum):

@@ -48,7 +48,8 @@ from gateway.orchestration.recovery_actions import (
     try_again,
 )
 from gateway.orchestration.request_context import RequestContext
-from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
+from gateway.orchestration.states import Occurrence, RequestEvent
+from gateway.request.request_state import RequestState
 
 Action = Callable[[RequestContext, Occurrence[Any]], RequestState | None]
 

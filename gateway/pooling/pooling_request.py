@@ -21,6 +21,7 @@ from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
+from gateway.request.request_state import RequestState
 from gateway.request.timing import PoolingStamps
 from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, RoutingRequest
 
@@ -100,7 +101,7 @@ class PoolingRequest:
     async def _ask(self, leg: WorkerLeg) -> pb.Done | None:
         """Return the worker's answer, or None where another must be asked. Raises BatonError where none must."""
         record, stamps = self._parts.record, self._parts.record.stamps
-        record.phase, record.num_attempts = "prefilling", max(1, record.num_attempts)
+        record.phase, record.num_attempts = RequestState.PREFILLING, max(1, record.num_attempts)
         stamps.prefill_sent = stamps.prefill_sent or now()
         leg.num_prefill_tokens = self._routing.num_tokens
         self._spec.budget_ms = budget_ms(self._parts.deadline)
@@ -109,7 +110,7 @@ class PoolingRequest:
         while True:
             await self._mailbox.wait(until)
             entry = self._mailbox.take()
-            self._check_deadline("prefilling")
+            self._check_deadline(RequestState.PREFILLING)
             if entry is None and now() >= until:
                 if self._leaves_silent(leg, now() - until):
                     await self._note_failure(leg, None)
@@ -162,7 +163,7 @@ class PoolingRequest:
         self._awaits_adapter = refused.reason in AWAITS_ADAPTER
         self._place.note_refusal(refused)
         self._parts.queues.prefill.refused_for = refused.reason
-        self._parts.record.phase = "awaiting prefill"
+        self._parts.record.phase = RequestState.AWAITING_PREFILL
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
     async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done | None) -> None:
@@ -215,23 +216,23 @@ class PoolingRequest:
 
     async def _wait(self) -> bool:
         """Wait until it is to look again; return whether it may wait on. Raises DeadlineExceeded."""
-        self._parts.record.phase = "awaiting prefill"
+        self._parts.record.phase = RequestState.AWAITING_PREFILL
         self._has_room.clear()
         until = min(self._parts.deadline, self._place.wake_at)
         try:
             async with asyncio.timeout(max(0.0, until - now())):
                 await self._has_room.wait()
         except TimeoutError:
-            self._check_deadline("awaiting prefill")
+            self._check_deadline(RequestState.AWAITING_PREFILL)
             return not self._place.is_over
         return True
 
     def _note_room(self) -> None:
         self._has_room.set()
 
-    def _check_deadline(self, phase: str) -> None:
+    def _check_deadline(self, phase: RequestState) -> None:
         if now() >= self._parts.deadline:
-            raise DeadlineExceeded(f"the deadline passed while {phase}")
+            raise DeadlineExceeded(f"the deadline passed while {phase.value}")
 
 
 async def pool_all(requests: Sequence[PoolingRequest], num_at_once: int) -> list[PooledPrompt]:

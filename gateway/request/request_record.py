@@ -8,6 +8,7 @@ from typing import NamedTuple
 from baton.service.clock import now
 from baton.service.observe.telemetry import TraceContext
 from gateway.queue.waiting_queue import QueuedRequest
+from gateway.request.request_state import RequestState
 from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import Checked
 from gateway.routing.routing import Decision, RoutingRequest
@@ -28,8 +29,8 @@ class Retry(NamedTuple):
 class Failure(NamedTuple):
     """An attempt that ended on a worker. If another followed, the request moved."""
 
-    phase: str
-    event: str  # that ended it
+    phase: RequestState
+    is_prefill: bool  # its prefill leg ended it
     begun_at: float  # the phase
     at: float
     worker: str
@@ -68,7 +69,12 @@ class RequestRecord:
     batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said
     retries: tuple[Retry, ...] = ()
     failures: tuple[Failure, ...] = ()
-    phase: str = "tokenizing"  # the last that it reached
+    phase: RequestState | None = None  # the last that it reached; None: its prompt is not tokenized yet
+
+    @property
+    def phase_name(self) -> str:
+        """Return the phase for people."""
+        return "tokenizing" if self.phase is None else self.phase.value
 
     @property
     def ttft_s(self) -> float | None:
@@ -91,7 +97,7 @@ class RequestRecord:
 
     def note_retry(self, worker: str, reason: str) -> None:
         """A worker has refused."""
-        if self.phase == "awaiting prefill" and self.stamps.first_sent is None:
+        if self.phase is RequestState.AWAITING_PREFILL and self.stamps.first_sent is None:
             self.stamps.prefill_sent = None  # that worker did not accept it
         if len(self.retries) < _MAX_RETRIES:
-            self.retries = (*self.retries, Retry(now(), worker, self.phase, reason))
+            self.retries = (*self.retries, Retry(now(), worker, self.phase_name, reason))

@@ -11,9 +11,9 @@ from gateway.attempts.request_router import RequestRouter
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
 from gateway.orchestration.retry_budget import RetryBudget
-from gateway.orchestration.states import RequestState
 from gateway.prefix.prefix_matches import Matches
 from gateway.queue.waiting_queue import WaitingQueues
+from gateway.request.request_state import RequestState
 from gateway.routing.routing import RoutingRequest
 from tests.support.gateway.records import record
 
@@ -106,5 +106,5 @@ async def test_a_machine_without_workers_ends_with_the_router_s_error(fleet):
     machine = RequestMachine(request)
     with pytest.raises(Unavailable, match="no decode worker serves"):
         await machine.run()
-    assert machine.state is RequestState.ENDED and request.record.phase == "admitting"
+    assert machine.state is RequestState.ENDED and request.record.phase is RequestState.ADMITTING
     machine.close()

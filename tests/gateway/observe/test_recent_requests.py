@@ -10,7 +10,7 @@ from gateway.config.served_model import ServedModel
 from gateway.model.model_folder import Defaults
 from gateway.observe import recent_requests
 from gateway.observe.recent_requests import RecentRequests
-from gateway.orchestration.states import RequestState
+from gateway.request.request_state import RequestState
 from gateway.request.timing import PHASES
 from gateway.request.validation import check
 from tests.support.gateway.records import ANSWERED, record
@@ -59,8 +59,7 @@ def test_what_was_asked_is_not_kept():
 
 
 def test_every_state_has_its_phase():
-    states = {state.value for state in RequestState} - {"ended"}
-    assert states | {record().phase} == recent_requests.PHASE_OF.keys()
+    assert set(RequestState) - {RequestState.ENDED} | {record().phase} == recent_requests.PHASE_OF.keys()
     assert set(recent_requests.PHASE_OF.values()) - {"attach"} <= set(PHASES)
 
 

@@ -13,8 +13,9 @@ from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Stalled, Tokens
 from gateway.orchestration.decode_actions import end_answered, expect_report, ignore
 from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
-from gateway.orchestration.states import RequestEvent, RequestState
+from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.transitions import TABLE, RequestTransition
+from gateway.request.request_state import RequestState
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.pace import patience
