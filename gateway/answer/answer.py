@@ -11,7 +11,7 @@ from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.timing import Measured, Stamps, timing
-from gateway.request.validation import Checked
+from gateway.request.validation import ValidatedRequest
 
 SLOW_WRITE_S = 0.05  # what lasts longer waits for the client, whose HTTP/2 window is full, or for this event loop
 
@@ -44,7 +44,7 @@ class Answer:
 
     def __init__(
         self,
-        checked: Checked,
+        validated: ValidatedRequest,
         num_prompt_tokens: int,
         max_tokens: int,
         form: ReaderForm,
@@ -54,19 +54,19 @@ class Answer:
     ):
         """`max_tokens`: where a choice ends at the latest; `form`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
-        self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
+        self._checked, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
-        self._interval_s = checked.stream_interval_s
+        self._interval_s = validated.stream_interval_s
         self._num_flushes = 0
         self._num_sent = 0
         self.num_slow_writes, self.slow_writes_s = 0, 0.0  # how many, and what they took in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
-        stops = StopStrings(checked.stops, form.spellings) if checked.stops else None
-        ends = None if checked.constraint is None else checked.stop_token_ids
+        stops = StopStrings(validated.stops, form.spellings) if validated.stops else None
+        ends = None if validated.constraint is None else validated.stop_token_ids
         self.choices = [
-            Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id, ends)
-            for index, num_received in enumerate(checked.resume_from or [0] * checked.num_choices)
+            Choice(index, form, stops, validated.min_tokens, num_received, validated.request_id, ends)
+            for index, num_received in enumerate(validated.resume_from or [0] * validated.num_choices)
         ]
 
     @property

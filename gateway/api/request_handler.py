@@ -30,7 +30,7 @@ from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
-from gateway.request.validation import check, check_model, check_size
+from gateway.request.validation import check_model, check_size, validate
 from gateway.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -135,9 +135,9 @@ class RequestHandler:
             request = box.pop()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
-                record.checked = check(request, model, record.tenant, self._max_priority(record.tenant))
+                record.validated = validate(request, model, record.tenant, self._max_priority(record.tenant))
                 del request  # and its prompt
-                await version.pipeline.serve(record.checked, model, deadline, record, emit)
+                await version.pipeline.serve(record.validated, model, deadline, record, emit)
 
     async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:
         """Return a vector for each input. Raises BatonError."""
@@ -350,8 +350,8 @@ class _Recording(_Settling):
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        if isinstance(error, BatonError) and self._record.checked is not None:
-            error.request_id = self._record.checked.request_id
+        if isinstance(error, BatonError) and self._record.validated is not None:
+            error.request_id = self._record.validated.request_id
         self._handler.end(self._record, error)
 
 

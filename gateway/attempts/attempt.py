@@ -98,7 +98,7 @@ class Attempt:
     def admit(self, link: WorkerLink, prefills_on_admit: bool) -> None:
         """Ask a decode worker for credit; if `prefills_on_admit` to prefill as soon as it has granted that."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
-        self.decode.promise(self._record.routing_request.slo.tpot_s)
+        self.decode.set_slo(self._record.routing_request.slo.tpot_s)
         self.prefills_on_admit = prefills_on_admit and PREFILL_ON_ADMIT in link.limits.features
         self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.prefills_on_admit))
 
@@ -167,7 +167,7 @@ class Attempt:
     def resume(self, leg: WorkerLeg) -> None:
         """Decode in a leg that is attached to a running sequence, which has all its KV."""
         self.decode = leg
-        self.decode.promise(self._record.routing_request.slo.tpot_s)
+        self.decode.set_slo(self._record.routing_request.slo.tpot_s)
         self.is_decoding = self.is_fetched = True
 
     def close(self) -> None:

@@ -190,7 +190,7 @@ class Candidates:
             facts.kv_token_bytes,
             load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
             facts.max_sequences,
-            min(link.promised, default=None),
+            min(link.slo_tpots_s, default=None),
             link.recent_load.utilization(at),
             link.rates.pace(at),
             _lacks_adapter(load, request),

@@ -24,7 +24,7 @@ class WorkerLeg:
         "num_unread",
         "place",
         "_num_prefill_tokens",
-        "_promised_s",
+        "_slo_tpot_s",
         "_written_from",
         "_written_upto",
         "_open",
@@ -39,7 +39,7 @@ class WorkerLeg:
         self.place = next(_places)
         self.num_unread = 0
         self._num_prefill_tokens = 0
-        self._promised_s: float | None = None
+        self._slo_tpot_s: float | None = None
         self._written_from = self._written_upto = 0  # output indices that came
         self._open = True
         self._asked_at: float | None = None  # when it was asked to take a request, by Admit or Prefill
@@ -56,15 +56,15 @@ class WorkerLeg:
         self.link.prefill_tokens += Counter()  # without zeros
         self._num_prefill_tokens = num
 
-    def promise(self, tpot_s: float | None) -> None:
-        """Count the class's bound on a token's time (seconds, or None) among the worker's promises while the leg is
+    def set_slo(self, tpot_s: float | None) -> None:
+        """Count the SLO's bound on a token's time (seconds, or None) among those of the worker while the leg is
         open."""
-        if self._promised_s is not None:
-            self.link.promised[self._promised_s] -= 1
-            self.link.promised += Counter()  # without zeros
-        self._promised_s = tpot_s
+        if self._slo_tpot_s is not None:
+            self.link.slo_tpots_s[self._slo_tpot_s] -= 1
+            self.link.slo_tpots_s += Counter()  # without zeros
+        self._slo_tpot_s = tpot_s
         if tpot_s is not None:
-            self.link.promised[tpot_s] += 1
+            self.link.slo_tpots_s[tpot_s] += 1
 
     def send(self, **command) -> None:
         """Send one command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
@@ -131,7 +131,7 @@ class WorkerLeg:
 
     def _release(self) -> None:
         self.num_prefill_tokens = 0
-        self.promise(None)
+        self.set_slo(None)
         self._end_silence()
 
     def _end_silence(self) -> None:

@@ -86,7 +86,7 @@ class WorkerLink:
         self.rates = WorkerRates()  # among those of its model, once that is known
         self.recent_load = RecentLoad()
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
-        self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
+        self.slo_tpots_s: Counter[float] = Counter()  # by SLO: seconds a token -> legs
         self.breaker = WorkerBreaker()
         self.num_asked = 0  # legs that were asked to take a request, and have shown no work
         self._known_id = b""

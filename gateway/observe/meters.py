@@ -159,9 +159,9 @@ class _ModelMeters:
         """Count a request towards its service level, unless its client ended it, has used up its quota or does not read, or it could
         not be served at all."""
         how, _ = outcome(error)
-        if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
+        if record.validated is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return
-        name = record.checked.slo_class
+        name = record.validated.slo_class
         self._slo_requests(name).inc()
         missed = ["answer"]
         if error is None and record.stamps.first_sent is not None:

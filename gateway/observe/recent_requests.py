@@ -60,7 +60,7 @@ class RecentRequests:
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Keep a request that has ended, however it did, without its prompt."""
         self._running.pop(id(record), None)
-        record.checked = record.checked and record.checked.without_content()
+        record.validated = record.validated and record.validated.without_content()
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
         self._num_input += record.num_prompt_tokens or 0
@@ -119,7 +119,7 @@ def _cached_share(records: Sequence[RequestRecord]) -> float:
 def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
     at = now()
     view = pb.RequestView(
-        request_id=record.checked.request_id if record.checked else "",
+        request_id=record.validated.request_id if record.validated else "",
         trace_id=f"{record.context.trace_id:032x}",
         phase=PHASE_OF[record.phase],
         outcome=how[0],

@@ -59,7 +59,7 @@ def _draw(record: RequestRecord, outcome: _Outcome) -> None:
         events=list(_events(record)),
     )
     if stamps.tokenized is None:
-        if record.checked is not None:
+        if record.validated is not None:
             _draw_child(record, "tokenize", stamps.received, None, {}, outcome)
         return
     _draw_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), outcome)
@@ -144,7 +144,7 @@ def _attributes(record: RequestRecord, outcome: _Outcome) -> dict[str, object]:
     }
     attributes |= {f"baton.phase.{name}_s": spent for name, spent in breakdown(stamps, measured).items()}
     attributes |= outcome.attributes
-    if record.checked is not None:
+    if record.validated is not None:
         attributes |= _request_attributes(record)
     return attributes
 
@@ -156,15 +156,15 @@ def _error_attributes(error: BaseException | None) -> dict[str, object]:
 
 
 def _request_attributes(record: RequestRecord) -> dict[str, object]:
-    checked, sampling = record.checked, record.checked.sampling
+    validated, sampling = record.validated, record.validated.sampling
     return {
-        "gen_ai.response.id": checked.request_id,
-        "gen_ai.request.max_tokens": checked.max_tokens,
+        "gen_ai.response.id": validated.request_id,
+        "gen_ai.request.max_tokens": validated.max_tokens,
         **{f"gen_ai.request.{name}": _shortest(getattr(sampling, name)) for name in _SAMPLING},
         "gen_ai.request.seed": str(sampling.seed),  # 64 bits do not fit an OTLP integer
         "gen_ai.request.choice.count": sampling.n,
-        "baton.priority": checked.priority,
-        "baton.slo_class": checked.slo_class,
+        "baton.priority": validated.priority,
+        "baton.slo_class": validated.slo_class,
     }
 
 

@@ -1,4 +1,4 @@
-"""The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
+"""The path of one request: validated message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues, rank
 from gateway.request.answer_length import USUAL_TOKENS, resolve_max_tokens
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
-from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids
+from gateway.request.validation import ValidatedRequest, check_input, check_num_tokens, check_token_ids
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 
@@ -65,18 +65,18 @@ class Pipeline:
     mean_output: float = 64.0  # of recent answers: tokens of the longest choice
 
     async def serve(
-        self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
+        self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
     ) -> None:
         """Answer one request. Raises BatonError. All that it held on workers is given back in every case."""
-        key_id = checked.key_id
-        if checked.resume_from:
+        key_id = validated.key_id
+        if validated.resume_from:
             await self._supersede(key_id)
-        self.check_free(checked)
-        reservation = self.admission.enter(key_id, record.tenant, checked.num_choices, model.name)
+        self.check_free(validated)
+        reservation = self.admission.enter(key_id, record.tenant, validated.num_choices, model.name)
         try:
             # What is known on the way there stays there: whatever this frame names lives as long as the stream.
-            request = await self._prepare(checked, model, deadline, record, emit, reservation)
-            del checked
+            request = await self._prepare(validated, model, deadline, record, emit, reservation)
+            del validated
             machine = self.running[key_id] = RequestMachine(request)
             try:
                 # Every other wait in there ends at the deadline by itself, a client that does not read holds its writes.
@@ -98,10 +98,10 @@ class Pipeline:
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
             self.admission.leave(key_id, reservation, num_used)
 
-    def check_free(self, checked: Checked) -> None:
+    def check_free(self, validated: ValidatedRequest) -> None:
         """Raises AlreadyExists for an id that another request of the tenant has."""
-        if checked.key_id in self.admission.key_ids:
-            raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
+        if validated.key_id in self.admission.key_ids:
+            raise AlreadyExists(f"request_id {validated.request_id} is in use", reason="REQUEST_ID_IN_USE")
 
     async def _supersede(self, key_id: str) -> None:
         """End the earlier stream of a request that its client resumes: it is over for the client, though not here
@@ -114,7 +114,7 @@ class Pipeline:
 
     async def _prepare(
         self,
-        checked: Checked,
+        validated: ValidatedRequest,
         model: ServedModel,
         deadline: float,
         record: RequestRecord,
@@ -123,53 +123,55 @@ class Pipeline:
     ) -> RequestContext:
         """Tokenize the prompt, pay for it, and return the request with all that its way through workers needs. Raises
         BatonError, for a poisonous prompt too."""
-        checked, prompt_ids, form = await self._tokenize(checked, model, deadline, record)
-        max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
+        validated, prompt_ids, form = await self._tokenize(validated, model, deadline, record)
+        max_tokens = resolve_max_tokens(validated, len(prompt_ids), model)
         # A conversation is read, and its objects may be 40 times as large as their text.
-        checked = record.checked = replace(checked, messages=None)
+        validated = record.validated = replace(validated, messages=None)
         record.stamps.tokenized = now()
-        self._check_wait(checked, record, max_tokens, deadline)
-        num_ahead = max_tokens if checked.max_tokens is not None else min(max_tokens, USUAL_TOKENS)
-        reservation.reserve(len(prompt_ids) + checked.num_choices * num_ahead, now())
+        self._check_wait(validated, record, max_tokens, deadline)
+        num_ahead = max_tokens if validated.max_tokens is not None else min(max_tokens, USUAL_TOKENS)
+        reservation.reserve(len(prompt_ids) + validated.num_choices * num_ahead, now())
         if num_ahead < max_tokens:
             emit = _paying(emit, reservation, len(prompt_ids))
         await self.fleet.await_identity(deadline)
-        specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
+        specs = SpecBuilder(validated, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
-        if (checked.echo or checked.echo_token_ids) and not any(checked.resume_from):
+        answer = Answer(validated, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
+        if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):
             answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
-            if checked.echo:
-                answer.prompt.text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
+            if validated.echo:
+                answer.prompt.text = validated.text or await self.text.decode(prompt_ids, record.tenant, deadline)
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
-        is_resumed = bool(checked.resume_from) and not checked.asks_for_prompt_logprobs
+        is_resumed = bool(validated.resume_from) and not validated.asks_for_prompt_logprobs
         prepared = PreparedRequest(specs, matches, deadline, digest, is_resumed)
         return RequestContext(
             self.fleet.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
 
     async def _tokenize(
-        self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord
-    ) -> tuple[Checked, Sequence[int], ReaderForm]:
+        self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord
+    ) -> tuple[ValidatedRequest, Sequence[int], ReaderForm]:
         """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
         BatonError."""
-        if checked.text is not None and checked.suffix:
-            prompt_ids = await self.text.infill(checked.text, checked.suffix, model.context, record.tenant, deadline)
-            if not checked.ignore_eos:
-                checked = replace(checked, stop_token_ids=checked.stop_token_ids | self.text.infilling_ends)
+        if validated.text is not None and validated.suffix:
+            prompt_ids = await self.text.infill(
+                validated.text, validated.suffix, model.context, record.tenant, deadline
+            )
+            if not validated.ignore_eos:
+                validated = replace(validated, stop_token_ids=validated.stop_token_ids | self.text.infilling_ends)
         else:
-            prompt = (checked.text, checked.token_ids, checked.messages)
+            prompt = (validated.text, validated.token_ids, validated.messages)
             prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
-        constraint = checked.constraint
+        constraint = validated.constraint
         if constraint is not None:
             constraint = await self.text.check_constraint(constraint, record.tenant, deadline)
         search = FormSearch(self.reader, self.text, record.tenant, deadline)
-        form = await search.find(checked.messages, prompt_ids, constraint)
-        if form.constraint != checked.constraint:
-            checked = replace(checked, constraint=form.constraint)
-        return checked, prompt_ids, form
+        form = await search.find(validated.messages, prompt_ids, constraint)
+        if form.constraint != validated.constraint:
+            validated = replace(validated, constraint=form.constraint)
+        return validated, prompt_ids, form
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""
@@ -177,25 +179,25 @@ class Pipeline:
         if answer.finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
-    def _check_wait(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
+    def _check_wait(self, validated: ValidatedRequest, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
-        num_tokens, promised = record.num_prompt_tokens, self.promised(checked)
-        num_output, num_choices = min(self.mean_output, max_tokens), checked.num_choices
+        num_tokens, slo = record.num_prompt_tokens, self.slo_of(validated)
+        num_output, num_choices = min(self.mean_output, max_tokens), validated.num_choices
         record.routing_request = RoutingRequest(
             num_tokens=num_tokens,
             max_len=num_tokens + max_tokens,
             num_output=num_output,
-            slo=promised,
+            slo=slo,
             num_choices=num_choices,
             tenant=record.tenant,
-            features=features_of(checked),
-            adapter=checked.adapter,
+            features=features_of(validated),
+            adapter=validated.adapter,
         )
         self.fleet.check_fits(record.routing_request)
         record.queued = QueuedRequest(
-            rank=rank(record.stamps.received, promised, checked.priority),
+            rank=rank(record.stamps.received, slo, validated.priority),
             num_tokens=num_tokens,
-            slo=promised,
+            slo=slo,
             max_wait_s=self.max_queue_wait_s,
             deadline=deadline,
             tenant=record.tenant,
@@ -203,10 +205,10 @@ class Pipeline:
         )
         self.queues.check(record.queued, self.fleet.router.prefill_s(num_tokens))
 
-    def promised(self, checked: Checked) -> Slo:
-        """Return what the request's class promises; one that was not asked for is counted, but never a reason to
+    def slo_of(self, validated: ValidatedRequest) -> Slo:
+        """Return the SLO of the request's class; one that was not asked for is counted, but never a reason to
         refuse."""
-        return self.slo_classes[checked.slo_class] if checked.names_class else Slo()
+        return self.slo_classes[validated.slo_class] if validated.names_class else Slo()
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
@@ -258,14 +260,14 @@ def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emi
     return pay_and_emit
 
 
-def features_of(checked: Checked) -> frozenset[str]:
+def features_of(validated: ValidatedRequest) -> frozenset[str]:
     """Return the features that workers must have for this request."""
-    if checked.constraint is None and not checked.asks_for_prompt_logprobs and not checked.adapter:
+    if validated.constraint is None and not validated.asks_for_prompt_logprobs and not validated.adapter:
         return _NO_FEATURES  # one set for most requests
     asked = {
-        CONSTRAINTS: checked.constraint is not None,
-        PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs,
-        adapter_feature(checked.adapter): bool(checked.adapter),
+        CONSTRAINTS: validated.constraint is not None,
+        PROMPT_LOGPROBS: validated.asks_for_prompt_logprobs,
+        adapter_feature(validated.adapter): bool(validated.adapter),
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

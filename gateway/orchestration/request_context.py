@@ -20,7 +20,7 @@ from gateway.request.request_spec import SpecBuilder
 
 
 class PreparedRequest(NamedTuple):
-    """A checked request, tokenized and looked up in the prefix index. `deadline` is time.monotonic(); one that
+    """A validated request, tokenized and looked up in the prefix index. `deadline` is time.monotonic(); one that
     `is_resumed` may be running on a worker."""
 
     specs: SpecBuilder

@@ -1,4 +1,4 @@
-"""The path of one call whose prompts are read and not answered: checked prompts -> tokens -> workers -> vectors."""
+"""The path of one call whose prompts are read and not answered: validated prompts -> tokens -> workers -> vectors."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import pooled_spec
 from gateway.request.timing import note_pooling_phases
-from gateway.request.validation import Checked
+from gateway.request.validation import ValidatedRequest
 from gateway.routing.routing import RoutingRequest
 
 
@@ -35,7 +35,7 @@ class PoolingPipeline:
     ) -> list[Sequence[float]]:
         """Return what prefill workers make of the prompts of one call. Raises BatonError."""
         first, admission = batch.prompts[0], self._answers.admission
-        record.checked = first
+        record.validated = first
         self._answers.check_free(first)
         most = admission.quotas.max_concurrent(record.tenant, model.name)
         num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
@@ -55,8 +55,8 @@ class PoolingPipeline:
         """Tokenize the prompts and pay for them. Raises BatonError."""
         answers, first = self._answers, batch.prompts[0]
         all_ids = await self._tokenize(batch, model, deadline, record)
-        num_tokens, promised = sum(map(len, all_ids)), answers.promised(first)
-        self._check_wait(first, num_tokens, promised, deadline, record)
+        num_tokens, slo = sum(map(len, all_ids)), answers.slo_of(first)
+        self._check_wait(first, num_tokens, slo, deadline, record)
         reservation.reserve(num_tokens, now())
         await answers.fleet.await_identity(deadline)
         parts = PromptParts(answers.fleet.router, answers.queues, answers.retry_budget, record, first.key_id, deadline)
@@ -64,12 +64,12 @@ class PoolingPipeline:
         return [
             PoolingRequest(
                 parts,
-                pooled_spec(checked, ids, batch.pooling, mark, traceparent),
-                _routing_request(checked, len(ids), promised, record.tenant),
+                pooled_spec(validated, ids, batch.pooling, mark, traceparent),
+                _routing_request(validated, len(ids), slo, record.tenant),
                 record.queued._replace(num_tokens=len(ids)),
                 prompt_digest(record.tenant, ids),
             )
-            for checked, ids in zip(batch.prompts, all_ids, strict=True)
+            for validated, ids in zip(batch.prompts, all_ids, strict=True)
         ]
 
     async def _tokenize(
@@ -77,13 +77,13 @@ class PoolingPipeline:
     ) -> list[Sequence[int]]:
         """Return the ids of each prompt. Raises BatonError, with the place of a prompt that is wrong."""
         all_ids, record.num_prompt_tokens = [], 0
-        for index, checked in enumerate(batch.prompts):
-            prompt = (checked.text, checked.token_ids, checked.messages)
+        for index, validated in enumerate(batch.prompts):
+            prompt = (validated.text, validated.token_ids, validated.messages)
             try:
                 prompt_ids = await self._answers.text.encode(
                     *prompt, model.context, record.tenant, deadline, is_data=True
                 )
-                room_behind(checked, len(prompt_ids), model)
+                room_behind(validated, len(prompt_ids), model)
             except InvalidRequest as error:
                 raise batch.error_of(index, error) from None
             all_ids.append(prompt_ids)
@@ -92,14 +92,14 @@ class PoolingPipeline:
         return all_ids
 
     def _check_wait(
-        self, first: Checked, num_tokens: int, promised: Slo, deadline: float, record: RequestRecord
+        self, first: ValidatedRequest, num_tokens: int, slo: Slo, deadline: float, record: RequestRecord
     ) -> None:
         """Record how queues see the call, of `num_tokens` in all. Raises Overloaded if it would have to wait for too
         long."""
         record.queued = QueuedRequest(
-            rank=rank(record.stamps.received, promised, first.priority),
+            rank=rank(record.stamps.received, slo, first.priority),
             num_tokens=num_tokens,
-            slo=promised,
+            slo=slo,
             max_wait_s=self._answers.max_queue_wait_s,
             deadline=deadline,
             tenant=record.tenant,
@@ -108,16 +108,16 @@ class PoolingPipeline:
         record.queued.check_wait(self._answers.queues.prefill.wait_s(record.queued), alone_s)
 
 
-def _routing_request(checked: Checked, num_tokens: int, promised: Slo, tenant: str) -> RoutingRequest:
+def _routing_request(validated: ValidatedRequest, num_tokens: int, slo: Slo, tenant: str) -> RoutingRequest:
     return RoutingRequest(
         num_tokens=num_tokens,
         max_len=num_tokens,
         num_output=0.0,
-        slo=promised,
+        slo=slo,
         num_choices=1,
         tenant=tenant,
-        features=frozenset((POOLING,)) | features_of(checked),
-        adapter=checked.adapter,
+        features=frozenset((POOLING,)) | features_of(validated),
+        adapter=validated.adapter,
     )
 
 

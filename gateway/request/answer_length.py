@@ -4,47 +4,47 @@ from typing import NoReturn
 
 from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from gateway.config.served_model import ServedModel
-from gateway.request.validation import Checked, refuse_length
+from gateway.request.validation import ValidatedRequest, refuse_length
 
 USUAL_TOKENS = 256  # of an answer of which nobody has said how long it may get
 
 
-def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
+def resolve_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, served: ServedModel) -> int:
     """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
-    room, max_tokens = room_behind(checked, num_prompt_tokens, served), checked.max_tokens
+    room, max_tokens = room_behind(validated, num_prompt_tokens, served), validated.max_tokens
     if max_tokens is None:
-        max_tokens = _default_max_tokens(checked, num_prompt_tokens, room, served)
+        max_tokens = _default_max_tokens(validated, num_prompt_tokens, room, served)
     elif max_tokens > room:
         sums = f"{num_prompt_tokens} + {max_tokens} > {served.context}"
         message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
         raise ContextLengthExceeded("stopping.max_tokens", message)
-    elif checked.num_choices * max_tokens > served.limits.output_tokens:
+    elif validated.num_choices * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
-    elif _numbers_a_token(checked) * checked.num_choices * max_tokens > (most := served.limits.output_logprobs):
+    elif _numbers_a_token(validated) * validated.num_choices * max_tokens > (most := served.limits.output_logprobs):
         _refuse("sampling.logprobs", f"(logprobs + 2) x n x max_tokens is over {most}")
-    num_asked = (checked.num_prompt_logprobs + 1) * num_prompt_tokens
-    if checked.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
+    num_asked = (validated.num_prompt_logprobs + 1) * num_prompt_tokens
+    if validated.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
         _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
-    for index, num_received in enumerate(checked.resume_from):
+    for index, num_received in enumerate(validated.resume_from):
         if num_received > max_tokens:
             _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
-    if checked.min_tokens > max_tokens:
-        _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
+    if validated.min_tokens > max_tokens:
+        _refuse("stopping.min_tokens", f"{validated.min_tokens} is over max_tokens, {max_tokens}")
     return max_tokens
 
 
-def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
+def _default_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
     """Return max_tokens of a request that names none: the model's own, or all that the context leaves. Where decode
     workers hold unlike lengths, it is what the shortest one leaves that has room for a usual answer: the others would
     stand idle for what most answers never need. Nobody waits for a longer one who has not asked for that."""
     limits, of_model = served.limits, served.defaults.max_tokens
-    asked = max(1, checked.min_tokens, *checked.resume_from)
+    asked = max(1, validated.min_tokens, *validated.resume_from)
     if (known := max(served.lengths, default=served.context) - num_prompt_tokens) >= asked:
         room = known
     num_tokens = min(
-        limits.output_tokens, limits.output_logprobs // max(1, _numbers_a_token(checked))
+        limits.output_tokens, limits.output_logprobs // max(1, _numbers_a_token(validated))
     )  # of all choices
-    most = min(limits.default_max_tokens, room, num_tokens // checked.num_choices)
+    most = min(limits.default_max_tokens, room, num_tokens // validated.num_choices)
     if of_model is not None:
         return min(most, of_model)
     least = max(USUAL_TOKENS, asked)
@@ -52,19 +52,19 @@ def _default_max_tokens(checked: Checked, num_prompt_tokens: int, room: int, ser
     return min(most, next((left for left in rooms if left >= least), room))
 
 
-def _numbers_a_token(checked: Checked) -> int:
+def _numbers_a_token(validated: ValidatedRequest) -> int:
     """Return what a token of the answer counts where log-probabilities are asked for: as each of them, and as one itself."""
-    return checked.num_logprobs and checked.num_logprobs + 1
+    return validated.num_logprobs and validated.num_logprobs + 1
 
 
-def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
+def room_behind(validated: ValidatedRequest, num_prompt_tokens: int, served: ServedModel) -> int:
     """Return how many tokens the context has behind a prompt. Raises InvalidRequest where there is none, or no
     prompt."""
     room = served.context - num_prompt_tokens
     if num_prompt_tokens == 0:
-        _refuse(checked.input_field, "is an empty prompt")
+        _refuse(validated.input_field, "is an empty prompt")
     if room < 1:
-        refuse_length(checked.input_field, num_prompt_tokens, served.context - 1, served)
+        refuse_length(validated.input_field, num_prompt_tokens, served.context - 1, served)
     return room
 
 

@@ -1,11 +1,11 @@
-"""Turn a call for embeddings into checked prompts, or raise InvalidRequest that names the field."""
+"""Turn a call for embeddings into validated prompts, or raise InvalidRequest that names the field."""
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
 from gateway.request.prompt_batch import PromptBatch, in_place
-from gateway.request.validation import Checked, check, check_model, check_size
+from gateway.request.validation import ValidatedRequest, check_model, check_size, validate
 
 
 def check_embed(
@@ -26,7 +26,7 @@ def check_embed(
     shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
     if request.HasField("priority"):
         shared.priority = request.priority
-    prompts: list[Checked] = []
+    prompts: list[ValidatedRequest] = []
     for index, given in enumerate(request.inputs):
         prompts.append(_checked(index, given, shared, served, tenant, max_priority))
         shared.request_id = prompts[0].request_id  # where it is drawn, once
@@ -40,7 +40,7 @@ def check_embed(
 
 def _checked(
     index: int, given: pb.EmbedInput, shared: pb.GenerateRequest, served: ServedModel, tenant: str, max_priority: int
-) -> Checked:
+) -> ValidatedRequest:
     request = pb.GenerateRequest()
     request.CopyFrom(shared)
     kind = given.WhichOneof("input")
@@ -49,7 +49,7 @@ def _checked(
     elif kind is not None:
         request.token_ids.CopyFrom(given.token_ids)
     try:
-        return check(request, served, tenant, max_priority)
+        return validate(request, served, tenant, max_priority)
     except InvalidRequest as error:
         if error.field in ("request_id", "slo_class"):
             raise

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import worker_pb2
-from gateway.request.validation import Checked
+from gateway.request.validation import ValidatedRequest
 
 
 class PromptBatch(NamedTuple):
     """One prompt or more, and what is wanted of each. `place_of(index, field)`: the call's word for a field of one."""
 
-    prompts: list[Checked]
+    prompts: list[ValidatedRequest]
     pooling: worker_pb2.PoolingSpec
     place_of: Callable[[int, str], str]
 

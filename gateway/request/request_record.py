@@ -10,7 +10,7 @@ from baton.service.observe.telemetry import TraceContext
 from gateway.queue.waiting_queue import QueuedRequest
 from gateway.request.request_state import RequestState
 from gateway.request.timing import Measured, Stamps
-from gateway.request.validation import Checked
+from gateway.request.validation import ValidatedRequest
 from gateway.routing.routing import Decision, RoutingRequest
 
 _WITHOUT_TOKENS = frozenset(("embeddings", "rerank"))  # operations that read prompts and answer none
@@ -49,7 +49,7 @@ class RequestRecord:
     model: str
     operation: str  # chat | text_completion | embeddings | rerank
     tenant: str = "default"  # of the credential, never of the message
-    checked: Checked | None = None
+    validated: ValidatedRequest | None = None
     names_deadline: bool = True
     asked_s: float = 0.0  # the time that the client gave it, if it names a deadline
     measured: Measured = field(default_factory=Measured)

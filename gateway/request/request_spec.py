@@ -1,4 +1,4 @@
-"""Say a checked request in the words of workers."""
+"""Say a validated request in the words of workers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_hashes import Named, PrefixHashes
-from gateway.request.validation import Checked
+from gateway.request.validation import ValidatedRequest
 from kvtransfer.naming import SPAN_TOKENS, SpanHash
 
 
@@ -30,7 +30,7 @@ class SpecBuilder:
 
     def __init__(
         self,
-        checked: Checked,
+        validated: ValidatedRequest,
         prompt_ids: Sequence[int],
         max_tokens: int,
         names: PrefixHashes,
@@ -39,7 +39,7 @@ class SpecBuilder:
         deadline: float,
     ):
         """`context`: the request's span; `deadline`: time.monotonic()."""
-        self._checked, self._prompt_ids, self._max_tokens = checked, prompt_ids, max_tokens
+        self._checked, self._prompt_ids, self._max_tokens = validated, prompt_ids, max_tokens
         self._names, self._tenant, self._context, self._deadline = names, tenant, context, deadline
         self._prompt_spans: Named | None = None
 
@@ -59,34 +59,34 @@ class SpecBuilder:
     def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
         """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
         of the prompt."""
-        checked = self._checked
+        validated = self._checked
         spec = pb.RequestSpec(
             token_ids=self._prompt_ids,
             num_prompt_tokens=len(self._prompt_ids),
-            sampling=checked.sampling,
+            sampling=validated.sampling,
             max_tokens=self._max_tokens,
-            min_tokens=checked.min_tokens,
-            stop_token_ids=sorted(checked.stop_token_ids),
-            adapter=checked.adapter,
+            min_tokens=validated.min_tokens,
+            stop_token_ids=sorted(validated.stop_token_ids),
+            adapter=validated.adapter,
         )
-        if checked.constraint is not None:
-            write_constraint(spec.constraint, checked.constraint)
+        if validated.constraint is not None:
+            write_constraint(spec.constraint, validated.constraint)
         # All that an answer depends on: the same from any gateway that gets the same request.
         spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
-        if has_begun or not checked.asks_for_prompt_logprobs:
+        if has_begun or not validated.asks_for_prompt_logprobs:
             spec.sampling.ClearField("prompt_logprobs")
         spec.token_ids.extend(output_ids)
         if not output_ids:
             named = self._named_prompt()
         else:
-            named = self._names.spans(self._tenant, self._prompt_ids, output_ids, checked.adapter)
+            named = self._names.spans(self._tenant, self._prompt_ids, output_ids, validated.adapter)
         spec.span_hashes.extend(named.hashes)
         spec.chain_parent = named.parent
-        spec.priority = checked.priority
+        spec.priority = validated.priority
         spec.tenant_mark = self._names.mark(self._tenant)
         spec.traceparent = self.traceparent
         spec.budget_ms = budget_ms(self._deadline)
-        spec.speculation.CopyFrom(checked.speculation)
+        spec.speculation.CopyFrom(validated.speculation)
         return spec
 
     def forget_spans(self) -> None:
@@ -102,18 +102,22 @@ class SpecBuilder:
 
 
 def pooled_spec(
-    checked: Checked, prompt_ids: Sequence[int], pooling: pb.PoolingSpec, tenant_mark: bytes, traceparent: str
+    validated: ValidatedRequest,
+    prompt_ids: Sequence[int],
+    pooling: pb.PoolingSpec,
+    tenant_mark: bytes,
+    traceparent: str,
 ) -> pb.RequestSpec:
     """Return the spec of a prompt that is read and not answered."""
     return pb.RequestSpec(
         token_ids=prompt_ids,
         num_prompt_tokens=len(prompt_ids),
-        sampling=checked.sampling,
-        priority=checked.priority,
+        sampling=validated.sampling,
+        priority=validated.priority,
         tenant_mark=tenant_mark,
         traceparent=traceparent,
         pooling=pooling,
-        adapter=checked.adapter,
+        adapter=validated.adapter,
     )
 
 

@@ -1,4 +1,4 @@
-"""Turn a call for scores into checked prompts, in the words that Qwen3-Reranker was trained with: a conversation that asks
+"""Turn a call for scores into validated prompts, in the words that Qwen3-Reranker was trained with: a conversation that asks
 for yes or no."""
 
 import math
@@ -10,7 +10,7 @@ from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
 from gateway.request.messages import WITHOUT_THINKING
 from gateway.request.prompt_batch import PromptBatch, in_place
-from gateway.request.validation import MAX_REQUEST_BYTES, check, check_model, check_size
+from gateway.request.validation import MAX_REQUEST_BYTES, check_model, check_size, validate
 
 LABELS = ("yes", "no")
 _MAX_CHARACTERS = 4 * MAX_REQUEST_BYTES  # of all prompts of a call: the query stands in each
@@ -46,7 +46,7 @@ def check_score(
             raise InvalidRequest(f"documents[{index}]", "is empty")
         shared.messages.messages[1].content = head + document
         try:
-            prompts.append(check(shared, served, tenant, max_priority))
+            prompts.append(validate(shared, served, tenant, max_priority))
         except InvalidRequest as error:
             raise error if error.field in ("request_id", "slo_class") else in_place(error, _place(index, "")) from None
         shared.request_id = prompts[0].request_id  # where it is drawn, once

@@ -1,4 +1,4 @@
-"""Turn a message from outside into a Checked request, or raise InvalidRequest that names the field. Nothing is
+"""Turn a message from outside into a ValidatedRequest, or raise InvalidRequest that names the field. Nothing is
 allocated before."""
 
 import hashlib
@@ -32,7 +32,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ValidatedRequest:
     """A request whose every field is in range. Exactly one of text, token_ids, messages is not None."""
 
     request_id: str  # the client's
@@ -74,7 +74,7 @@ class Checked:
         """The field that the prompt came in, for errors."""
         return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
 
-    def without_content(self) -> "Checked":
+    def without_content(self) -> "ValidatedRequest":
         """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
         sampling = self.sampling
         sampling.ClearField("logit_bias")
@@ -119,9 +119,9 @@ def check_size(request, where: str = "token_ids") -> None:
         _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
 
 
-def check(
+def validate(
     request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
-) -> Checked:
+) -> ValidatedRequest:
     """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
     as that. Raises InvalidRequest, NotFound or Unavailable."""
     check_size(request)
@@ -130,7 +130,7 @@ def check(
     stopping = request.stopping
     request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
     resume_from = _resume_from(request, sampling)
-    return Checked(
+    return ValidatedRequest(
         request_id=request_id,
         key_id=_key_id(request_id, tenant),
         text=text,

@@ -28,7 +28,7 @@ from gateway.model.model_folder import Defaults
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.worker_bitmap import bit_sets, places_of
 from gateway.queue.quota_sync import read_counts
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from kvtransfer.errors import KVError
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.wire import decode_frame, decode_handle, frame_length, layout_from_proto, taker_from_proto
@@ -60,7 +60,9 @@ def run(count: int, seed: int) -> dict:
 
 
 def a_request(draw: random.Random) -> None:
-    check(_damaged(draw, make_request([5, 6, 7], max_tokens=4, n=2, seed=9, stop=["x"], logit_bias={5: 1.0})), _MODEL)
+    validate(
+        _damaged(draw, make_request([5, 6, 7], max_tokens=4, n=2, seed=9, stop=["x"], logit_bias={5: 1.0})), _MODEL
+    )
 
 
 def a_spec(draw: random.Random) -> None:

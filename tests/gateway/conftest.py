@@ -25,7 +25,7 @@ from gateway.model.model_folder import read_folder
 from gateway.orchestration.pipeline import Pipeline
 from gateway.queue.quotas import Quotas
 from gateway.request.request_spec import SpecBuilder
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.pace import patience
@@ -107,8 +107,8 @@ class Cluster:
     def park(self, request_id: str, prompt, max_tokens: int, seed: int) -> None:
         """Every decode worker has such a sequence, as if its session had been lost."""
         request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed)
-        checked, names = check(request, self.fleet.model), self.pipeline.names
-        spec = SpecBuilder(checked, prompt, max_tokens, names, DEFAULT_TENANT, TraceContext(0, 0), now() + 60).build()
+        validated, names = validate(request, self.fleet.model), self.pipeline.names
+        spec = SpecBuilder(validated, prompt, max_tokens, names, DEFAULT_TENANT, TraceContext(0, 0), now() + 60).build()
         for worker in self.decode:
             worker.parked[request_id] = spec
 

@@ -8,7 +8,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer
 from gateway.answer.answer_reader import ReaderForm
 from gateway.request.timing import Measured, Stamps
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from tests.gateway.answer.test_answer_reader import IDS, form
 from tests.gateway.request.test_validation import SERVED
 from tests.support.client import make_request
@@ -23,8 +23,8 @@ def answer_of(asked: ReaderForm, **fields) -> tuple[Answer, list[pb.GenerateResp
     async def emit(message: pb.GenerateResponse) -> None:
         sent.append(message)
 
-    checked = check(make_request([1, 2, 3], max_tokens=9, **fields), SERVED)
-    return Answer(checked, 3, 9, asked, Stamps(0.0), emit, lambda gap_s: None), sent
+    validated = validate(make_request([1, 2, 3], max_tokens=9, **fields), SERVED)
+    return Answer(validated, 3, 9, asked, Stamps(0.0), emit, lambda gap_s: None), sent
 
 
 async def test_an_answer_that_has_ended_is_not_due_before_its_worker_has_reported():

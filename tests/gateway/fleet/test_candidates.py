@@ -192,7 +192,7 @@ def test_what_a_worker_reports_and_was_promised_is_what_routing_sees():
     assert (new.num_free_tokens, new.tightest_tpot_s, new.lacks_adapter) == (None, None, False)
     link.load = pb.Load(num_blocks_total=100, num_blocks_free=3, ready_adapters=[bytes(32)])
     for tpot_s in (0.2, 0.05, None):
-        link.open(("request", len(link.legs)), Mailbox()).promise(tpot_s)
+        link.open(("request", len(link.legs)), Mailbox()).set_slo(tpot_s)
     (busy,) = seen([link], Matches(), ask)
     assert (busy.num_free_tokens, busy.tightest_tpot_s, busy.lacks_adapter) == (3 * 16, 0.05, True)
 

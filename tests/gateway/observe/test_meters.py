@@ -223,7 +223,7 @@ def test_what_is_not_sampled_has_no_exemplar(meters):
 def test_service_levels(meters, slo_class, error, counted, met):
     """The record has a TTFT of 1.0 s and a TPOT of 50 ms: beyond interactive, within standard."""
     quick = record(**{**ANSWERED, "last_sent": 101.2, "second_sent": 101.1})
-    quick.checked = SimpleNamespace(slo_class=slo_class)
+    quick.validated = SimpleNamespace(slo_class=slo_class)
     meters.ended(quick, error)
     seen = samples(meters)
     assert (seen["baton_slo_requests_total", slo_class], seen["baton_slo_met_total", slo_class]) == (counted, met)
@@ -237,7 +237,7 @@ def test_prompts_that_are_read_alone_have_a_duration_and_no_first_token(operatio
     meters = GatewayMeters("tiny", {"standard": slo})
     read = record(**{**ANSWERED, "second_sent": None, "last_sent": 101.0})
     read.operation, read.num_output_tokens, read.num_longest_output = operation, 0, 0
-    read.stamps.ended, read.checked = 101.0, SimpleNamespace(slo_class="standard", request_id="a")
+    read.stamps.ended, read.validated = 101.0, SimpleNamespace(slo_class="standard", request_id="a")
     meters.ended(read, None)
     seen = samples(meters)
     assert (seen["baton_ttft_seconds_count",], seen["baton_e2e_seconds_sum",]) == (0, 1.0)

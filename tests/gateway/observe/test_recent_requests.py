@@ -12,7 +12,7 @@ from gateway.observe import recent_requests
 from gateway.observe.recent_requests import RecentRequests
 from gateway.request.request_state import RequestState
 from gateway.request.timing import PHASES
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from tests.support.gateway.records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
@@ -51,10 +51,10 @@ def test_what_was_asked_is_not_kept():
     request.sampling.logit_bias[7] = 1.0
     request.stopping.stop.append("secret")
     request.constraint.regex = "secret"
-    each.checked = check(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
+    each.validated = validate(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
     kept.began(each)
     kept.ended(each, None)
-    assert "secret" not in str(asdict(kept._ended[0][0].checked)) and not each.checked.sampling.logit_bias
+    assert "secret" not in str(asdict(kept._ended[0][0].validated)) and not each.validated.sampling.logit_bias
     assert kept.listed(ALL, 0).recent[0].request_id == "a1"
 
 

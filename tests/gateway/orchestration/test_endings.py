@@ -15,7 +15,7 @@ from gateway.api.request_handler import _Settling
 from gateway.link.mailbox import Mailbox
 from gateway.orchestration import failures, machine
 from gateway.orchestration.pipeline import Pipeline
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
@@ -371,10 +371,10 @@ async def test_a_client_that_does_not_read_until_its_deadline(cluster, num_read)
             if len(ids_of(messages)) > num_read:
                 await asyncio.Event().wait()
 
-        checked = check(make_request(PROMPT, max_tokens=6), model)
+        validated = validate(make_request(PROMPT, max_tokens=6), model)
         deadline = now() + patience(0.5)
         with pytest.raises(DeadlineExceeded, match="did not read"):
-            await c.pipeline.serve(checked, model, deadline, record(), emit)
+            await c.pipeline.serve(validated, model, deadline, record(), emit)
         assert now() >= deadline and len(ids_of(messages[:-1])) <= num_read < len(ids_of(messages))
         await c.idle()
 

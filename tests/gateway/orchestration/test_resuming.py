@@ -64,10 +64,10 @@ async def test_what_its_class_was_promised_holds_for_what_is_attached_to(cluster
         request.slo_class = "interactive"
         running = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
         await reached(c, "decode")
-        assert link.promised == {0.05: 1}
+        assert link.slo_tpots_s == {0.05: 1}
         hang_up(c.decode[0])
         await c.until(lambda: any(each.request.record.num_attached for each in c.pipeline.running.values()))
-        assert link.promised == {0.05: 1}
+        assert link.slo_tpots_s == {0.05: 1}
         release(c, "decode")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
         await c.idle()

@@ -282,7 +282,7 @@ async def test_what_a_promise_holds_is_let_go(cluster):
         assert await of_class(c, "interactive")
         await c.idle()
         for link in c.gateway.registry.links:
-            assert not link.promised and link.num_prefill_tokens == 0
+            assert not link.slo_tpots_s and link.num_prefill_tokens == 0
 
 
 async def test_how_requests_were_routed_is_counted(cluster):

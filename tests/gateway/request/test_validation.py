@@ -10,7 +10,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.model.model_folder import Defaults
 from gateway.request.answer_length import resolve_max_tokens
-from gateway.request.validation import check, check_size
+from gateway.request.validation import check_size, validate
 from tests.support.client import make_request
 
 MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
@@ -21,8 +21,8 @@ PROMPT = [10, 20, 30]
 
 def field_of(request, served=SERVED) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        checked = check(request, served)
-        resolve_max_tokens(checked, len(request.token_ids.ids), served)
+        validated = validate(request, served)
+        resolve_max_tokens(validated, len(request.token_ids.ids), served)
     assert caught.value.message.startswith(caught.value.field)
     return caught.value.field
 
@@ -89,7 +89,7 @@ def test_the_field_is_named(field, request_):
 def test_what_is_too_long_is_told_so_that_clients_can_shorten_it(request_, words, is_bound):
     served = replace(SERVED, is_bound_by_workers=is_bound)
     with pytest.raises(InvalidRequest) as caught:
-        resolve_max_tokens(check(request_, served), len(request_.token_ids.ids), served)
+        resolve_max_tokens(validate(request_, served), len(request_.token_ids.ids), served)
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
     assert words in caught.value.message and "maximum context length" in caught.value.message
 
@@ -100,14 +100,14 @@ def test_other_limits_are_no_length_of_the_context():
         (make_request(PROMPT, max_tokens=MAX_OUTPUT_TOKENS + 1), WIDE),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            check(request, served)
+            validate(request, served)
         assert caught.value.reason == "INVALID_REQUEST"
 
 
 def test_too_much_for_all_choices():
     assert field_of(make_request(PROMPT, n=8, max_tokens=MAX_OUTPUT_TOKENS // 8 + 1), WIDE) == "sampling.n"
-    checked = check(make_request(PROMPT, n=8, max_tokens=MAX_OUTPUT_TOKENS // 8), WIDE)
-    assert resolve_max_tokens(checked, 3, WIDE) == MAX_OUTPUT_TOKENS // 8
+    validated = validate(make_request(PROMPT, n=8, max_tokens=MAX_OUTPUT_TOKENS // 8), WIDE)
+    assert resolve_max_tokens(validated, 3, WIDE) == MAX_OUTPUT_TOKENS // 8
 
 
 def test_too_many_biases():
@@ -130,13 +130,13 @@ def test_a_mebibyte():
 def test_zero_is_a_value_and_unset_is_the_model_s():
     model = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.125, "repetition_penalty": 1.25}
     served = ServedModel("fake", 1024, 400, frozenset([0]), Defaults(model, 99))
-    unset = check(make_request(PROMPT), served)
+    unset = validate(make_request(PROMPT), served)
     sampling = unset.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.75, 50, 0.875)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.n) == (0.125, 1.25, 1)
     assert not sampling.HasField("logprobs")
     assert resolve_max_tokens(unset, 3, served) == 99 and resolve_max_tokens(unset, 1000, served) == 24
-    zeros = check(make_request(PROMPT, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0), served).sampling
+    zeros = validate(make_request(PROMPT, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0), served).sampling
     assert (zeros.temperature, zeros.top_k, zeros.min_p, zeros.seed, zeros.logprobs) == (0.0, 0, 0.0, 0, 0)
     assert zeros.HasField("logprobs")
 
@@ -146,7 +146,7 @@ def test_a_temperature_that_programs_send_for_0_is_0(given, counts_as):
     request = make_request(
         PROMPT, request_id="a", temperature=given, resume_from=[1], seed=None if not counts_as else 1
     )
-    assert check(request, SERVED).sampling.temperature == pytest.approx(counts_as)
+    assert validate(request, SERVED).sampling.temperature == pytest.approx(counts_as)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_temperature_that_programs_send_for_0_is_0(given, counts_as):
 def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengths, resume_from, most):
     request = make_request(PROMPT, request_id="a", temperature=0.0, resume_from=resume_from)
     served = replace(SERVED, lengths=lengths)
-    assert resolve_max_tokens(check(request, served), num_prompt_tokens, served) == most
+    assert resolve_max_tokens(validate(request, served), num_prompt_tokens, served) == most
 
 
 @pytest.mark.parametrize(
@@ -185,48 +185,48 @@ def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengt
 )
 def test_it_is_within_the_limits(preset, asked, most):
     served = replace(WIDE, limits=PRESETS[preset])
-    assert resolve_max_tokens(check(make_request(PROMPT, **asked), served), 3, served) == most
+    assert resolve_max_tokens(validate(make_request(PROMPT, **asked), served), 3, served) == most
 
 
 @pytest.mark.parametrize("asked", [81_920, 131_072, 393_216])  # Qwen3's card, Kimi Code, clients of DeepSeek
 def test_an_answer_may_be_asked_for_that_is_as_long_as_clients_want(asked):
-    assert resolve_max_tokens(check(make_request(PROMPT, max_tokens=asked), WIDE), 3, WIDE) == asked
+    assert resolve_max_tokens(validate(make_request(PROMPT, max_tokens=asked), WIDE), 3, WIDE) == asked
 
 
 def test_a_long_answer_has_few_log_probabilities():
     request = make_request(PROMPT, max_tokens=393_216, logprobs=1)
-    assert resolve_max_tokens(check(request, WIDE), 3, WIDE) == 393_216
+    assert resolve_max_tokens(validate(request, WIDE), 3, WIDE) == 393_216
     assert field_of(make_request(PROMPT, max_tokens=393_216, logprobs=2), WIDE) == "sampling.logprobs"
-    assert resolve_max_tokens(check(make_request(PROMPT, max_tokens=65_536, logprobs=20), WIDE), 3, WIDE) == 65_536
+    assert resolve_max_tokens(validate(make_request(PROMPT, max_tokens=65_536, logprobs=20), WIDE), 3, WIDE) == 65_536
 
 
 def test_stop_tokens_include_the_end_of_sequence_unless_ignored():
-    assert check(make_request(PROMPT, stop_token_ids=[9]), SERVED).stop_token_ids == {0, 4, 9}
-    assert check(make_request(PROMPT, stop_token_ids=[9], ignore_eos=True), SERVED).stop_token_ids == {9}
+    assert validate(make_request(PROMPT, stop_token_ids=[9]), SERVED).stop_token_ids == {0, 4, 9}
+    assert validate(make_request(PROMPT, stop_token_ids=[9], ignore_eos=True), SERVED).stop_token_ids == {9}
 
 
 def test_seeds_and_ids_are_drawn():
-    first, second = (check(make_request(PROMPT), SERVED) for _ in range(2))
+    first, second = (validate(make_request(PROMPT), SERVED) for _ in range(2))
     assert first.sampling.seed != second.sampling.seed and first.sampling.seed < 2**53
     assert first.request_id != second.request_id
 
 
 def test_unknown_model():
     with pytest.raises(NotFound):
-        check(make_request(PROMPT, model="other"), SERVED)
-    assert check(make_request(PROMPT, model="fake"), SERVED).token_ids.tolist() == [10, 20, 30]
+        validate(make_request(PROMPT, model="other"), SERVED)
+    assert validate(make_request(PROMPT, model="fake"), SERVED).token_ids.tolist() == [10, 20, 30]
 
 
 def test_a_request_without_a_service_level_is_standard():
-    assert check(make_request(PROMPT), SERVED).slo_class == "standard"
-    assert check(pb.GenerateRequest(text="x", slo_class="batch"), SERVED).slo_class == "batch"
+    assert validate(make_request(PROMPT), SERVED).slo_class == "standard"
+    assert validate(pb.GenerateRequest(text="x", slo_class="batch"), SERVED).slo_class == "batch"
 
 
 @pytest.mark.parametrize("proposer", ["", "off", "ngram"])
 def test_a_proposer_that_is_run_may_be_named(proposer):
     asked = pb.Speculation(proposer=proposer, num_tokens=16)
-    assert check(pb.GenerateRequest(text="x", speculation=asked), SERVED).speculation == asked
+    assert validate(pb.GenerateRequest(text="x", speculation=asked), SERVED).speculation == asked
 
 
 def test_before_a_worker_has_said_what_it_runs_any_proposer_may_be_named():
-    check(pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle")), WIDE)
+    validate(pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle")), WIDE)

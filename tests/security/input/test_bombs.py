@@ -18,7 +18,7 @@ from baton.service.settings import SettingsError
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.model.model_folder import Defaults
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import CannotEncode, Tokenizer
@@ -185,8 +185,8 @@ def test_stop_strings(name):
     """Bounded in bytes of UTF-8, and found as they are written: no form is another's."""
     served = ServedModel("fake", 1024, 400, frozenset(), Defaults(), limits=PRESETS["normal"])
     with pytest.raises(InvalidRequest, match="256 bytes"):
-        check(make_request("x", stop=[WORDS[name]]), served)
-    (stop,) = check(make_request("x", stop=[WORDS[name][:40]]), served).stops
+        validate(make_request("x", stop=[WORDS[name]]), served)
+    (stop,) = validate(make_request("x", stop=[WORDS[name][:40]]), served).stops
     matcher = StopMatcher(StopStrings([stop]))
     assert matcher.push("before" + WORDS[name][:41]) == ("before", stop)
 
@@ -195,7 +195,7 @@ def test_stop_strings(name):
 def test_request_ids_are_plain_letters(request_id):
     served = ServedModel("fake", 1024, 400, frozenset(), Defaults(), limits=PRESETS["normal"])
     with pytest.raises(InvalidRequest, match="request_id"):
-        check(make_request("x", request_id=request_id), served)
+        validate(make_request("x", request_id=request_id), served)
 
 
 def test_surrogates_are_no_text():

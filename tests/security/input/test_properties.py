@@ -19,7 +19,7 @@ from gateway.link.mailbox import Mailbox
 from gateway.link.worker_link import WorkerLink
 from gateway.model.model_folder import Defaults
 from gateway.request.answer_length import resolve_max_tokens
-from gateway.request.validation import check
+from gateway.request.validation import validate
 
 EDGES = (
     -1,
@@ -83,8 +83,8 @@ def put(request: pb.GenerateRequest, message: str, name: str, value) -> bool:
     return True
 
 
-def in_range(checked, limits) -> None:
-    s = checked.sampling
+def in_range(validated, limits) -> None:
+    s = validated.sampling
     numbers = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     assert all(map(math.isfinite, (*numbers, *s.logit_bias.values())))
     assert s.temperature == 0 or 1e-3 <= struct.unpack("f", struct.pack("f", s.temperature))[0] <= 100
@@ -92,7 +92,7 @@ def in_range(checked, limits) -> None:
     assert max(map(abs, (s.presence_penalty, s.frequency_penalty, *s.logit_bias.values()))) <= 1000
     assert 1 <= s.n <= limits.choices and (s.logprobs or 0) <= limits.logprobs
     assert 0 <= s.seed < 2**64 and 0 <= s.top_k < 2**32
-    assert all(token_id < 400 for token_id in (*s.logit_bias, *checked.stop_token_ids))
+    assert all(token_id < 400 for token_id in (*s.logit_bias, *validated.stop_token_ids))
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=list(PRESETS))
@@ -105,14 +105,14 @@ def test_every_number_at_its_edges(message, name, limits):
         if not put(request, message, name, value):
             continue
         try:
-            checked = check(request, served(limits))
-            max_tokens = resolve_max_tokens(checked, 5, served(limits))
+            validated = validate(request, served(limits))
+            max_tokens = resolve_max_tokens(validated, 5, served(limits))
         except InvalidRequest as error:
             num_refused += 1
             assert name in error.field or (name == "min_tokens" and "tokens" in error.field), (value, error.field)
         else:
-            in_range(checked, limits)
-            assert 1 <= max_tokens <= 1019 and checked.sampling.n * max_tokens <= limits.output_tokens
+            in_range(validated, limits)
+            assert 1 <= max_tokens <= 1019 and validated.sampling.n * max_tokens <= limits.output_tokens
     assert num_refused or name in ("priority", "top_k", "seed")
 
 
@@ -142,24 +142,24 @@ def test_all_of_them_together(sampling, max_tokens, stop, limits, num_prompt):
     if max_tokens is not None:
         request.stopping.max_tokens = max_tokens
     try:
-        checked = check(request, served(limits))
-        resolved = resolve_max_tokens(checked, num_prompt, served(limits))
+        validated = validate(request, served(limits))
+        resolved = resolve_max_tokens(validated, num_prompt, served(limits))
     except InvalidRequest as error:
         assert error.field and error.message.startswith(error.field) and len(error.message) < 300
     else:
-        in_range(checked, limits)
-        assert 1 <= resolved <= 1024 - num_prompt and len(checked.stops) <= limits.stops
+        in_range(validated, limits)
+        assert 1 <= resolved <= 1024 - num_prompt and len(validated.stops) <= limits.stops
 
 
 @settings(max_examples=200)
 @given(st.text(max_size=70))
 def test_ids_are_words_or_refused(request_id):
     try:
-        checked = check(pb.GenerateRequest(text="x", request_id=request_id), served(LIMITS[0]), "acme")
+        validated = validate(pb.GenerateRequest(text="x", request_id=request_id), served(LIMITS[0]), "acme")
     except (BatonError, ValueError):
         return
-    assert not request_id or checked.request_id == request_id
-    assert checked.key_id.endswith(f".{checked.request_id}") and set(checked.request_id) <= set(
+    assert not request_id or validated.request_id == request_id
+    assert validated.key_id.endswith(f".{validated.request_id}") and set(validated.request_id) <= set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
     )
 

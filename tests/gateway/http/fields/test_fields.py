@@ -32,7 +32,7 @@ from gateway.http.responses.request import LOGPROBS, read_input_tokens, read_res
 from gateway.http.wire.errors import rename, status_of, to_json
 from gateway.orchestration.retry_budget import poison
 from gateway.request.messages import check_conversation
-from gateway.request.validation import check
+from gateway.request.validation import validate
 from tests.gateway.request.test_validation import SERVED
 from tests.support.pace import patience
 
@@ -438,9 +438,9 @@ def test_what_asks_for_what_is_done_anyway_is_taken(door, more):
     read, body = READERS[door]
     body = {name: value for name, value in body.items() if name != "logprobs"}
     told, plain = read({**body, **ANYWAY, **more}).requests[0], read(body).requests[0]
-    checked, bare = (check(each, SERVED) for each in (told, plain))
-    assert (checked.num_logprobs, checked.num_choices, checked.min_tokens, checked.echo) == (0, 1, 0, False)
-    assert checked.messages == bare.messages and checked.text == bare.text
+    validated, bare = (validate(each, SERVED) for each in (told, plain))
+    assert (validated.num_logprobs, validated.num_choices, validated.min_tokens, validated.echo) == (0, 1, 0, False)
+    assert validated.messages == bare.messages and validated.text == bare.text
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
             read_completion({"prompt": ["a"] * num_prompts, "request_id": each, "max_tokens": 1})
             for each in (request_id, request_id, f"{request_id[:-1]}y")
         )
-        ids = [[check(request, SERVED).request_id for request in each.requests] for each in (asked, again, other)]
+        ids = [[validate(request, SERVED).request_id for request in each.requests] for each in (asked, again, other)]
         assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 2 * num_prompts
         assert asked.id == f"cmpl-{request_id}"
 
@@ -492,7 +492,7 @@ def test_each_of_several_prompts_has_an_id_of_its_own_that_is_one(num_chars):
 def test_an_id_that_is_none_is_refused_with_several_prompts_too(request_id):
     asked = read_completion({"prompt": ["a", "b"], "request_id": request_id})
     with pytest.raises(InvalidRequest, match="request_id"):
-        check(asked.requests[0], SERVED)
+        validate(asked.requests[0], SERVED)
 
 
 @pytest.mark.parametrize("door, more", [("response", {"text": {"verbosity": "low"}}), ("chat", {"verbosity": "high"})])
