@@ -26,7 +26,7 @@ class Answer:
     """Take tokens as they come with `push`, send messages with `flush`, and hold the last one for `finish`."""
 
     __slots__ = (
-        "_checked",
+        "_validated",
         "_stamps",
         "_emit",
         "_on_gap",
@@ -54,7 +54,7 @@ class Answer:
     ):
         """`max_tokens`: where a choice ends at the latest; `form`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
-        self._checked, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
+        self._validated, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._interval_s = validated.stream_interval_s
         self._num_flushes = 0
@@ -80,7 +80,7 @@ class Answer:
     @property
     def key_id(self) -> str:
         """The request's name among workers."""
-        return self._checked.key_id
+        return self._validated.key_id
 
     @property
     def ended_here(self) -> bool:
@@ -142,11 +142,11 @@ class Answer:
     def set_prompt_logprobs(self, logprobs: Sequence[pb.Logprobs]) -> None:
         """Keep the log-probabilities of the prompt for the first message, if they are asked for. Raises Diverged where
         they are not all there."""
-        if self.begun or not self._checked.asks_for_prompt_logprobs:
+        if self.begun or not self._validated.asks_for_prompt_logprobs:
             return
         if len(logprobs) != self._num_prompt_tokens - 1:
-            told = f"{len(logprobs)} prompt_logprobs for a prompt of {self._num_prompt_tokens} tokens"
-            raise Diverged(f"a worker gave {told}")
+            given = f"{len(logprobs)} prompt_logprobs for a prompt of {self._num_prompt_tokens} tokens"
+            raise Diverged(f"a worker gave {given}")
         self._prompt_logprobs = logprobs
 
     @property
@@ -220,8 +220,8 @@ class Answer:
         """Send what has come of a choice, at `at` (time.monotonic())."""
         num_tokens, message = choice.num_pending, choice.take()
         if self._num_sent == 0:
-            message.seed = self._checked.seed
-            message.request_id = self._checked.request_id
+            message.seed = self._validated.seed
+            message.request_id = self._validated.request_id
             message.prompt_tokens = self._num_prompt_tokens
             self._add_prompt(message)
         self._num_sent += 1

@@ -67,8 +67,8 @@ class _Settling:
         elif isinstance(error, grpc.aio.InternalError):  # the client has just gone: gRPC's cancellation is on its way
             raise asyncio.CancelledError from None
         elif isinstance(error, Exception):
-            told = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
-            log.error("request failed %s", told, exc_info=error)
+            words = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
+            log.error("request failed %s", words, exc_info=error)
             raise Internal(f"the gateway failed: {type(error).__name__}") from error
 
 

@@ -72,8 +72,8 @@ class ModelFleet:
     def known_identity(self) -> ModelIdentity:
         """Return the identity of the model that is served. Raises Unavailable before it is known."""
         if (identity := self.identity) is None:
-            told = f"no worker serves {self.name}: none has said Hello, or all have gone"
-            raise Unavailable(told, _RETRY_AFTER_S, reason="NO_WORKER")
+            message = f"no worker serves {self.name}: none has said Hello, or all have gone"
+            raise Unavailable(message, _RETRY_AFTER_S, reason="NO_WORKER")
         return identity
 
     @property

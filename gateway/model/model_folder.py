@@ -50,22 +50,22 @@ class ModelFolder:
 def read_folder(path: Path) -> ModelFolder:
     """Read a Hugging Face folder. Raises SettingsError: one line that names the file."""
     config, generation = path / "config.json", path / "generation_config.json"
-    said, preferred = _read_json(config), _read_json(generation, optional=True)
-    if isinstance(text := said.get("text_config"), dict):  # of a model around a text model
-        said = _LEFT_OUT.get(str(text.get("model_type")), {}) | said | text
+    values, preferred = _read_json(config), _read_json(generation, optional=True)
+    if isinstance(text := values.get("text_config"), dict):  # of a model around a text model
+        values = _LEFT_OUT.get(str(text.get("model_type")), {}) | values | text
     tokenizer_config = path / "tokenizer_config.json"
     of_tokenizer = _read_json(tokenizer_config, optional=True)
     special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer
     tokenizer_json = _read_bytes(path / "tokenizer.json")
     with _named(config):
-        vocab_size = _count(said, "vocab_size")
-        has_positions = "max_position_embeddings" in said or "state_size" not in said
-        context = _count(said, "max_position_embeddings") if has_positions else UNLIMITED_CONTEXT
+        vocab_size = _count(values, "vocab_size")
+        has_positions = "max_position_embeddings" in values or "state_size" not in values
+        context = _count(values, "max_position_embeddings") if has_positions else UNLIMITED_CONTEXT
     with _named(generation):
         defaults = _defaults(preferred)
     names_ends = preferred.get("eos_token_id") is not None
     with _named(generation if names_ends else config):
-        eos_ids = _eos_ids(preferred if names_ends else said, vocab_size)
+        eos_ids = _eos_ids(preferred if names_ends else values, vocab_size)
     with _named(tokenizer_config):
         special = _special_tokens(special_tokens)
     templates = _chat_templates(path, of_tokenizer)
@@ -100,8 +100,8 @@ def _read_bytes(path: Path) -> bytes:
         found = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{path}: {why_not_itself(path) or error.strerror}") from None
-    if told := why_not_itself(path):
-        raise SettingsError(f"{path}: {told}")
+    if reason := why_not_itself(path):
+        raise SettingsError(f"{path}: {reason}")
     return found
 
 

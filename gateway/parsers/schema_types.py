@@ -48,8 +48,8 @@ def _named(schema: Mapping[str, Any]) -> set[str]:
 
 def named_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that stand in `type`."""
-    told = schema.get("type")
-    names = told[: len(_NAMES) + 1] if isinstance(told, list) else [told]
+    types = schema.get("type")
+    names = types[: len(_NAMES) + 1] if isinstance(types, list) else [types]
     return {name for name in names if isinstance(name, str)}
 
 

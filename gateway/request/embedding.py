@@ -28,7 +28,7 @@ def check_embed(
         shared.priority = request.priority
     prompts: list[ValidatedRequest] = []
     for index, given in enumerate(request.inputs):
-        prompts.append(_checked(index, given, shared, served, tenant, max_priority))
+        prompts.append(_validated(index, given, shared, served, tenant, max_priority))
         shared.request_id = prompts[0].request_id  # where it is drawn, once
     pooling = worker_pb2.PoolingSpec(
         pooling=request.pooling or pb.POOLING_LAST,
@@ -38,7 +38,7 @@ def check_embed(
     return PromptBatch(prompts, pooling, _place)
 
 
-def _checked(
+def _validated(
     index: int, given: pb.EmbedInput, shared: pb.GenerateRequest, served: ServedModel, tenant: str, max_priority: int
 ) -> ValidatedRequest:
     request = pb.GenerateRequest()

@@ -18,7 +18,7 @@ class SpecBuilder:
     """Build the RequestSpec of each attempt of one request."""
 
     __slots__ = (
-        "_checked",
+        "_validated",
         "_prompt_ids",
         "_max_tokens",
         "_names",
@@ -39,7 +39,7 @@ class SpecBuilder:
         deadline: float,
     ):
         """`context`: the request's span; `deadline`: time.monotonic()."""
-        self._checked, self._prompt_ids, self._max_tokens = validated, prompt_ids, max_tokens
+        self._validated, self._prompt_ids, self._max_tokens = validated, prompt_ids, max_tokens
         self._names, self._tenant, self._context, self._deadline = names, tenant, context, deadline
         self._prompt_spans: Named | None = None
 
@@ -52,14 +52,14 @@ class SpecBuilder:
     def reusable_spans(self) -> list[SpanHash]:
         """The names of the prompt's full spans that a worker may have cached; the last token is always computed. Raises
         Unavailable before a worker has said which model is served."""
-        if self._checked.asks_for_prompt_logprobs:
+        if self._validated.asks_for_prompt_logprobs:
             return []
         return self._named_prompt().hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
 
     def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
         """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
         of the prompt."""
-        validated = self._checked
+        validated = self._validated
         spec = pb.RequestSpec(
             token_ids=self._prompt_ids,
             num_prompt_tokens=len(self._prompt_ids),
@@ -96,7 +96,7 @@ class SpecBuilder:
 
     def _named_prompt(self) -> Named:
         if self._prompt_spans is None:
-            adapter = self._checked.adapter
+            adapter = self._validated.adapter
             self._prompt_spans = self._names.spans(self._tenant, self._prompt_ids, adapter=adapter)
         return self._prompt_spans
 

@@ -57,8 +57,8 @@ def _check_length(head: str, documents: Sequence[str]) -> None:
     """Raises InvalidRequest where `head` before each of the documents is too much text to keep while the call waits."""
     num_characters = len(documents) * len(head) + sum(map(len, documents))
     if num_characters > _MAX_CHARACTERS:
-        told = f"stands before each of {len(documents)} documents, {num_characters} characters in all"
-        raise InvalidRequest("query", f"{told}: at most {_MAX_CHARACTERS} are allowed")
+        position = f"stands before each of {len(documents)} documents, {num_characters} characters in all"
+        raise InvalidRequest("query", f"{position}: at most {_MAX_CHARACTERS} are allowed")
 
 
 def score_of(logprobs: Sequence[float]) -> float:

@@ -96,8 +96,8 @@ def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | Unavailab
     """Return the error of a request whose model is none of these, nor an adapter that their workers have named so far."""
     if all(model.is_whole for model in models):
         return not_served(asked, models)
-    told = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
-    return Unavailable(told, 1.0, reason="NO_WORKER")
+    message = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
+    return Unavailable(message, 1.0, reason="NO_WORKER")
 
 
 def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
@@ -106,8 +106,8 @@ def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
     for model in models:
         beside = f" and its adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
         named.append(f"{model.name}{beside[:400]}")
-    told = f"model {asked[:80]!r} is not served here, only {'; '.join(named)}"
-    return NotFound(told, reason="MODEL_NOT_FOUND")
+    message = f"model {asked[:80]!r} is not served here, only {'; '.join(named)}"
+    return NotFound(message, reason="MODEL_NOT_FOUND")
 
 
 def check_size(request, where: str = "token_ids") -> None:
@@ -195,8 +195,8 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
 
 def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -> NoReturn:
     """Raise ContextLengthExceeded for a prompt of more than `most` tokens."""
-    told = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
-    raise ContextLengthExceeded(field, told)
+    message = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
+    raise ContextLengthExceeded(field, message)
 
 
 def _request_id(request_id: str) -> str:

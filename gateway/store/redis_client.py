@@ -114,7 +114,7 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
 
 def fault_of(error: Exception) -> str:
     """Return what is wrong with a Redis that fails so."""
-    return next((told for kind, told in _FAULTS if isinstance(error, kind)), "it does not answer")
+    return next((words for kind, words in _FAULTS if isinstance(error, kind)), "it does not answer")
 
 
 def words_of(error: Exception) -> str:

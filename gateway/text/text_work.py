@@ -81,8 +81,8 @@ class TextWork:
         """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for a
         model that is not asked so; DeadlineExceeded."""
         if (form := self._infilling) is None:
-            told = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
-            raise InvalidRequest("suffix", told)
+            message = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
+            raise InvalidRequest("suffix", message)
         num_chars = len(prefix) + len(suffix)
         self._check_length("text", num_chars, context)
         work = partial(self._encode, partial(form.encode, prefix, suffix))
@@ -150,8 +150,10 @@ class TextWork:
     def _check_length(self, field: str, num_chars: int, context: int) -> None:
         """Raises InvalidRequest for a text that could not fit: a mebibyte of text costs seconds to tokenize."""
         if not self._tokenizer.can_fit(num_chars, context):
-            told = f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
-            raise ContextLengthExceeded(field, told)
+            message = (
+                f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
+            )
+            raise ContextLengthExceeded(field, message)
 
     def _encode(self, encode: Callable[[], list[int]]) -> Sequence[int]:
         try:
@@ -194,8 +196,8 @@ class TextWork:
         either: by variables of the client's (xml_tools of SmolLM3), or in a message."""
         names = options.callable_tools
         if names and not self._template.of(options).takes_tools and not any(name in prompt for name in names):
-            told = "this model's chat template has no place for tools: write them in a message too, or into the"
-            raise InvalidRequest("messages.tools", f"{told} chat_template_kwargs that it reads, such as xml_tools")
+            message = "this model's chat template has no place for tools: write them in a message too, or into the"
+            raise InvalidRequest("messages.tools", f"{message} chat_template_kwargs that it reads, such as xml_tools")
 
     def _render(self, conversation: Conversation, words: Words) -> Rendered:
         """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises
