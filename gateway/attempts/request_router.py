@@ -4,25 +4,23 @@ from collections.abc import Set
 
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Answer
+from gateway.attempts.tried_workers import TriedWorkers
 from gateway.fleet.router import Router
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
 from gateway.request.request_record import RequestRecord
-from gateway.routing.routing import NEVER_HERE, Decision, RoutingRequest
+from gateway.routing.routing import Decision, RoutingRequest
 from kvtransfer.naming import SPAN_TOKENS
-
-_NONE: frozenset[bytes] = frozenset()
 
 
 class RequestRouter:
-    """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
-    only drain and may still give KV; `unable` have said that they can never take it, and are not asked again."""
+    """What the router of the model finds for this request, by what its answer is like and which workers it has tried."""
 
-    __slots__ = ("_router", "_matches", "_record", "_answer", "_refused", "_failed", "_leaving", "_unable")
+    __slots__ = ("_router", "_matches", "_record", "_answer", "_tried")
 
     def __init__(self, router: Router, matches: Matches, record: RequestRecord, answer: Answer):
         self._router, self._matches, self._record, self._answer = router, matches, record, answer
-        self._refused = self._failed = self._leaving = self._unable = _NONE
+        self._tried = TriedWorkers()
 
     @property
     def request(self) -> RoutingRequest:
@@ -48,25 +46,24 @@ class RequestRouter:
 
     def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
-        return self._router.route(self.request, self._matches, self._failed | self._refused, self._unable)
+        return self._router.route(self.request, self._matches, self._tried.avoided, self._tried.unable)
 
     def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
-        avoid = self._failed | self._refused
-        return self._router.prefill_for(taker, self.request, self._matches, avoid, self._unable)
+        return self._router.prefill_for(taker, self.request, self._matches, self._tried.avoided, self._tried.unable)
 
     def prefix_holder_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a worker from which `taker` should pull a prefix, or None."""
-        return self._router.holder_for(taker, self._matches, self._failed - self._leaving)
+        return self._router.holder_for(taker, self._matches, self._tried.failed - self._tried.leaving)
 
     def is_usable(self, link: WorkerLink) -> bool:
         """Return whether this worker serves and has not refused."""
-        return link.serving and link.worker_id not in self._refused
+        return link.serving and link.worker_id not in self._tried.refused
 
     def has_untried(self, role: str) -> bool:
         """Return whether a worker serves in this role that could hold the request and has neither refused nor failed
         it."""
-        return self._has_other(role, self._failed | self._refused)
+        return self._has_other(role, self._tried.avoided)
 
     def has_another(self, role: str, than: bytes = b"") -> bool:
         """Return whether a worker other than `than` serves in this role that could hold the request, and is not set
@@ -75,27 +72,23 @@ class RequestRouter:
 
     def has_any(self, role: str) -> bool:
         """Return whether a worker serves in this role that could hold the request, be it set aside."""
-        return self._router.has_any(role, self.request, self._unable)
+        return self._router.has_any(role, self.request, self._tried.unable)
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
-        return self._router.has_other(role, self.request, avoid | self._unable)
+        return self._router.has_other(role, self.request, avoid | self._tried.unable)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         """`link` has no room for the request, or says that it can never take it."""
-        self._refused |= {link.worker_id}
-        if refused.reason in NEVER_HERE:
-            self._unable |= {link.worker_id}
+        self._tried.note_refusal(link.worker_id, refused)
         self._record.note_retry(link.name, refused.reason)
 
     def forget_refusals(self) -> None:
         """Ask every worker again."""
-        self._refused = _NONE
+        self._tried.forget_refusals()
 
     def note_failure(self, worker_id: bytes, is_leaving: bool) -> None:
         """This worker has failed the request; if `is_leaving`, only because it drains."""
-        self._failed |= {worker_id}
-        if is_leaving:
-            self._leaving |= {worker_id}
+        self._tried.note_failure(worker_id, is_leaving)
 
     def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
         """This worker has read the prompt and written `num_output_tokens` of the answer: it holds their spans."""

@@ -11,7 +11,7 @@ from gateway.attempts.attempt import Attempt
 from gateway.attempts.request_router import RequestRouter
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
-from gateway.orchestration.deaths import STALLED, Deaths
+from gateway.orchestration.deaths import MAX_DEATHS, STALLED, Deaths
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.request.request_record import Failure, RequestRecord
@@ -34,28 +34,59 @@ def answer_s(left_s: float) -> float:
     return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
 
 
+class FailureBudget:
+    """What one request may still fail: few workers may die of it, few attempts may be in vain, and those that follow are
+    paid for from the budget of all requests."""
+
+    __slots__ = ("deaths", "_retries", "_prompt_digest", "_num_barren")
+
+    def __init__(self, retries: RetryBudget, prompt_digest: bytes):
+        """`prompt_digest`: by which a prompt that workers die of is known."""
+        self.deaths = Deaths()
+        self._retries, self._prompt_digest, self._num_barren = retries, prompt_digest, 0
+
+    def note_death(self, message: object, link: WorkerLink, worker_id: bytes) -> None:
+        """Count the worker among those that have died of the request, where `message`, its last, says so."""
+        if isinstance(message, Lost):
+            self.deaths.suspect(link, worker_id)
+        elif isinstance(message, pb.Ended):
+            self.deaths.note_reported(message.reason)
+
+    def check_deaths(self) -> bool:
+        """Return whether another worker may be given the prompt, not only once those that are gone are back. Raises
+        BatonError (POISON) where it is to blame for them."""
+        if not self.deaths.are_too_many:
+            return True
+        if not self.deaths.are_certain:
+            return False
+        self._retries.quarantine(self._prompt_digest)
+        raise poison(f"{MAX_DEATHS} workers died while they served this request")
+
+    def pay(self, error: BatonError, has_stepped: bool = False, is_worker_gone: bool = False) -> None:
+        """Pay for the attempt that follows one which ended with `error`. Raises that after MAX_BARREN in a row, Unavailable
+        (RETRY_BUDGET) if there is no budget."""
+        self._num_barren = 1 if has_stepped else self._num_barren + 1
+        if self._num_barren >= MAX_BARREN:
+            raise error
+        if self._num_barren > 1 or not is_worker_gone:  # the first lost worker costs no retry
+            self._retries.retry(error)
+
+
 class AttemptFailures:
     """Count and judge the failures of one request."""
 
     __slots__ = (
         "_budget",
-        "_prompt_digest",
         "_router",
         "_answer",
         "_record",
-        "_deaths",
-        "_num_barren",
         "_unreplaced",
         "_waits_since",
         "_awaited",
     )
 
-    def __init__(
-        self, budget: RetryBudget, prompt_digest: bytes, router: RequestRouter, answer: Answer, record: RequestRecord
-    ):
-        self._budget, self._prompt_digest = budget, prompt_digest
-        self._router, self._answer, self._record = router, answer, record
-        self._deaths, self._num_barren = Deaths(), 0
+    def __init__(self, budget: FailureBudget, router: RequestRouter, answer: Answer, record: RequestRecord):
+        self._budget, self._router, self._answer, self._record = budget, router, answer, record
         self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
         self._waits_since: float | None = None  # for any worker
         self._awaited: BatonError | None = None  # what is reported where none comes
@@ -64,8 +95,8 @@ class AttemptFailures:
         """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there must be no
         other."""
         error, blamed, worker_id = self._failure(occurred, attempt)
-        self._note_death(occurred, attempt, blamed, worker_id)
-        self._num_barren = 1 if attempt.has_stepped else self._num_barren + 1
+        if _may_have_died_of_it(occurred, attempt):
+            self._budget.note_death(occurred.message, blamed, worker_id)
         self._note(occurred, error, blamed)
         self._router.note_failure(worker_id, is_draining(occurred.message))
         if _is_fault(occurred, error):
@@ -73,21 +104,12 @@ class AttemptFailures:
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         self.check_deaths()
-        if self._num_barren >= MAX_BARREN:
-            raise error
-        if self._num_barren > 1 or not _is_worker_gone(occurred.message):  # the first lost worker costs no retry
-            self._budget.retry(error)
+        self._budget.pay(error, attempt.has_stepped, _is_worker_gone(occurred.message))
         self._unreplaced = error, now() + _WORKER_WAIT_S
 
     def check_deaths(self) -> bool:
-        """Return whether another worker may be given the prompt, not only once those that are gone are back. Raises
-        BatonError (POISON) where it is to blame for them."""
-        if not self._deaths.are_too_many:
-            return True
-        if not self._deaths.are_certain:
-            return False
-        self._budget.quarantine(self._prompt_digest)
-        raise poison("two workers died while they served this request")
+        """Return whether another worker may be given the prompt, as its budget says. Raises BatonError (POISON)."""
+        return self._budget.check_deaths()
 
     def note_replaced(self) -> None:
         """A worker was found for the next attempt."""
@@ -128,21 +150,13 @@ class AttemptFailures:
             if not is_prefill and giver and message.reason in KV_REASONS:
                 blamed, worker_id = giver, giver.worker_id
                 if before is RequestState.FETCHING and attempt.prefill is not None:
-                    self._deaths.suspect(blamed, attempt.prefill.worker_id)
+                    self._budget.deaths.suspect(blamed, attempt.prefill.worker_id)
             return error, blamed, worker_id
         silent = "it ended early" if message else "it does not answer"
         what = message.reason if isinstance(message, Lost) else silent
         sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.begun else ""
         reason = f"{role.upper()}_WORKER_LOST"
         return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
-
-    def _note_death(self, occurred: Occurrence, attempt: Attempt, blamed: WorkerLink, worker_id: bytes) -> None:
-        if not _may_have_died_of_it(occurred, attempt):
-            return
-        if isinstance(occurred.message, Lost):
-            self._deaths.suspect(blamed, worker_id)
-        elif isinstance(occurred.message, pb.Ended):
-            self._deaths.note_reported(occurred.message.reason)
 
     def _note(self, occurred: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
         is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)

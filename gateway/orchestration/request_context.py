@@ -9,7 +9,7 @@ from gateway.attempts.reattach import Reattach
 from gateway.attempts.request_router import RequestRouter
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox
-from gateway.orchestration.failures import AttemptFailures
+from gateway.orchestration.failures import AttemptFailures, FailureBudget
 from gateway.orchestration.retry_budget import RetryBudget
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
@@ -66,7 +66,7 @@ class RequestContext:
         self.mailbox = Mailbox()
         self.place = QueuePlace(record.queued, self.call_room, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
-        self.failures = AttemptFailures(budget, prepared.prompt_digest, self.router, answer, record)
+        self.failures = AttemptFailures(FailureBudget(budget, prepared.prompt_digest), self.router, answer, record)
         self.attempt = self._new_attempt()
         self.reattach: Reattach | None = None
         self.lost: Occurrence[Lost] | None = None  # what `reattach` answers; None: the client resumes

@@ -11,19 +11,19 @@ from baton.service.codec import budget_ms
 from baton.service.errors import DeadlineExceeded, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.attempt import new_key
+from gateway.attempts.tried_workers import TriedWorkers
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
 from gateway.link.worker_link import WorkerLink
-from gateway.orchestration.deaths import MAX_DEATHS, Deaths
-from gateway.orchestration.failures import FINAL_CODES, LATE_S, MAX_BARREN, answer_s
-from gateway.orchestration.retry_budget import RetryBudget, poison
+from gateway.orchestration.failures import FINAL_CODES, LATE_S, FailureBudget, answer_s
+from gateway.orchestration.retry_budget import RetryBudget
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_state import RequestState
 from gateway.request.timing import PoolingStamps
-from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, RoutingRequest
+from gateway.routing.routing import AWAITS_ADAPTER, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
 _DOUBT_POLL_S = 0.02  # while workers that are gone may be back
@@ -56,14 +56,11 @@ class PoolingRequest:
         self, parts: PromptParts, spec: pb.RequestSpec, routing: RoutingRequest, queued: QueuedRequest, digest: bytes
     ):
         """`digest`: of the prompt, by which one that workers die of is known. Raises BatonError for such a one."""
-        self._parts, self._spec, self._routing, self._digest = parts, spec, routing, digest
+        self._parts, self._spec, self._routing = parts, spec, routing
         self._mailbox, self._has_room = Mailbox(), asyncio.Event()
         self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
-        self._refused: set[bytes] = set()
-        self._failed: set[bytes] = set()
-        self._unable: set[bytes] = set()
+        self._tried, self._budget = TriedWorkers(), FailureBudget(parts.budget, digest)
         self._awaits_adapter = False  # as its last refusal says
-        self._num_failures, self._deaths = 0, Deaths()
         self.num_prefilled_tokens = 0  # those of the prompt, once it is read
         parts.budget.begin(digest)
 
@@ -76,14 +73,12 @@ class PoolingRequest:
                 await self._wait_for_room()
             while True:
                 try:
-                    link = self._parts.router.pooling_worker_for(
-                        self._routing, self._refused | self._failed, self._unable
-                    )
+                    link = self._parts.router.pooling_worker_for(self._routing, self._tried.avoided, self._tried.unable)
                 except Unavailable as error:
                     await self._wait_for_worker(error)
                     continue
-                if link.worker_id in self._refused:  # all have
-                    self._refused.clear()
+                if link.worker_id in self._tried.refused:  # all have
+                    self._tried.forget_refusals()
                     await self._wait_for_room()
                     continue
                 leg = link.open(new_key(self._parts.key_id), self._mailbox, record.tenant)
@@ -146,7 +141,7 @@ class PoolingRequest:
         is none it may still answer."""
         if late_s > LATE_S:
             return False
-        if self._parts.router.has_other("prefill", self._routing, self._unable | {leg.worker_id}):
+        if self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id}):
             return True
         leg.link.note_failure("silence while prefilling")
         return False
@@ -157,9 +152,7 @@ class PoolingRequest:
         return num > 0 and num == (len(asked.label_token_ids) or asked.dimensions or num)
 
     def _note_refusal(self, leg: WorkerLeg, refused: pb.Refused) -> None:
-        self._refused.add(leg.worker_id)
-        if refused.reason in NEVER_HERE:
-            self._unable.add(leg.worker_id)
+        self._tried.note_refusal(leg.worker_id, refused)
         self._awaits_adapter = refused.reason in AWAITS_ADAPTER
         self._place.note_refusal(refused)
         self._parts.queues.prefill.refused_for = refused.reason
@@ -171,26 +164,18 @@ class PoolingRequest:
         must be asked, once that is certain."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
-            self._deaths.note_reported(message.reason)
         else:
             what = message.reason if isinstance(message, Lost) else "it gave no answer"
             error = Unavailable(f"prefill worker lost: {what}", 1.0, reason="PREFILL_WORKER_LOST")
-            if isinstance(message, Lost):
-                self._deaths.suspect(leg.link, leg.worker_id)
+        self._budget.note_death(message, leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error
         if not isinstance(message, Lost) and error.reason != DRAINING:
             leg.link.note_failure(f"{error.reason} while prefilling")
-        self._failed.add(leg.worker_id)
-        self._num_failures += 1
-        while self._deaths.are_too_many and not self._deaths.are_certain:
+        self._tried.note_failure(leg.worker_id)
+        while not self._budget.check_deaths():
             await asyncio.sleep(_DOUBT_POLL_S)
-        if self._deaths.are_too_many:
-            self._parts.budget.quarantine(self._digest)
-            raise poison(f"{MAX_DEATHS} workers died of this prompt")
-        if self._num_failures >= MAX_BARREN:
-            raise error
-        self._parts.budget.retry(error)
+        self._budget.pay(error)
         self._parts.record.num_attempts += 1
 
     # ---- waiting ----
