@@ -6,6 +6,7 @@ from pathlib import Path
 PROTOCOL = 1  # the one version that this build speaks
 INSTANCE_BYTES = 16  # of the random name that a process has for one start
 ROLES = ("prefill", "decode")  # of workers
+DEFAULT_TENANT = "default"  # callers without a credential; so no credential may name it
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")  # of KV blocks, strongest first
 STAYS_AWAY = 3  # exit status of a worker that was drained to stay away: what keeps it running leaves it ended
 KEEPER_VARIABLE = "BATON_KEEPER"  # names, in a process's environment, what starts it again when it ends

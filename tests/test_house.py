@@ -43,7 +43,7 @@ ROOMS = {
     ),
     "baton.training": ("baton.engine", "baton.quantization"),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
-    "baton.service": ("baton.v1", "baton.tasks", "baton.fairness", "baton.system"),
+    "baton.service": ("baton.v1", "baton.tasks", "baton.fairness", "baton.protocol", "baton.system"),
     "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),
     "baton.planning": (
         "baton.engine",

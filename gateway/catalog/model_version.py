@@ -1,7 +1,6 @@
 """One model behind the gateway: its text, its workers, and the requests that are on it."""
 
-from baton.protocol import CONSTRAINTS
-from baton.service.security.guard import DEFAULT_TENANT
+from baton.protocol import CONSTRAINTS, DEFAULT_TENANT
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.orchestration.pipeline import Pipeline

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from baton.protocol import ROLES
+from baton.protocol import DEFAULT_TENANT, ROLES
 from baton.service.clock import now
-from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink

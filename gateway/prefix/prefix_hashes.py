@@ -5,7 +5,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from baton.service.security.guard import DEFAULT_TENANT
+from baton.protocol import DEFAULT_TENANT
 from kvtransfer.naming import (
     SPAN_TOKENS,
     ModelIdentity,

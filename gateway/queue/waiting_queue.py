@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.fairness import RoundRobin, has_room
-from baton.protocol import KV_FULL
+from baton.protocol import DEFAULT_TENANT, KV_FULL
 from baton.service.clock import now
 from baton.service.errors import Overloaded
-from baton.service.security.guard import DEFAULT_TENANT
 from baton.service.slo import Slo
 from gateway.routing.routing import Decision
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.protocol import DEFAULT_TENANT
 from baton.service.clock import now
 from baton.service.observe.telemetry import TraceContext
 from gateway.queue.waiting_queue import QueuedRequest
@@ -48,7 +49,7 @@ class RequestRecord:
     stamps: Stamps
     model: str
     operation: str  # chat | text_completion | embeddings | rerank
-    tenant: str = "default"  # of the credential, never of the message
+    tenant: str = DEFAULT_TENANT  # of the credential, never of the message
     validated: ValidatedRequest | None = None
     names_deadline: bool = True
     asked_s: float = 0.0  # the time that the client gave it, if it names a deadline

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
-from baton.protocol import MAX_DRAFT_TOKENS
+from baton.protocol import DEFAULT_TENANT, MAX_DRAFT_TOKENS
 from baton.sampling_params import SAMPLING_PARAMS, SHIFT, settle_temperature
 from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound, Unavailable
-from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import PRESETS, RequestLimits, ServedModel

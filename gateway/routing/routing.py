@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER, TOO_LONG
-from baton.service.security.guard import DEFAULT_TENANT
+from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, DEFAULT_TENANT, NO_ADAPTER, TOO_LONG
 from baton.service.slo import Slo
 from gateway.routing.latency_model import LinearCost
 from kvtransfer.naming import SAME_HOST_TRANSPORTS

@@ -9,9 +9,9 @@ from functools import partial
 
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.gbnf import in_lark
+from baton.protocol import DEFAULT_TENANT
 from baton.service.clock import now
 from baton.service.errors import ContextLengthExceeded, DeadlineExceeded, FailedPrecondition, InvalidRequest
-from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.infilling import find_infilling

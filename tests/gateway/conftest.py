@@ -12,9 +12,9 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.protocol import DEFAULT_TENANT
 from baton.service.clock import now
 from baton.service.observe.telemetry import TraceContext
-from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2_grpc
 from gateway.api.ports import open_ports
 from gateway.app import Gateway

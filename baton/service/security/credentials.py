@@ -27,11 +27,11 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.protocol import DEFAULT_TENANT
 from baton.service.errors import Unauthenticated
 from baton.service.logs import fields
 from baton.service.settings import SettingsError
 
-DEFAULT_TENANT = "default"  # callers without a credential; so no credential may name it
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ALGORITHMS = ("EdDSA", "ES256", "RS256")  # none whose verifier could sign
 _KEY_ID = re.compile(r"[A-Za-z0-9]{1,32}")

@@ -18,10 +18,11 @@ from typing import NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from baton.protocol import DEFAULT_TENANT
 from baton.service.errors import BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated, abort
 from baton.service.logs import fields
 from baton.service.security.call_slots import CallSlot, CallSlots
-from baton.service.security.credentials import DEFAULT_TENANT, Credentials
+from baton.service.security.credentials import Credentials
 from baton.service.security.refusals import Refusals
 from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, RANK, roles_of
 
