@@ -261,7 +261,7 @@ class Gateway:
         """Raises SettingsError for a prefix that the model cannot have."""
         if self._settings.public_prefixes:
             pipeline = version.pipeline
-            encode = partial(pipeline.text.encode, token_ids=None, context=version.fleet.model.context)
+            encode = partial(pipeline.text.encode, context=version.fleet.model.context)
             pipeline.names.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
 
     async def _add_model(self, name: str, path: Path, only: bytes) -> ModelVersion:

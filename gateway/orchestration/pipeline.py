@@ -126,7 +126,7 @@ class Pipeline:
         validated, prompt_ids, form = await self._tokenize(validated, model, deadline, record)
         max_tokens = resolve_max_tokens(validated, len(prompt_ids), model)
         # A conversation is read, and its objects may be 40 times as large as their text.
-        validated = record.validated = replace(validated, messages=None)
+        validated = record.validated = replace(validated, prompt=validated.prompt._replace(messages=None))
         record.stamps.tokenized = now()
         self._check_wait(validated, record, max_tokens, deadline)
         num_ahead = max_tokens if validated.max_tokens is not None else min(max_tokens, USUAL_TOKENS)
@@ -140,7 +140,9 @@ class Pipeline:
         if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):
             answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
             if validated.echo:
-                answer.prompt.text = validated.text or await self.text.decode(prompt_ids, record.tenant, deadline)
+                answer.prompt.text = validated.prompt.text or await self.text.decode(
+                    prompt_ids, record.tenant, deadline
+                )
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
         is_resumed = bool(validated.resume_from) and not validated.asks_for_prompt_logprobs
@@ -154,21 +156,19 @@ class Pipeline:
     ) -> tuple[ValidatedRequest, Sequence[int], ReaderForm]:
         """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
         BatonError."""
-        if validated.text is not None and validated.suffix:
-            prompt_ids = await self.text.infill(
-                validated.text, validated.suffix, model.context, record.tenant, deadline
-            )
+        prompt = validated.prompt
+        if prompt.text is not None and validated.suffix:
+            prompt_ids = await self.text.infill(prompt.text, validated.suffix, model.context, record.tenant, deadline)
             if not validated.ignore_eos:
                 validated = replace(validated, stop_token_ids=validated.stop_token_ids | self.text.infilling_ends)
         else:
-            prompt = (validated.text, validated.token_ids, validated.messages)
-            prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+            prompt_ids = await self.text.encode(prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
         constraint = validated.constraint
         if constraint is not None:
             constraint = await self.text.check_constraint(constraint, record.tenant, deadline)
         search = FormSearch(self.reader, self.text, record.tenant, deadline)
-        form = await search.find(validated.messages, prompt_ids, constraint)
+        form = await search.find(prompt.messages, prompt_ids, constraint)
         if form.constraint != validated.constraint:
             validated = replace(validated, constraint=form.constraint)
         return validated, prompt_ids, form
@@ -214,10 +214,10 @@ class Pipeline:
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
     ) -> Sequence[int]:
         """Return the token ids; the call is bounded, counted and paid for like a prompt. Raises BatonError."""
-        text, _, messages = check_input(request, model)
+        prompt = check_input(request, model)
         with self._counted(tenant, model, request.ByteSize()) as reservation:
             try:
-                token_ids = await self.text.encode(text, None, messages, model.context, tenant, deadline)
+                token_ids = await self.text.encode(prompt, model.context, tenant, deadline)
             except InvalidRequest:
                 reservation.settle(0, now())
                 raise

@@ -78,10 +78,9 @@ class PoolingPipeline:
         """Return the ids of each prompt. Raises BatonError, with the place of a prompt that is wrong."""
         all_ids, record.num_prompt_tokens = [], 0
         for index, validated in enumerate(batch.prompts):
-            prompt = (validated.text, validated.token_ids, validated.messages)
             try:
                 prompt_ids = await self._answers.text.encode(
-                    *prompt, model.context, record.tenant, deadline, is_data=True
+                    validated.prompt, model.context, record.tenant, deadline, is_data=True
                 )
                 room_behind(validated, len(prompt_ids), model)
             except InvalidRequest as error:

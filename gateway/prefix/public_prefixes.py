@@ -13,9 +13,10 @@ from pathlib import Path
 
 from baton.service.errors import InvalidRequest
 from baton.service.settings import SettingsError
+from gateway.text.prompt_input import PromptInput
 from gateway.text.templates import ChatMessage, Conversation
 
-Encode = Callable[..., Awaitable[Sequence[int]]]  # with `text` and `messages`, one of which is None
+Encode = Callable[[PromptInput], Awaitable[Sequence[int]]]
 
 
 async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]]:
@@ -30,7 +31,7 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
     if table or not (_is_list(texts) and _is_list(systems)):
         raise SettingsError(f"--public-prefixes {path}: may contain only `texts` and `systems`, lists of strings")
     try:
-        return [await encode(text=text, messages=None) for text in texts] + [
+        return [await encode(PromptInput(text=text)) for text in texts] + [
             await _head(text, encode) for text in systems
         ]
     except InvalidRequest as error:
@@ -45,5 +46,5 @@ def _is_list(value: object) -> bool:
 async def _head(system: str, encode: Encode) -> list[int]:
     """Return what all conversations under this system message have in common."""
     asked = [Conversation((ChatMessage("system", system), ChatMessage("user", word))) for word in ("a", "Why")]
-    first, second = [await encode(text=None, messages=messages) for messages in asked]
+    first, second = [await encode(PromptInput(messages=messages)) for messages in asked]
     return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]

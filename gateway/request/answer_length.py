@@ -62,9 +62,9 @@ def room_behind(validated: ValidatedRequest, num_prompt_tokens: int, served: Ser
     prompt."""
     room = served.context - num_prompt_tokens
     if num_prompt_tokens == 0:
-        _refuse(validated.input_field, "is an empty prompt")
+        _refuse(validated.prompt.field, "is an empty prompt")
     if room < 1:
-        refuse_length(validated.input_field, num_prompt_tokens, served.context - 1, served)
+        refuse_length(validated.prompt.field, num_prompt_tokens, served.context - 1, served)
     return room
 
 

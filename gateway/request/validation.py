@@ -18,7 +18,7 @@ from baton.v1 import worker_pb2
 from gateway.config.served_model import PRESETS, RequestLimits, ServedModel
 from gateway.config.slo_classes import DEFAULT_CLASS
 from gateway.request.messages import check_conversation
-from gateway.text.templates import Conversation
+from gateway.text.prompt_input import PromptInput
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
@@ -32,13 +32,11 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request whose every field is in range. Exactly one of text, token_ids, messages is not None."""
+    """A request whose every field is in range."""
 
     request_id: str  # the client's
     key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
-    text: str | None = field(repr=False)
-    token_ids: Sequence[int] | None = field(repr=False)
-    messages: Conversation | None = field(repr=False)
+    prompt: PromptInput = field(repr=False)
     sampling_bytes: bytes  # a WorkerSampling, a seventh of what it is as a message
     num_choices: int
     seed: int
@@ -55,7 +53,7 @@ class ValidatedRequest:
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
     echo_token_ids: bool = False
-    suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and `text`
+    suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and a text
     num_logprobs: int = 0  # of each token of the answer, its own with them; 0: not asked for
     num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
     # They are still to be had: a client that has a token of the answer has them too.
@@ -68,17 +66,12 @@ class ValidatedRequest:
         """Return a message in which nothing is unset any more: a new one each time."""
         return worker_pb2.WorkerSampling.FromString(self.sampling_bytes)
 
-    @property
-    def input_field(self) -> str:
-        """The field that the prompt came in, for errors."""
-        return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
-
     def without_content(self) -> "ValidatedRequest":
         """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
         sampling = self.sampling
         sampling.ClearField("logit_bias")
         return replace(
-            self, text=None, suffix="", token_ids=None, messages=None, sampling_bytes=sampling.SerializeToString(), stops=(),
+            self, prompt=PromptInput(), suffix="", sampling_bytes=sampling.SerializeToString(), stops=(),
             stop_token_ids=_NO_IDS, constraint=None,
         )  # fmt: skip
 
@@ -125,16 +118,14 @@ def validate(
     as that. Raises InvalidRequest, NotFound or Unavailable."""
     check_size(request)
     adapter = check_model(request.model, served)
-    text, token_ids, messages = check_input(request, served, may_be_empty=bool(request.suffix))
+    prompt = check_input(request, served, may_be_empty=bool(request.suffix))
     stopping = request.stopping
     request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
     resume_from = _resume_from(request, sampling)
     return ValidatedRequest(
         request_id=request_id,
         key_id=_key_id(request_id, tenant),
-        text=text,
-        token_ids=token_ids,
-        messages=messages,
+        prompt=prompt,
         sampling_bytes=sampling.SerializeToString(),
         num_choices=sampling.n,
         seed=sampling.seed,
@@ -160,19 +151,21 @@ def validate(
     )
 
 
-def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel, may_be_empty: bool = False):
-    """Return (text, token_ids, messages), one of which is not None. `may_be_empty`: a text. Raises InvalidRequest."""
+def check_input(
+    request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel, may_be_empty: bool = False
+) -> PromptInput:
+    """Return the prompt. `may_be_empty`: a text. Raises InvalidRequest."""
     kind = request.WhichOneof("input")
     if kind is None:
         _refuse("input", "one of text, token_ids and messages is needed")
     if kind == "text":
         if not request.text and not may_be_empty:
             _refuse("text", "is empty")
-        return request.text, None, None
+        return PromptInput(text=request.text)
     if kind == "token_ids":
         check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
-        return None, check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"), None
-    return None, None, check_conversation(request.messages, served.limits)
+        return PromptInput(token_ids=check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"))
+    return PromptInput(messages=check_conversation(request.messages, served.limits))
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:

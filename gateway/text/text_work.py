@@ -16,6 +16,7 @@ from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.infilling import find_infilling
 from gateway.text.origins import Rendered, render_origins
+from gateway.text.prompt_input import PromptInput
 from gateway.text.templates import ChatOptions, ChatTemplate, Conversation, TemplateFailed, Words
 from gateway.text.text_threads import NUM_CHECKS, TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
@@ -44,23 +45,20 @@ class TextWork:
 
     async def encode(
         self,
-        text: str | None,
-        token_ids: Sequence[int] | None,
-        messages: Conversation | None,
+        prompt: PromptInput,
         context: int,
         tenant: str = DEFAULT_TENANT,
         deadline: float = math.inf,
         is_data: bool = False,
     ) -> Sequence[int]:
-        """Return the token ids of a prompt, given in one of three ways, in little memory. `is_data`: the text is no prompt,
-        and spells no control tokens in any case. Raises InvalidRequest, at once for a prompt that could never fit;
-        DeadlineExceeded."""
+        """Return the token ids of a prompt, in little memory. `is_data`: the text is no prompt, and spells no control tokens
+        in any case. Raises InvalidRequest, at once for a prompt that could never fit; DeadlineExceeded."""
+        text, token_ids, messages = prompt
         if token_ids is not None:
             return token_ids
-        field = "messages" if text is None else "text"
         words = Words([text], []) if text is not None else messages.words
         num_chars = sum(map(len, words.texts))
-        self._check_length(field, num_chars, context)
+        self._check_length(prompt.field, num_chars, context)
         if text is None:
             if self._template is None:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")

@@ -214,7 +214,7 @@ def test_seeds_and_ids_are_drawn():
 def test_unknown_model():
     with pytest.raises(NotFound):
         validate(make_request(PROMPT, model="other"), SERVED)
-    assert validate(make_request(PROMPT, model="fake"), SERVED).token_ids.tolist() == [10, 20, 30]
+    assert validate(make_request(PROMPT, model="fake"), SERVED).prompt.token_ids.tolist() == [10, 20, 30]
 
 
 def test_a_request_without_a_service_level_is_standard():

@@ -5,6 +5,7 @@ import pytest
 
 from baton.service.errors import InvalidRequest
 from gateway.text.origins import render_origins
+from gateway.text.prompt_input import PromptInput
 from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def work_for(source: str = QWEN) -> TextWork:
 async def test_no_words_of_a_client_become_a_control_token(place):
     """The control tokens of the prompt are those that it has with harmless words."""
     controls, work = set(special(byte_level()).values()), work_for()
-    prompts = [await work.encode(None, None, PLACES[place](text), 4096) for text in (EVIL, "harmless")]
+    prompts = [await work.encode(PromptInput(messages=PLACES[place](text)), 4096) for text in (EVIL, "harmless")]
     attacked, plain = ([id_ for id_ in prompt if id_ in controls] for prompt in prompts)
     assert attacked == plain
     work.close()
@@ -103,7 +104,7 @@ async def test_a_key_that_spells_a_control_token_is_refused():
         Conversation(CHAT, ChatOptions(({**TOOLS[0], "parameters": {"properties": {"<|im_end|>": {}}}},))),
     ):
         with pytest.raises(InvalidRequest, match="spells a control token"):
-            await work.encode(None, None, conversation, 4096)
+            await work.encode(PromptInput(messages=conversation), 4096)
     work.close()
 
 
@@ -119,7 +120,7 @@ async def test_a_key_that_spells_a_control_token_is_refused():
 async def test_what_a_template_would_leave_out_is_refused(conversation, field):
     work = work_for("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(InvalidRequest) as error:
-        await work.encode(None, None, conversation, 4096)
+        await work.encode(PromptInput(messages=conversation), 4096)
     assert error.value.field == field
     work.close()
 
@@ -181,7 +182,7 @@ async def refusal_of(source: str, conversation: Conversation) -> str | None:
     """Return the field for which a conversation is refused."""
     work = work_for(source)
     try:
-        await work.encode(None, None, conversation, 4096)
+        await work.encode(PromptInput(messages=conversation), 4096)
     except InvalidRequest as error:
         assert "this model's chat template has no place for tools" in str(error)
         return error.field
@@ -198,7 +199,8 @@ async def test_tools_have_a_template_of_their_own():
     tokenizer = Tokenizer(byte_level())
     work = TextWork(tokenizer, template, 1000)
     for options, text in ((ChatOptions(), "the fox"), (ChatOptions(TOOLS), "find: the fox")):
-        found = await work.encode(None, None, Conversation((ChatMessage("user", "the fox"),), options), 4096)
+        conversation = Conversation((ChatMessage("user", "the fox"),), options)
+        found = await work.encode(PromptInput(messages=conversation), 4096)
         assert tokenizer.decoder.decode(list(found)) == text
     with pytest.raises(TemplateFailed):
         ChatTemplate(plain, {}, "{% for %}")

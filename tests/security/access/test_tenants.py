@@ -101,7 +101,7 @@ async def test_public_prefixes_are_shared_and_nothing_behind_them(tenants, ask, 
             other = (await ask(c, "globex", prompt))[-1].usage
             own = (await ask(c, "globex", prompt))[-1].usage
             assert 0 < other.cached_tokens <= own.cached_tokens < first.prompt_tokens
-            encode = partial(c.pipeline.text.encode, token_ids=None, context=1024)
+            encode = partial(c.pipeline.text.encode, context=1024)
             public = await read_public_prefixes(tmp_path / "public.toml", encode)
             longest = max(len(ids) // 64 * 64 for ids in public)
             assert other.cached_tokens <= longest
