@@ -45,17 +45,15 @@ class Measured:
     transfer_s: float = 0.0
     after_last_ready_s: float = 0.0
     decode: worker_pb2.DecodeReport = field(default_factory=lambda: _NO_REPORT)
-    # What the phases were spent waiting for (gateway/request/bottlenecks.py): shares of the workers' time in which they waited for
-    # a core, seconds in which messages waited for the client, seconds in this gateway's lines by what was waited for there,
-    # and those on the worker that read the prompt, for a place in its batch and for blocks: a prefill worker, or the decode worker.
-    prefill_core_wait: float = 0.0
-    decode_core_wait: float = 0.0
-    unread_s: float = 0.0
-    path: PathDelay = PathDelay()
-    in_line_s: dict[str, float] = field(default_factory=dict)
-    prefill_place_s: float = 0.0
-    prefill_block_s: float = 0.0
-    is_disaggregated: bool = False
+    # What the phases were spent waiting for (gateway/request/bottlenecks.py).
+    prefill_core_wait: float = 0.0  # share of the time of the worker that prefilled in which it waited for a core
+    decode_core_wait: float = 0.0  # likewise of the decode worker
+    unread_s: float = 0.0  # messages waited for the client
+    path: PathDelay = PathDelay()  # how late messages are between this event loop and the workers
+    in_line_s: dict[str, float] = field(default_factory=dict)  # in this gateway's lines, by bottleneck
+    prefill_place_s: float = 0.0  # on the worker that prefilled, for a place in its batch
+    prefill_block_s: float = 0.0  # and for blocks
+    is_disaggregated: bool = False  # that was a prefill worker, not the decode worker
 
 
 class PoolingStamps(NamedTuple):
@@ -85,9 +83,12 @@ def note_pooling_phases(prompts: Sequence[PoolingStamps], stamps: Stamps, measur
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
     """Return the Timing message. `num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
+    first_s, second_s = _first_phases(stamps, measured), _second_phases(stamps, measured)
     result = pb.Timing()
-    _first_phases(result, stamps, measured)
-    _second_phases(result, stamps, measured)
+    for phase, seconds in (first_s | second_s).items():
+        setattr(result, f"{phase}_s", seconds)
+    if stamps.first_sent is not None and first_s:
+        result.ttft_s = stamps.first_sent - stamps.received
     result.transfer_s = max(0.0, measured.transfer_s)
     result.transfer_hidden_s = max(0.0, result.transfer_s - max(0.0, measured.after_last_ready_s))
     if stamps.last_sent is not None:
@@ -111,37 +112,42 @@ def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
         if stamps.prefill_sent is not None:
             spent["prefill"] = ended - stamps.prefill_sent
         return spent
-    durations = pb.Timing()
-    _first_phases(durations, stamps, measured)
-    _second_phases(durations, stamps, measured)
-    spent |= {phase: getattr(durations, f"{phase}_s") for phase in PHASES[3:6]}
-    if stamps.second_sent is not None:
-        spent |= {phase: getattr(durations, f"{phase}_s") for phase in PHASES[6:10]}
+    spent |= _first_phases(stamps, measured) | _second_phases(stamps, measured)
     spent["decode"] = ended - (stamps.second_sent or stamps.first_sent)
     return spent
 
 
-def _first_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+def _first_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
+    """Return seconds by phase up to the first token; nothing where none was sent."""
     if stamps.first_sent is None or stamps.tokenized is None or stamps.routed is None or stamps.granted is None:
-        return
-    result.tokenize_s = stamps.tokenized - stamps.received
-    result.route_s = stamps.routed - stamps.tokenized
-    result.admit_s = stamps.granted - stamps.routed
+        return {}
     gap = stamps.first_sent - stamps.granted
     waited_here = (stamps.prefill_sent or stamps.granted) - stamps.granted
-    result.prefill_queue_s, result.prefill_s, result.first_delivery_s = _cut(
-        gap, waited_here + measured.queue_s, measured.prefill_s
-    )
-    result.ttft_s = stamps.first_sent - stamps.received
+    prefill_queue, prefill, first_delivery = _cut(gap, waited_here + measured.queue_s, measured.prefill_s)
+    return {
+        "tokenize": stamps.tokenized - stamps.received,
+        "route": stamps.routed - stamps.tokenized,
+        "admit": stamps.granted - stamps.routed,
+        "prefill_queue": prefill_queue,
+        "prefill": prefill,
+        "first_delivery": first_delivery,
+    }
 
 
-def _second_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+def _second_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
+    """Return seconds by phase from the first token message to the second; nothing where that was not sent."""
     if stamps.first_sent is None or stamps.second_sent is None:
-        return
+        return {}
     gap, decode = stamps.second_sent - stamps.first_sent, measured.decode
-    result.kv_wait_s, result.decode_queue_s, result.first_step_s, result.second_delivery_s = _cut(
+    kv_wait, decode_queue, first_step, second_delivery = _cut(
         gap, decode.kv_wait_s, decode.decode_queue_s, decode.first_step_s
     )
+    return {
+        "kv_wait": kv_wait,
+        "decode_queue": decode_queue,
+        "first_step": first_step,
+        "second_delivery": second_delivery,
+    }
 
 
 def _cut(gap_s: float, *parts_s: float) -> list[float]:
