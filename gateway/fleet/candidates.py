@@ -176,7 +176,7 @@ class Candidates:
         """Combine its reports, which are a moment old, with what this gateway has sent since."""
         load, facts = link.load, self._facts.get(link) or _facts_of(link)
         num_tokens = matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS
-        return Candidate(  # by position: 1 us less, and a request looks at 32
+        return Candidate(  # by position: with names it takes 3 us, not 0.8, and a request looks at 32
             link.address,
             num_tokens - num_tokens % facts.match_step,
             max(load.num_running + load.num_waiting, len(link.legs)),

@@ -18,7 +18,8 @@ from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import Defaults, ModelFolder
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_matches import Matches, WorkerBits
-from gateway.routing.routing import NUM_DRAWN, NUM_HOLDERS, RoutingRequest
+from gateway.routing.latency_model import LinearCost
+from gateway.routing.routing import NUM_DRAWN, NUM_HOLDERS, Candidate, RoutingRequest
 
 FOLDER = ModelFolder(Path("/m"), "m", 4096, 1000, frozenset(), Defaults(), b"", b"", None, {})
 ASK = RoutingRequest(2000, 2001)
@@ -182,6 +183,37 @@ def test_what_a_worker_can_never_take_is_not_split_elsewhere_where_nothing_is():
         link.load = pb.Load(num_running=50)  # so that `auto` would
     _, source, taker = registry.fleets[0].router.route(ASK, Matches(), (), {registry.decode[0].worker_id})
     assert source is None and taker is registry.decode[1]
+
+
+def test_every_field_of_a_candidate_has_its_own_value():
+    """They are given by position, three sets of words in a row."""
+    registry = fleet(1, transports=("shm",))
+    (link,), hello = registry.decode, pb.Hello()
+    hello.CopyFrom(link.hello)
+    hello.kv_gives[:], hello.kv_takes[:] = ["given"], ["taken"]
+    link.note_hello(hello)
+    link.load = pb.Load(num_running=3, num_waiting=4, num_waiting_tokens=50, num_blocks_total=9, num_blocks_free=6)
+    registry.fleets[0].candidates._facts.clear()
+    (found,) = registry.fleets[0].candidates.seen([link], held({link.worker_id: 2}))
+    assert found._replace(utilization=0.0) == Candidate(
+        name=link.address,
+        num_matched_tokens=128,
+        num_sequences=7,
+        num_waiting_tokens=50,
+        limits=link.limits,
+        kv_gives=frozenset(["given"]),
+        kv_takes=frozenset(["taken"]),
+        transports=frozenset(["shm"]),
+        host_id="host0",
+        kv_token_bytes=1000,
+        num_free_tokens=96,
+        max_sequences=64,
+        tightest_tpot_s=None,
+        utilization=0.0,
+        pace=found.pace,
+        lacks_adapter=False,
+    )
+    assert isinstance(found.utilization, float) and isinstance(found.pace, LinearCost)
 
 
 def test_what_a_worker_reports_and_was_promised_is_what_routing_sees():
