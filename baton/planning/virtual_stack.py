@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
 from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, WaitingQueue, WaitingQueues, rank
-from gateway.routing.latency_model import RecentLoad, WorkerRates
+from gateway.routing.latency_model import PaceEstimator, RecentLoad
 from gateway.routing.routing import Candidate, Decision, RoutingRequest, WorkerLimits, choose
 from kvtransfer.naming import HASH_BYTES
 
@@ -81,7 +81,7 @@ class VirtualWorker:
     name: str
     role: str
     engine: Engine
-    rates: WorkerRates
+    pace_estimator: PaceEstimator
     recent_load: RecentLoad = field(default_factory=RecentLoad)
     is_busy: bool = False
     busy_s: float = 0.0
@@ -106,7 +106,7 @@ class VirtualStack:
         self._events: list[tuple[float, int, Callable[[], None], QueueEntry | None]] = []
         self._order = itertools.count()
         self._queues = WaitingQueues(_MAX_WAITING, clock=lambda: self.now)
-        fleet = self._fleet_rates = WorkerRates()
+        fleet = self._fleet_rates = PaceEstimator()
         counts = {"prefill": shape.num_prefill, "decode": shape.num_decode}
         configs = {"prefill": shape.prefill, "decode": shape.decode}
         self.workers = [
@@ -114,7 +114,7 @@ class VirtualStack:
                 f"{role}{number}",
                 role,
                 virtual_engine(times[role].spec, configs[role], times[role]),
-                WorkerRates(fleet),
+                PaceEstimator(fleet),
             )
             for role, count in counts.items()
             for number in range(count)
@@ -266,7 +266,7 @@ class VirtualStack:
             worker.name, num_matched, worker.num_legs, worker.waiting_tokens, limits, _WORDS, _WORDS, _TRANSPORTS,
             "host" if self._device.cores else worker.name, round(self._times[worker.role].kv_token_bytes),
             ledger.num_available * config.block_size, config.max_num_seqs, self._slo.tpot_s,
-            worker.recent_load.utilization(self.now), worker.rates.pace(self.now),
+            worker.recent_load.utilization(self.now), worker.pace_estimator.pace(self.now),
         )  # fmt: skip
 
     def _engine_request(self, request: ServedRequest) -> Request:
@@ -324,7 +324,7 @@ class VirtualStack:
                 self._ended(worker, self._requests[output.key.request_id])
         self._gateway_s += num_tokens * self._host.token_s
         if num_tokens:
-            worker.rates.note_decode(worker.num_legs, step_s, self.now)
+            worker.pace_estimator.note_decode(worker.num_legs, step_s, self.now)
 
     def _first(self, worker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
         num_read = request.entry.num_prompt - request.num_cached
@@ -333,7 +333,7 @@ class VirtualStack:
         request.first_s = request.last_s = self.now + self._host.token_s + elsewhere_s
         request.num_output = 1
         chunk = worker.engine.config.max_num_batched_tokens
-        worker.rates.note_prefill(num_read, self._times[worker.role].prefill_s(num_read, chunk), self.now)
+        worker.pace_estimator.note_prefill(num_read, self._times[worker.role].prefill_s(num_read, chunk), self.now)
         self._queues.prefill.call_first()
         if worker.role == "decode":
             return

@@ -20,7 +20,7 @@ from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
 from gateway.fleet.candidates import NUM_SEEN
 from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
-from gateway.routing.latency_model import RecentLoad, WorkerRates
+from gateway.routing.latency_model import PaceEstimator, RecentLoad
 from gateway.routing.routing import (
     NUM_HOLDERS,
     Candidate,
@@ -92,9 +92,9 @@ class Index:
 class Worker:
     """State of a worker in either role: a cache, a link to the network, and its measured speed."""
 
-    def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: WorkerRates):
+    def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: PaceEstimator):
         self.number, self.name, self.machine = number, name, machine
-        self.rates, self.recent_load = WorkerRates(fleet), RecentLoad()
+        self.pace_estimator, self.recent_load = PaceEstimator(fleet), RecentLoad()
         self.num_waiting_tokens = self.num_sequences = 0
         self.in_free_s = self.out_free_s = 0.0
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -129,7 +129,7 @@ class Worker:
         return Candidate(
             self.name, num_matched, self.num_sequences, self.num_waiting_tokens, WorkerLimits(1 << 20), _WORDS, _WORDS, _TRANSPORTS,
             self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent_load.utilization(now),
-            self.rates.pace(now),
+            self.pace_estimator.pace(now),
         )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ class Fleet:
     ):
         """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one that goes
         the other way than the one that is chosen for it."""
-        index, fleet = Index(), WorkerRates()
+        index, fleet = Index(), PaceEstimator()
         half = round(num_workers * prefill_share)
         self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
         self.decode = [DecodeWorker(i, f"d{i:04}", machine, index, fleet) for i in range(half, num_workers)]
@@ -236,10 +236,10 @@ class Fleet:
                 return
             self._waiting.popleft()
             request.predicted_s = now - request.at_s + decision.ttft_s
-            request.is_local = decision.local
+            request.is_local = decision.is_local
             taker.num_sequences += 1
             taker.recent_load.add(self._mean_output * self._machine.sequence_s, now)
-            if decision.local:
+            if decision.is_local:
                 self._read_here(request, taker, now)
             else:
                 self._read_there(request, self._named[decision.prefill], taker, now)
@@ -258,7 +258,7 @@ class Fleet:
         prefill, decode = side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker)
         decision = choose(ask, prefill, decode, self._split)
         if request.number == self._turned:
-            return choose(ask, prefill, decode, "always" if decision.local else "never")
+            return choose(ask, prefill, decode, "always" if decision.is_local else "never")
         return decision
 
     # ---- a prefill worker ----
@@ -284,7 +284,7 @@ class Fleet:
             missing = entry.num_prompt - taker.num_matched(entry)
             arrived = max(now, self._move(source, taker, missing * self._machine.token_bytes, began))
             num_late = max(0.0, arrived - now) / self._machine.byte_s
-            taker.rates.note_transfer(int(num_late), arrived + self._machine.hop_s - now, now)
+            taker.pace_estimator.note_transfer(int(num_late), arrived + self._machine.hop_s - now, now)
             self._at(arrived + self._machine.hop_s, lambda now: self._join(request, taker, now))
 
         self._at(pulled_s, lambda now: self._enqueue(request, source, read, now))
@@ -304,7 +304,7 @@ class Fleet:
         def done(end: float) -> None:
             source.num_waiting_tokens -= request.num_read
             source.work_s += seconds
-            source.rates.note_prefill(request.num_read, seconds, end)
+            source.pace_estimator.note_prefill(request.num_read, seconds, end)
             read(now, end)
             self._read_next(source, end)
 
@@ -356,7 +356,7 @@ class Fleet:
             request = worker.reading.popleft()[1]
             request.first_s = now
             worker.num_waiting_tokens -= request.num_read
-            worker.rates.note_prefill(request.num_read, request.num_read * self._machine.token_s, now)
+            worker.pace_estimator.note_prefill(request.num_read, request.num_read * self._machine.token_s, now)
             self._join(request, worker, now)
         while worker.ends and worker.ends[0][0] - worker.steps < 1e-6:
             self._end(heapq.heappop(worker.ends)[2], worker, now)
@@ -366,7 +366,7 @@ class Fleet:
     def _end(self, request: Request, worker: DecodeWorker, now: float) -> None:
         request.last_s = max(now, request.first_s)
         if request.tpot_s:
-            worker.rates.note_decode(worker.num_sequences, request.tpot_s, now)
+            worker.pace_estimator.note_decode(worker.num_sequences, request.tpot_s, now)
         worker.num_sequences -= 1
         self._mean_output += 0.01 * (request.entry.num_output - self._mean_output)
 

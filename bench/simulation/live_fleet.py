@@ -115,7 +115,7 @@ class LiveFleet(Fleet):
         self._minute.append(one)
         self._reservations[one.number] = gateway.admission.enter(str(one.number), "")
         try:
-            alone_s = self._workers[0].rates._fleet.pace(self.now).prefill_s(one.entry.num_prompt)
+            alone_s = self._workers[0].pace_estimator._fleet.pace(self.now).prefill_s(one.entry.num_prompt)
             gateway.queues.check(self._queued(one), alone_s)
         except Overloaded as error:
             one.refused = error.reason
@@ -163,8 +163,8 @@ class LiveFleet(Fleet):
         taker = self._named[decision.decode]
         taker.num_sequences += 1
         taker.recent_load.add(decision.decode_s, self.now)
-        attempt.is_local = decision.local
-        if decision.local:
+        attempt.is_local = decision.is_local
+        if decision.is_local:
             self._read_here(attempt, taker, self.now)
         else:
             self._read_there(attempt, self._named[decision.prefill], taker, self.now)
@@ -391,7 +391,9 @@ class LiveFleet(Fleet):
         kind, workers = (PrefillWorker, self.prefill) if role == "prefill" else (DecodeWorker, self.decode)
         for _ in range(num):
             number = next(self._numbers)
-            worker = kind(number, f"{role[0]}{number:04}", self._machine, self._index, self._workers[0].rates._fleet)
+            worker = kind(
+                number, f"{role[0]}{number:04}", self._machine, self._index, self._workers[0].pace_estimator._fleet
+            )
             workers.append(worker)
             self._workers.append(worker)
             self._named[worker.name] = worker

@@ -70,7 +70,7 @@ class Answer:
         ]
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether every choice is finished."""
         for choice in self.choices:
             if not choice.finish_reason:
@@ -88,14 +88,14 @@ class Answer:
         return any(choice.ended_here for choice in self.choices)
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Return whether there is any token."""
         return any(choice.token_ids for choice in self.choices)
 
     @property
     def finish_reasons(self) -> list[str]:
         """Reasons of the choices that are finished: stop | length | tool_calls."""
-        reasons = (choice.finish_reason for choice in self.choices if choice.finished)
+        reasons = (choice.finish_reason for choice in self.choices if choice.is_finished)
         return [pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() for reason in reasons]
 
     @property
@@ -121,7 +121,7 @@ class Answer:
         if index >= len(self.choices):
             raise Diverged(f"choice {index} was not asked for")
         choice = self.choices[index]
-        if choice.finished:
+        if choice.is_finished:
             return
         if finish_reason == LENGTH and first_index + len(token_ids) < self._max_tokens:
             finish_reason = 0  # the worker could hold no more, which is no end: another continues
@@ -135,14 +135,14 @@ class Answer:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if token_ids:
             choice.push(token_ids, logprobs, finish_reason)
-        if choice.finished and choice.num_received > (num_tokens := len(choice.token_ids)):
+        if choice.is_finished and choice.num_received > (num_tokens := len(choice.token_ids)):
             where = f"resume_from[{index}]"
             raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
 
     def set_prompt_logprobs(self, logprobs: Sequence[pb.Logprobs]) -> None:
         """Keep the log-probabilities of the prompt for the first message, if they are asked for. Raises Diverged where
         they are not all there."""
-        if self.begun or not self._validated.asks_for_prompt_logprobs:
+        if self.has_begun or not self._validated.asks_for_prompt_logprobs:
             return
         if len(logprobs) != self._num_prompt_tokens - 1:
             given = f"{len(logprobs)} prompt_logprobs for a prompt of {self._num_prompt_tokens} tokens"
@@ -153,7 +153,7 @@ class Answer:
     def due_at(self) -> float:
         """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none. The last message waits for `finish`
         alone."""
-        if not self._interval_s or self.finished:
+        if not self._interval_s or self.is_finished:
             return math.inf
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
         return min(held, default=math.inf) + self._interval_s
@@ -169,7 +169,7 @@ class Answer:
         if not pending:
             return
         self._num_flushes += 1
-        if self.finished:
+        if self.is_finished:
             pending.pop()
         for choice in pending:
             await self._send(choice, self._stamp())

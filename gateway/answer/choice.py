@@ -76,7 +76,7 @@ class Choice:
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether it has ended."""
         return self.finish_reason != 0
 
@@ -88,7 +88,7 @@ class Choice:
     def is_due(self, latest: float) -> bool:
         """Return whether what has come goes out: its first message, its last, and others if the one before went out by
         `latest` (time.monotonic())."""
-        return self.sent_at is None or self.finished or self.sent_at <= latest
+        return self.sent_at is None or self.is_finished or self.sent_at <= latest
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -106,7 +106,7 @@ class Choice:
             return
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
-            if self.finished:
+            if self.is_finished:
                 return
             self._push((token_id,), logprobs[position : position + 1], finish_reason if position == last else 0)
 
@@ -142,7 +142,7 @@ class Choice:
         if ended:
             piece += self._decoder.finish()
         text = self._said(piece)
-        if ended and not self.finished:
+        if ended and not self.is_finished:
             if self._stops is not None:
                 text += self._stops.finish()
             self.finish_reason = ended

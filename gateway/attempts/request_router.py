@@ -58,7 +58,7 @@ class RequestRouter:
 
     def is_usable(self, link: WorkerLink) -> bool:
         """Return whether this worker serves and has not refused."""
-        return link.serving and link.worker_id not in self._tried.refused
+        return link.is_serving and link.worker_id not in self._tried.refused
 
     def has_untried(self, role: str) -> bool:
         """Return whether a worker serves in this role that could hold the request and has neither refused nor failed

@@ -69,11 +69,11 @@ class Candidates:
             if link.state is LinkState.DRAINING:
                 self._draining[link.worker_id] = link
         known = self._facts.get(link)
-        if (link.serving and link.hello is not None) == (link in self._roles):
+        if (link.is_serving and link.hello is not None) == (link in self._roles):
             if known is None or known.hello is link.hello:
                 return
             del self._facts[link]  # it has said anew what it is
-        self._serving = {role: [each for each in self._links(role) if each.serving and each.hello] for role in ROLES}
+        self._serving = {role: [each for each in self._links(role) if each.is_serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
@@ -98,7 +98,7 @@ class Candidates:
         )
 
     def _note_trust(self, link: WorkerLink) -> None:
-        if link.serving and link.breaker.state is not BreakerState.CLOSED:
+        if link.is_serving and link.breaker.state is not BreakerState.CLOSED:
             self._untrusted[link] = None
         else:
             self._untrusted.pop(link, None)
@@ -120,12 +120,13 @@ class Candidates:
         """Return the workers of this role that serve."""
         return self._serving[role]
 
-    def near(
+    def shortlisted(
         self,
         role: str,
         request: RoutingRequest,
         matches: Matches,
         avoid: Collection[bytes],
+        *,
         everyone: bool = False,
         task: str = "",
     ) -> dict[str, WorkerLink]:
@@ -152,7 +153,7 @@ class Candidates:
         )
         return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
 
-    def seen(
+    def as_candidates(
         self, links: Iterable[WorkerLink], matches: Matches, request: RoutingRequest | None = None
     ) -> list[Candidate]:
         """Return the workers as `request` sees them: the tokens that its own tenant has waiting there, and of others as
@@ -191,7 +192,7 @@ class Candidates:
             facts.max_sequences,
             min(link.slo_tpots_s, default=None),
             link.recent_load.utilization(at),
-            link.rates.pace(at),
+            link.pace_estimator.pace(at),
             _lacks_adapter(load, request),
         )
 

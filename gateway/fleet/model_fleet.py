@@ -16,7 +16,7 @@ from gateway.link.worker_link import WorkerLink
 from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import ModelIdentities
 from gateway.prefix.cluster_secret import derived_secret
-from gateway.routing.latency_model import WorkerRates
+from gateway.routing.latency_model import PaceEstimator
 from gateway.routing.routing import RoutingRequest, can_decode, needs
 from kvtransfer.naming import ModelIdentity
 
@@ -46,9 +46,11 @@ class ModelFleet:
         self.folder, self.links, self.only = folder, links, only
         self.is_retired = False
         self.keeps_away = True  # its workers from other models, once it is dropped
-        self.rates = WorkerRates()  # of all its workers
+        self.pace_estimator = PaceEstimator()  # of all its workers
         self.candidates = Candidates(links)
-        self.router = Router(self.candidates, settings.split, self.rates, settings.max_start_wait_s, settings.stand_in)
+        self.router = Router(
+            self.candidates, settings.split, self.pace_estimator, settings.max_start_wait_s, settings.stand_in
+        )
         self.last_identity = b""  # that its workers had, also while none is here
         self._context = folder.context  # or what its workers said, where rope stretches that; also while none is here
         self._settings, self._identities = settings, identities
@@ -92,7 +94,7 @@ class ModelFleet:
     @property
     def card(self) -> pb.ModelCard | None:
         """The model card of a serving worker, a decode worker if there is one, or None."""
-        return next((link.hello.model for link in self._all_links() if link.serving and link.hello), None)
+        return next((link.hello.model for link in self._all_links() if link.is_serving and link.hello), None)
 
     @property
     def model(self) -> ServedModel:

@@ -25,7 +25,7 @@ from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import LOOK_S
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.routing.latency_model import WorkerRates
+from gateway.routing.latency_model import PaceEstimator
 
 
 class Registry:
@@ -207,7 +207,7 @@ class Registry:
         if isinstance(found, str):
             return found
         if self._fleet_of.get(link) is not found:
-            self._fleet_of[link], link.rates = found, WorkerRates(found.rates)
+            self._fleet_of[link], link.pace_estimator = found, PaceEstimator(found.pace_estimator)
         return None
 
     def _find_fleet(self, hello: pb.Hello, is_named: bool) -> ModelFleet | str:

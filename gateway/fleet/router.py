@@ -10,7 +10,7 @@ from baton.service.errors import Unavailable
 from gateway.fleet.candidates import CAN_HOLD, Candidates
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
-from gateway.routing.latency_model import WorkerRates
+from gateway.routing.latency_model import PaceEstimator
 from gateway.routing.routing import (
     Decision,
     NoRoute,
@@ -32,11 +32,16 @@ class Router:
     """Belongs to the event loop. Workers to avoid are named by their ids."""
 
     def __init__(
-        self, candidates: Candidates, split: str, rates: WorkerRates, max_start_wait_s: float, stand_in: bool = False
+        self,
+        candidates: Candidates,
+        split: str,
+        pace_estimator: PaceEstimator,
+        max_start_wait_s: float,
+        stand_in: bool = False,
     ):
-        """`split`: auto, always or never, as in the settings; `rates`: of all workers; `max_start_wait_s`: for one that
+        """`split`: auto, always or never, as in the settings; `pace_estimator`: of all workers; `max_start_wait_s`: for one that
         starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
-        self._candidates, self._split, self._rates = candidates, split, rates
+        self._candidates, self._split, self._pace_estimator = candidates, split, pace_estimator
         self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
         self._pairs = 0, False  # (num_changes of the candidates, whether any two fit)
 
@@ -78,7 +83,7 @@ class Router:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds that an idle worker takes to read a prompt, as measured lately."""
-        return self._rates.pace(now()).prefill_s(num_tokens)
+        return self._pace_estimator.pace(now()).prefill_s(num_tokens)
 
     def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
         """As `has_any`, but of workers that are not set aside."""
@@ -125,11 +130,13 @@ class Router:
     ) -> WorkerLink | None:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
         itself. Raises Unavailable."""
-        (candidate,) = self._candidates.seen([taker], matches, request)
+        (candidate,) = self._candidates.as_candidates([taker], matches, request)
         is_forced = not self.may_prefill_locally
         for avoided in self._avoidances(avoid, unable, is_forced):
-            near = self._candidates.near("prefill", request, matches, avoided)
-            if best := choose_source(request, self._candidates.seen(near.values(), matches, request), candidate):
+            near = self._candidates.shortlisted("prefill", request, matches, avoided)
+            if best := choose_source(
+                request, self._candidates.as_candidates(near.values(), matches, request), candidate
+            ):
                 return near[best.name]
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
@@ -143,8 +150,10 @@ class Router:
         """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
         for role in ROLES if self._stand_in else ("prefill",):
             for avoided in self._avoidances(avoid, unable, True):
-                near = self._candidates.near(role, request, Matches(), avoided, task="prefill")
-                if best := choose_prefill_worker(request, self._candidates.seen(near.values(), Matches(), request)):
+                near = self._candidates.shortlisted(role, request, Matches(), avoided, task="prefill")
+                if best := choose_prefill_worker(
+                    request, self._candidates.as_candidates(near.values(), Matches(), request)
+                ):
                     return near[best.name]
         raise Unavailable(
             f"no prefill worker that serves can read {needs(request)}", _RETRY_AFTER_S, reason="NO_WORKER"
@@ -159,8 +168,8 @@ class Router:
         """Return the worker from which `taker` should pull a prefix before it prefills the rest; None: none is worth
         it."""
         holders = self._candidates.holders(matches, avoid)
-        (here,) = self._candidates.seen([taker], matches)
-        best = choose_holder(here, self._candidates.seen(holders.values(), matches))
+        (here,) = self._candidates.as_candidates([taker], matches)
+        best = choose_holder(here, self._candidates.as_candidates(holders.values(), matches))
         return best and holders[best.name]
 
     def any_pair(self) -> bool:
@@ -168,7 +177,9 @@ class Router:
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._pairs[0] != self._candidates.num_changes:
-            sources, takers = (self._candidates.seen(self._candidates.serving(role), Matches()) for role in ROLES)
+            sources, takers = (
+                self._candidates.as_candidates(self._candidates.serving(role), Matches()) for role in ROLES
+            )
             found = any(compatible(source, taker) for source in sources for taker in takers)
             self._pairs = self._candidates.num_changes, found
         return self._pairs[1]
@@ -177,7 +188,7 @@ class Router:
         self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Raises NoRoute."""
-        prefill, decode = (self._candidates.near(role, request, matches, avoid) for role in ROLES)
+        prefill, decode = (self._candidates.shortlisted(role, request, matches, avoid) for role in ROLES)
         is_part = len(prefill) < len(self._candidates.serving("prefill"))
         try:
             decision = self._choose(request, prefill, decode, matches, split)
@@ -187,7 +198,7 @@ class Router:
             decision = None
         if is_part and (decision is None or decision.reason == "no_prefill_worker"):
             # Perhaps no worker was drawn that has KV for these, or a transport to them.
-            prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
+            prefill = self._candidates.shortlisted("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split)
         return decision, prefill.get(decision.prefill or ""), decode[decision.decode]
 
@@ -196,9 +207,9 @@ class Router:
     ) -> tuple[Decision, None, WorkerLink] | None:
         """Return a worker that does the work of both roles: a decode worker, or where none serves a prefill worker."""
         for role in ("decode", _STAND_IN["decode"]):
-            near = self._candidates.near(role, request, matches, avoid, task="decode")
+            near = self._candidates.shortlisted(role, request, matches, avoid, task="decode")
             try:
-                decision = choose(request, (), self._candidates.seen(near.values(), matches, request), "never")
+                decision = choose(request, (), self._candidates.as_candidates(near.values(), matches, request), "never")
             except NoRoute:
                 continue
             return replace(decision, reason="stand_in"), None, near[decision.decode]
@@ -212,5 +223,7 @@ class Router:
         matches: Matches,
         split: str,
     ) -> Decision:
-        sources, takers = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
+        sources, takers = (
+            self._candidates.as_candidates(links.values(), matches, request) for links in (prefill, decode)
+        )
         return choose(request, sources, takers, split)

@@ -31,7 +31,7 @@ from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
 from gateway.link.worker_clock import WorkerClock
 from gateway.link.worker_leg import Key, WorkerLeg
-from gateway.routing.latency_model import RecentLoad, WorkerRates
+from gateway.routing.latency_model import PaceEstimator, RecentLoad
 from gateway.routing.routing import WorkerLimits
 
 _HELLO_TIMEOUT_S = 5.0
@@ -83,7 +83,7 @@ class WorkerLink:
         self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.rates = WorkerRates()  # among those of its model, once that is known
+        self.pace_estimator = PaceEstimator()  # among those of its model, once that is known
         self.recent_load = RecentLoad()
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.slo_tpots_s: Counter[float] = Counter()  # by SLO: seconds a token -> legs
@@ -104,7 +104,7 @@ class WorkerLink:
         self._was_heard, self._heard_at = False, 0.0
 
     @property
-    def serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Return whether it takes requests."""
         return self.state is LinkState.SERVING
 
@@ -165,7 +165,7 @@ class WorkerLink:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Count a measurement: computing `num_tokens` of a prompt took `seconds`."""
-        self.rates.note_prefill(num_tokens, seconds, now())
+        self.pace_estimator.note_prefill(num_tokens, seconds, now())
 
     def subscribe(self) -> None:
         """Ask for index events: a snapshot comes first."""
@@ -328,10 +328,10 @@ class WorkerLink:
     def _rate(self, leg: WorkerLeg, kind: str, message) -> None:
         if kind == "fetched":
             num_late = message.num_bytes - message.num_bytes_early
-            self.rates.note_transfer(max(0, num_late), message.after_last_ready_s, now())
+            self.pace_estimator.note_transfer(max(0, num_late), message.after_last_ready_s, now())
         elif kind == "ended" and leg.num_written:
             num_beside = max(self.load.num_running, len(self.legs))
-            self.rates.note_decode(num_beside, message.decode.decode_s / leg.num_written, now())
+            self.pace_estimator.note_decode(num_beside, message.decode.decode_s / leg.num_written, now())
 
     def _set_load(self, load: pb.Load) -> None:
         self.load = load

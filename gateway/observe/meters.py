@@ -174,7 +174,7 @@ class _ModelMeters:
     def _count_route(self, record: RequestRecord) -> None:
         if (decision := record.decision) is None:
             return
-        self._routes("local" if decision.local else "split", decision.reason).inc()
+        self._routes("local" if decision.is_local else "split", decision.reason).inc()
         self._route_cost("taken").observe(decision.cost_s)
         if decision.alternative_s is not None:
             self._route_cost("other").observe(decision.alternative_s)

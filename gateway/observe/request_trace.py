@@ -179,7 +179,7 @@ def _route_attributes(record: RequestRecord) -> dict[str, object]:
     if decision is None:
         return {}
     return {
-        "baton.route.local": decision.local,
+        "baton.route.local": decision.is_local,
         "baton.route.reason": decision.reason,
         "baton.route.alternative": decision.alternative,
         "baton.route.prefill": decision.prefill,

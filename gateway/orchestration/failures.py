@@ -154,7 +154,7 @@ class AttemptFailures:
             return error, blamed, worker_id
         silent = "it ended early" if message else "it does not answer"
         what = message.reason if isinstance(message, Lost) else silent
-        sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.begun else ""
+        sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.has_begun else ""
         reason = f"{role.upper()}_WORKER_LOST"
         return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
 

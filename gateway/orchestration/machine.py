@@ -133,7 +133,7 @@ class RequestMachine:
         request = self.request
         while entry is not None:
             self._receive(*entry)
-            if request.answer.finished and self.state is RequestState.DECODING:
+            if request.answer.is_finished and self.state is RequestState.DECODING:
                 self.happen(RequestEvent.FINISHED)  # before the Ended that may have come along
             entry = request.mailbox.take()
 

@@ -176,7 +176,7 @@ class Pipeline:
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""
         record.finish_reasons = answer.finish_reasons
-        if answer.finished:
+        if answer.is_finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
     def _check_wait(self, validated: ValidatedRequest, record: RequestRecord, max_tokens: int, deadline: float) -> None:

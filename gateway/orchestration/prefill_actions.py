@@ -79,7 +79,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
     attempt, router = request.attempt, request.router
     if attempt.has_lost_decode_worker:  # Lost is next
         return None
-    if not request.answer.begun:
+    if not request.answer.has_begun:
         request.record.stamps.prefill_sent = now()
     if attempt.prefill_link is not None and not router.is_usable(attempt.prefill_link):
         try:
@@ -172,7 +172,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
     for first in done.first_tokens:
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
         answer.push(first.choice, len(attempt.output_ids), [first.token_id], logprobs, first.finish_reason)
-    unfinished = [first for first in done.first_tokens if not answer.choices[first.choice].finished]
+    unfinished = [first for first in done.first_tokens if not answer.choices[first.choice].is_finished]
     for first in unfinished:
         first.finished, first.finish_reason = False, 0  # whatever that worker thought
     attempt.start(unfinished)
@@ -182,7 +182,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
 def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     record, attempt = request.record, request.attempt
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
-    if not request.answer.begun:
+    if not request.answer.has_begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
         record.measured.prefill_place_s, record.measured.prefill_block_s = done.waits.place_s, done.waits.block_s
         record.measured.is_disaggregated = attempt.prefill is not None
@@ -237,7 +237,7 @@ def _is_rest_short(request: RequestContext) -> bool:
         return False
     attempt, router = request.attempt, request.router
     holder = router.prefix_holder_for(attempt.decode.link)
-    is_leaving = holder is not None and not holder.serving
+    is_leaving = holder is not None and not holder.is_serving
     return is_leaving and len(attempt.spec.token_ids) - router.num_matched_tokens(holder) <= SHORT_TOKENS
 
 

@@ -85,7 +85,7 @@ class RequestContext:
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
             attempt.output_ids = tuple(choices[0].token_ids) if len(choices) == 1 else ()
-            attempt.spec = self.specs.build(attempt.output_ids, self.answer.begun)
+            attempt.spec = self.specs.build(attempt.output_ids, self.answer.has_begun)
             attempt.fingerprint = attempt.spec.fingerprint
         attempt.spec.budget_ms = budget_ms(self.deadline)
 

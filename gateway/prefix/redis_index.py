@@ -109,7 +109,7 @@ class RedisIndex:
     # ---- PrefixIndex ----
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
+        if not hashes or not self._breaker.is_closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
             return Matches()
         # A task of its own: a cancelled request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
@@ -173,7 +173,7 @@ class RedisIndex:
         """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        return self._lost_for or ("" if self._breaker.closed else "it does not answer")
+        return self._lost_for or ("" if self._breaker.is_closed else "it does not answer")
 
     # ---- beside the requests ----
 
@@ -246,7 +246,7 @@ class RedisIndex:
             if entry.pending:
                 self._written.set()
         self._left = {worker: entry for worker, entry in self._left.items() if at - entry.left_at < GIVE_UP_S}
-        if not self._breaker.closed:
+        if not self._breaker.is_closed:
             await self._hot.ping()
             self._breaker.succeeded()
 

@@ -60,7 +60,7 @@ class QueuedRequest(NamedTuple):
     def check(self, decision: Decision, in_queue_s: float) -> None:
         """Raises Overloaded if the chosen route, and the queue before it, break what the class was promised."""
         at_worker_s = decision.ttft_s - decision.alone_ttft_s
-        self.check_wait(at_worker_s + (0.0 if decision.local else in_queue_s), decision.alone_ttft_s)
+        self.check_wait(at_worker_s + (0.0 if decision.is_local else in_queue_s), decision.alone_ttft_s)
         bound_s = self.slo.tpot_s
         if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
             message = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"

@@ -17,7 +17,7 @@ _LONGEST_S = 3600.0  # what takes longer, or is no number, was not measured
 _RATED_TOKENS = 128  # a shorter prompt says more of the round trips than of the rate
 
 
-class LinearCost(NamedTuple):
+class Pace(NamedTuple):
     """Seconds: a fixed part and a part for each token, sequence or byte. The defaults hold until something is measured;
     `byte_s` 0: nothing is, and routing goes by where the two workers are."""
 
@@ -89,11 +89,11 @@ class _Factor:
         return (weight * self._seconds / self._expected_s + _PRIOR_SIGHTINGS) / (weight + _PRIOR_SIGHTINGS)
 
 
-class WorkerRates:
+class PaceEstimator:
     """The speed of one worker, among those whose samples `fleet` has too; `fleet` None: of all workers."""
 
-    def __init__(self, fleet: "WorkerRates | None" = None):
-        default = LinearCost()
+    def __init__(self, fleet: "PaceEstimator | None" = None):
+        default = Pace()
         self._fits = {
             "prefill": Fit(default.prompt_s, default.token_s),
             "decode": Fit(default.step_s, default.sequence_s),
@@ -119,18 +119,18 @@ class WorkerRates:
         if 0 < seconds < _LONGEST_S:
             self._note("transfer", num_bytes, seconds, at)
 
-    def pace(self, at: float) -> LinearCost:
+    def pace(self, at: float) -> Pace:
         """Return the costs as of now, or of a moment ago."""
         if at - self._pace_at >= _PACE_S:
             self._pace, self._pace_at = self._pace_now(at), at
         return self._pace
 
-    def _pace_now(self, at: float) -> LinearCost:
+    def _pace_now(self, at: float) -> Pace:
         if self._fleet is None:
-            return LinearCost(*(part for fit in self._fits.values() for part in (fit.base, fit.slope)))
+            return Pace(*(part for fit in self._fits.values() for part in (fit.base, fit.slope)))
         prompt_s, token_s, step_s, sequence_s, moved_s, byte_s = self._fleet.pace(at)
         prefill, decode, transfer = (factor.value(at) for factor in self._factors.values())
-        return LinearCost(
+        return Pace(
             prefill * prompt_s,
             prefill * token_s,
             decode * step_s,

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, DEFAULT_TENANT, NO_ADAPTER, TOO_LONG
 from baton.service.slo import Slo
-from gateway.routing.latency_model import LinearCost
+from gateway.routing.latency_model import Pace
 from kvtransfer.naming import SAME_HOST_TRANSPORTS
 
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
     max_sequences: int | None = None
     tightest_tpot_s: float | None = None  # promised to those that run there
     utilization: float = 0.0  # the share of its time that it worked recently
-    pace: LinearCost = LinearCost()
+    pace: Pace = Pace()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
 
 
@@ -105,7 +105,7 @@ class Decision:
     decode_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         return self.prefill is None
 
 

@@ -14,7 +14,7 @@ class Breaker:
         self.num_failures = 0
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self.num_failures < MAX_FAILURES
 
     def failed(self) -> None:
@@ -23,6 +23,6 @@ class Breaker:
             log.warning("redis: lookups are off until it answers again")
 
     def succeeded(self) -> None:
-        if not self.closed:
+        if not self.is_closed:
             log.info("redis: lookups are on again")
         self.num_failures = 0

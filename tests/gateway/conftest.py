@@ -156,7 +156,7 @@ def cluster(folder, digest):
         stub, target = inference_pb2_grpc.InferenceStub(channel), f"127.0.0.1:{port}"
         c = Cluster(gateway, prefill, decode, stub, channel, target, stop, prefill + decode)
         try:
-            await c.until(lambda: all(link.serving for link in gateway.registry.links))
+            await c.until(lambda: all(link.is_serving for link in gateway.registry.links))
             yield c
         finally:
             await channel.close()

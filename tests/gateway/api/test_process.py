@@ -168,7 +168,7 @@ async def test_a_worker_that_is_none_of_ours(cluster, digest, hello, said):
     async with cluster(num_decode=2) as c:
         odd, link = c.decode[1], c.gateway.registry.decode[1]
         await odd.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         for name, value in hello.items():
             odd.hello.ClearField(name)
             odd.hello.MergeFrom(type(odd.hello)(**{name: value}))
@@ -185,9 +185,9 @@ async def test_a_worker_comes_back_in_another_role(cluster):
         registry, odd = c.gateway.registry, c.decode[1]
         link = registry.decode[1]
         await odd.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         odd.role, odd.hello.roles[0] = "prefill", "prefill"
         await odd.start(odd.port)
-        await c.until(lambda: link.serving)
+        await c.until(lambda: link.is_serving)
         assert registry.prefill[-1] is link and link not in registry.decode
         assert link in c.fleet.candidates.serving("prefill") and link not in c.fleet.candidates.serving("decode")

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.attempts import prefix_source
 from gateway.link.worker_link import LinkState
-from gateway.routing.latency_model import WorkerRates
+from gateway.routing.latency_model import PaceEstimator
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
 
@@ -39,7 +39,7 @@ async def read_elsewhere(c, before=lambda holder, reader: None):
     first = await generate(c, max_tokens=MAX_TOKENS)
     await c.idle()
     for link in c.gateway.registry.links:
-        link.rates = WorkerRates()  # a fake reads so fast that nothing would be pulled
+        link.pace_estimator = PaceEstimator()  # a fake reads so fast that nothing would be pulled
     holder, reader = sorted(c.prefill, key=lambda worker: "prefill" not in worker.kinds())
     assert "prefill" not in reader.kinds()
     await known(c, holder)
@@ -104,7 +104,7 @@ async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatc
     monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
     async with cluster(num_decode=2) as c:
         for link in c.gateway.registry.links:
-            link.hello.kv_token_bytes, link.rates = 1, WorkerRates()
+            link.hello.kv_token_bytes, link.pace_estimator = 1, PaceEstimator()
         c.fleet.candidates._facts.clear()
         asking = asyncio.create_task(generate(c, max_tokens=300))
         running = c.pipeline.running

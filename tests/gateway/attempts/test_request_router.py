@@ -49,11 +49,11 @@ def a_record():
 
 def an_answer(num_choices: int = 1, num_tokens: int = 0):
     choice = SimpleNamespace(token_ids=list(range(num_tokens)))
-    return SimpleNamespace(choices=[choice] * num_choices, key_id="key", begun=bool(num_tokens), finished=False)
+    return SimpleNamespace(choices=[choice] * num_choices, key_id="key", has_begun=bool(num_tokens), is_finished=False)
 
 
 def link(worker_id: bytes):
-    return SimpleNamespace(worker_id=worker_id, name=worker_id.hex(), serving=True)
+    return SimpleNamespace(worker_id=worker_id, name=worker_id.hex(), is_serving=True)
 
 
 @pytest.fixture

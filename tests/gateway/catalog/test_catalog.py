@@ -73,7 +73,7 @@ async def join(c, name: str, worker: FakeWorker) -> None:
     c.of[name] = await worker.start()
     c.workers.append(worker)
     await register(c, worker.address, worker.role)
-    await c.until(lambda: any(link.serving and link.address == worker.address for link in c.gateway.registry.links))
+    await c.until(lambda: any(link.is_serving and link.address == worker.address for link in c.gateway.registry.links))
 
 
 def operator(c) -> fleet_pb2_grpc.FleetStub:

@@ -29,7 +29,7 @@ def dns(monkeypatch) -> FakeDNS:
 async def answered(c) -> str:
     """By which worker the answer was written."""
     await c.stub.Complete(pb.GenerateRequest(text="hello", stopping=pb.Stopping(max_tokens=3)))
-    return next(link.address for link in c.gateway.registry.decode if link.serving)
+    return next(link.address for link in c.gateway.registry.decode if link.is_serving)
 
 
 async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
@@ -38,7 +38,7 @@ async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
     async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
         c.workers += [first, second]
         registry = c.gateway.registry
-        serving = lambda: [link.address for link in registry.decode if link.serving]  # noqa: E731
+        serving = lambda: [link.address for link in registry.decode if link.is_serving]  # noqa: E731
         await c.until(lambda: serving() == [first.address] and registry.not_ready() is None)
         dns.addresses["decode"].append(second.address)
         await c.until(lambda: sorted(serving()) == sorted([first.address, second.address]))

@@ -38,7 +38,7 @@ def register(c, address: str, role: str = "decode"):
 
 
 def serving(c) -> list[str]:
-    return [link.address for link in c.gateway.registry.links if link.serving]
+    return [link.address for link in c.gateway.registry.links if link.is_serving]
 
 
 async def test_a_worker_that_registers_serves(cluster, digest):
@@ -119,7 +119,7 @@ async def test_a_worker_with_two_sessions_is_in_the_index_until_both_are_gone(cl
         first, second = c.gateway.registry.decode
         monkeypatch.setattr(MemoryIndex, "join", lambda *_: None)  # what is dropped stays away
         first.hang_up("a test ends it")
-        await c.until(lambda: not first.serving)
+        await c.until(lambda: not first.is_serving)
         assert first.worker_id != second.worker_id and second.worker_id in c.gateway.index._feeds
         await worker.stop()
         await c.until(lambda: not c.gateway.index._feeds)

@@ -18,7 +18,7 @@ from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import Defaults, ModelFolder
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_matches import Matches, WorkerBits
-from gateway.routing.latency_model import LinearCost
+from gateway.routing.latency_model import Pace
 from gateway.routing.routing import NUM_DRAWN, NUM_HOLDERS, Candidate, RoutingRequest
 
 FOLDER = ModelFolder(Path("/m"), "m", 4096, 1000, frozenset(), Defaults(), b"", b"", None, {})
@@ -80,7 +80,7 @@ def test_a_prefix_counts_in_whole_steps_between_checkpoints():
         hello.checkpoint_tokens = step
         link.note_hello(hello)
         registry.fleets[0].candidates._facts.clear()
-        (seen,) = registry.fleets[0].candidates.seen([link], held({link.worker_id: 9}))
+        (seen,) = registry.fleets[0].candidates.as_candidates([link], held({link.worker_id: 9}))
         assert seen.num_matched_tokens == expected
 
 
@@ -98,9 +98,11 @@ def test_the_holder_is_found_among_many():
 
 def test_a_request_looks_at_few(monkeypatch):
     registry, looked = fleet(300), []
-    seen = registry.fleets[0].candidates.seen
+    seen = registry.fleets[0].candidates.as_candidates
     monkeypatch.setattr(
-        registry.fleets[0].candidates, "seen", lambda links, *rest: looked.append(len(links)) or seen(links, *rest)
+        registry.fleets[0].candidates,
+        "as_candidates",
+        lambda links, *rest: looked.append(len(links)) or seen(links, *rest),
     )
     registry.fleets[0].router.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
     assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
@@ -194,7 +196,7 @@ def test_every_field_of_a_candidate_has_its_own_value():
     link.note_hello(hello)
     link.load = pb.Load(num_running=3, num_waiting=4, num_waiting_tokens=50, num_blocks_total=9, num_blocks_free=6)
     registry.fleets[0].candidates._facts.clear()
-    (found,) = registry.fleets[0].candidates.seen([link], held({link.worker_id: 2}))
+    (found,) = registry.fleets[0].candidates.as_candidates([link], held({link.worker_id: 2}))
     assert found._replace(utilization=0.0) == Candidate(
         name=link.address,
         num_matched_tokens=128,
@@ -213,12 +215,12 @@ def test_every_field_of_a_candidate_has_its_own_value():
         pace=found.pace,
         lacks_adapter=False,
     )
-    assert isinstance(found.utilization, float) and isinstance(found.pace, LinearCost)
+    assert isinstance(found.utilization, float) and isinstance(found.pace, Pace)
 
 
 def test_what_a_worker_reports_and_was_promised_is_what_routing_sees():
     registry, adapter = fleet(1), bytes([1]) * 32
-    (link,), seen = registry.decode, registry.fleets[0].candidates.seen
+    (link,), seen = registry.decode, registry.fleets[0].candidates.as_candidates
     ask = RoutingRequest(500, 501, adapter=adapter)
     (new,) = seen([link], Matches(), ask)
     assert (new.num_free_tokens, new.tightest_tpot_s, new.lacks_adapter) == (None, None, False)

@@ -46,7 +46,7 @@ async def register(c) -> None:
 
 
 def serving(c) -> list[str]:
-    return [link.address for link in c.gateway.registry.links if link.serving]
+    return [link.address for link in c.gateway.registry.links if link.is_serving]
 
 
 async def answered(c) -> None:

@@ -47,7 +47,7 @@ async def misbehave(c, worker, manner: str) -> None:
     link = link_of(c, worker)
     before = link.hello
     link.hang_up("a test ends it")
-    await c.until(lambda: link.serving and link.hello is not before)
+    await c.until(lambda: link.is_serving and link.hello is not before)
 
 
 def num_asked(worker) -> int:
@@ -184,9 +184,9 @@ async def test_a_new_worker_gets_one_request_first(cluster, monkeypatch):
         young.held.clear()
         young.commands.clear()
         link = link_of(c, young)
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         await young.start(young.port)
-        await c.until(lambda: link.serving)
+        await c.until(lambda: link.is_serving)
         assert link.breaker.state is BreakerState.NEW
         young.hold("admit")
         old.hold("decode")

@@ -105,7 +105,7 @@ async def test_what_ended_nothing_is_no_reason_of_a_later_end(cluster, caplog):
         await c.until(lambda: [kind for kind, _ in worker.commands].count("hello") == 2)
         link.hang_up("its model is not listed any more")
         worker.release("hello")
-        await c.until(lambda: link.serving)
+        await c.until(lambda: link.is_serving)
         link._silence.reschedule(asyncio.get_running_loop().time())
         await c.until(lambda: caplog.text.count("worker lost") == 2)
         assert "no word from it" in caplog.text

@@ -60,7 +60,7 @@ async def test_a_prompt_waits_on_a_worker_until_it_is_read(cluster):
         answer = asyncio.create_task(generate(c, max_tokens=12))
         await c.until(lambda: link.num_prefill_tokens == len(PROMPT))
         worker.release("prefill")
-        await c.until(lambda: any(each.request.answer.begun for each in c.pipeline.running.values()))
+        await c.until(lambda: any(each.request.answer.has_begun for each in c.pipeline.running.values()))
         assert link.legs and link.num_prefill_tokens == 0
         worker.release("decode")
         assert len(ids_of(await answer)) == 12
@@ -100,7 +100,7 @@ async def test_local(cluster, commands):
             c.decode[0].hello.features.remove(PREFILL_ON_ADMIT)
             link = c.gateway.registry.decode[0]
             link.hang_up("a test ends it")
-            await c.until(lambda: link.serving and PREFILL_ON_ADMIT not in link.limits.features)
+            await c.until(lambda: link.is_serving and PREFILL_ON_ADMIT not in link.limits.features)
         messages = await generate(c, max_tokens=6)
         assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
         assert c.decode[0].kinds() == commands

@@ -317,13 +317,13 @@ async def test_a_worker_comes_back_under_a_new_epoch(cluster):
         worker, link = c.decode[0], c.gateway.registry.decode[0]
         before = link.worker_id
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         assert before not in c.gateway.index._feeds
         worker.hello.epoch = worker.epoch = 7
         worker.spans.clear()
         worker.held.clear()
         await worker.start(worker.port)
-        await c.until(lambda: link.serving)
+        await c.until(lambda: link.is_serving)
         assert link.worker_id != before and link.worker_id in c.gateway.index._feeds
         assert ids_of(await generate(c, max_tokens=4)) == tokens_of(PROMPT, 4, 400)
 
@@ -331,7 +331,7 @@ async def test_a_worker_comes_back_under_a_new_epoch(cluster):
 async def test_a_prefill_worker_that_is_gone_leaves_the_decode_worker(cluster):
     async with cluster(split="auto") as c:
         await c.prefill[0].stop()
-        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        await c.until(lambda: not c.gateway.registry.prefill[0].is_serving)
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
         assert c.decode[0].kinds() == ["admit"]
 

@@ -226,7 +226,7 @@ async def test_a_request_that_lost_the_only_worker_waits_for_it_a_moment(cluster
         running = [start(c) for _ in range(3)]
         await c.until(lambda: len(c.decode[0].held) == 3)
         await c.decode[0].stop()
-        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
         c.decode[0].held.clear()
         c.decode[0].parked.clear()
         c.decode[0].epoch = c.decode[0].hello.epoch = 7

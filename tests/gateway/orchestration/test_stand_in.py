@@ -15,7 +15,7 @@ async def stop_all(c, role: str) -> None:
     for worker in getattr(c, role):
         await worker.stop()
         c.workers.remove(worker)
-    await c.until(lambda: not any(link.serving for link in getattr(c.gateway.registry, role)))
+    await c.until(lambda: not any(link.is_serving for link in getattr(c.gateway.registry, role)))
 
 
 @pytest.mark.parametrize("split", ["auto", "always", "never"])
@@ -68,13 +68,13 @@ async def test_a_stand_in_dies_in_mid_stream_when_the_decode_worker_is_back(clus
     async with cluster(stand_in=True) as c:
         (decode,), (prefill,) = c.decode, c.prefill
         await decode.stop()
-        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
         prefill.holds_at = 100
         call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=patience(20))
         messages = [await call.read() for _ in range(5)]
         decode.hello.epoch = decode.epoch = 7
         await decode.start(decode.port)
-        await c.until(lambda: c.gateway.registry.decode[0].serving)
+        await c.until(lambda: c.gateway.registry.decode[0].is_serving)
         await prefill.stop()
         c.workers.remove(prefill)
         while (message := await call.read()) is not grpc.aio.EOF:

@@ -34,7 +34,7 @@ async def say_again(c, worker) -> None:
     link = next(link for link in c.gateway.registry.links if link.address == worker.address)
     before = link.hello
     link.hang_up("a test ends it")
-    await c.until(lambda: link.serving and link.hello is not before)
+    await c.until(lambda: link.is_serving and link.hello is not before)
 
 
 async def test_a_request_goes_only_where_all_of_it_fits(cluster):
@@ -87,7 +87,7 @@ async def test_the_longer_one_dies_in_mid_stream(cluster):
         said = await refused(read_some(call))
         assert len(ids_of(got)) == 300 and said.code == grpc.StatusCode.UNAVAILABLE
         assert said.reason == "DECODE_WORKER_LOST" and said.retry_after_s
-        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
         for _ in range(2):  # it may come back: a request for it is not wrong
             said = await refused(generate(c, **LONG))
             assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
@@ -141,7 +141,7 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
             waiting = None
         assert len(ids_of(await generate(c, prompt=PROMPT, ignore_eos=True))) == 256 - len(PROMPT)
         late.release("hello")
-        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        await c.until(lambda: all(link.is_serving for link in c.gateway.registry.links))
         assert ids_of(await (waiting or generate(c, **LONG))) == tokens_of(PROMPT, 400, 400)
         said = await refused(generate(c, prompt=PROMPT, max_tokens=1000))
         assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
@@ -191,7 +191,7 @@ async def test_a_context_that_rope_stretches_is_known_of_any_worker(cluster, dig
         assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
         assert "3000 + 1097 > 4096, the maximum context length: 1096 are left" in said.message
         late.release("hello")
-        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        await c.until(lambda: all(link.is_serving for link in c.gateway.registry.links))
         assert ids_of(await generate(c, **long)) == tokens_of(long["prompt"], 20, 400)
 
 

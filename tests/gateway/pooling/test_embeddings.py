@@ -322,7 +322,7 @@ async def test_no_worker_comes(cluster, monkeypatch, num_prompts):
         (worker,) = c.prefill
         await worker.stop()
         c.workers.remove(worker)
-        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        await c.until(lambda: not c.gateway.registry.prefill[0].is_serving)
         looks, look = [], Router.pooling_worker_for
         monkeypatch.setattr(Router, "pooling_worker_for", lambda *given: looks.append(1) or look(*given))
         error = await refused(embed(c, *IDS[:num_prompts]))
@@ -335,7 +335,7 @@ async def test_the_only_worker_comes_back(cluster):
     async with cluster(max_queue_wait_s=0.1) as c:
         (worker,) = c.prefill
         await worker.stop()
-        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        await c.until(lambda: not c.gateway.registry.prefill[0].is_serving)
         calls = [asyncio.create_task(embed(c, ids)) for ids in IDS]
         await asyncio.sleep(0.5)
         assert not any(call.done() for call in calls)
@@ -350,7 +350,7 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
     async with cluster((1024, 256), 1) as c:
         long, link, ids = c.prefill[0], c.gateway.registry.prefill[0], list(range(20, 320))
         await long.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         waiting = asyncio.create_task(embed(c, ids))
         await c.until(lambda: len(c.pipeline.queues) == 1)
         assert vectors(await embed(c, IDS[0])) == [expected(IDS[0])]

@@ -162,7 +162,7 @@ async def test_a_dead_redis_is_a_miss(server):
         server.kill()
         for _ in range(5):
             assert await a.lookup(SPANS) == {}
-        assert not a._breaker.closed
+        assert not a._breaker.is_closed
         server.start()  # empty: everything is written again
         await finds(a, WORKER, 5)
 
@@ -216,7 +216,7 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
         await finds(a, WORKER, 5)
         server.freeze()
         asked = 0
-        while a._breaker.closed:
+        while a._breaker.is_closed:
             assert await a.lookup(SPANS) == {}
             asked += 1
         assert asked == 3

@@ -255,7 +255,7 @@ async def test_a_promise_of_tokens_is_not_broken_by_one_more(cluster):
     async with cluster() as c:
         (link,) = c.gateway.registry.decode
         for i in range(20):
-            link.rates.note_decode(1 + i % 5, 0.01 + 0.03 * (1 + i % 5), 0.0)
+            link.pace_estimator.note_decode(1 + i % 5, 0.01 + 0.03 * (1 + i % 5), 0.0)
         hold(c, "decode")
         running = [start(c), start(c)]
         await reached(c, "decode")

@@ -73,7 +73,7 @@ async def test_one_that_ran_waits_for_its_lost_worker_however_many_do(cluster):
         running = start(c)
         await reached(c, "decode")
         await worker.stop()
-        await c.until(lambda: not link.serving and len(c.pipeline.queues.decode_start) == 1)
+        await c.until(lambda: not link.is_serving and len(c.pipeline.queues.decode_start) == 1)
         assert (await refused(start(c))).reason == "QUEUE_FULL"
         release(c, "decode")
         worker.held.clear()
@@ -100,7 +100,7 @@ async def test_too_many_requests(cluster):
 async def test_no_worker(cluster, num_prefill, wait_s):
     async with cluster(num_prefill, max_start_wait_s=wait_s) as c:
         await c.decode[0].stop()
-        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         c.workers.remove(c.decode[0])
@@ -113,7 +113,7 @@ async def test_no_worker_comes_for_longer_than_a_queue_s_wait(cluster, role):
     async with cluster(max_queue_wait_s=0.2, max_start_wait_s=0.6) as c:
         (worker,) = getattr(c, role)
         await worker.stop()
-        await c.until(lambda: not any(link.serving for link in getattr(c.gateway.registry, role)))
+        await c.until(lambda: not any(link.is_serving for link in getattr(c.gateway.registry, role)))
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         c.workers.remove(worker)
@@ -132,7 +132,7 @@ async def test_the_only_prefill_worker_goes_while_a_request_waits_for_it(cluster
         running = start(c)
         await c.until(lambda: "admit" in c.decode[0].kinds() and (waits == "for credit" or len(queues.prefill)))
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         release(c, "admit")
         await c.until(lambda: len(queues.decode_start))
         await c.until(lambda: not c.decode[0].held)
@@ -170,7 +170,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
         await reached(c, "decode")
         (machine,) = c.pipeline.running.values()
         await worker.stop()
-        await c.until(lambda: not link.serving and len(line) == 1)
+        await c.until(lambda: not link.is_serving and len(line) == 1)
         second = start(c)
         await c.until(lambda: len(line) == 2)
         answer, reads = machine.request.answer, asyncio.Event()
@@ -222,7 +222,7 @@ async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill)
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         first = await call.read()
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         coming = [start(c) for _ in range(3)]
         await asyncio.sleep(1.0)
         assert not any(task.done() for task in coming)
@@ -245,7 +245,7 @@ async def test_a_worker_that_comes_back_has_no_room_yet(cluster):
         worker, link = c.decode[0], c.gateway.registry.decode[0]
         await generate(c, max_tokens=2)
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         coming = start(c)
         await c.until(lambda: len(c.pipeline.queues.decode_start))
         worker.hello.epoch = worker.epoch = 7
@@ -261,7 +261,7 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
     async with cluster(0, (1024, 256)) as c:
         long, link, queues = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues
         await long.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         waiting = start(c)
         await c.until(lambda: len(queues) == 1)
         assert ids_of(await start(c, prompt=PROMPT[:20])) == tokens_of(PROMPT[:20], 6, 400)
@@ -280,7 +280,7 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other_that_waits(cluste
         (long, short, _), queues = c.decode, c.pipeline.queues
         for worker, link in zip((long, short), c.gateway.registry.decode, strict=False):
             await worker.stop()
-            await c.until(lambda link=link: not link.serving)
+            await c.until(lambda link=link: not link.is_serving)
         first = start(c)
         await c.until(lambda: len(queues.decode_start) == 1)
         others = [start(c, prompt=PROMPT[:150]) for _ in range(3)]
@@ -309,7 +309,7 @@ async def test_an_adapter_is_not_unknown_before_all_workers_have_said_theirs(clu
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
         late.release("hello")
-        await c.until(lambda: all(link.serving for link in c.gateway.registry.links))
+        await c.until(lambda: all(link.is_serving for link in c.gateway.registry.links))
         assert ids_of(await start(c, model="tabs")) == tokens_of(PROMPT, 6, 400)
         assert (await refused(start(c, model="spaces"))).reason == "MODEL_NOT_FOUND"
 
@@ -337,11 +337,11 @@ async def test_requests_of_an_adapter_wait_for_the_only_decode_worker_too(cluste
         worker, link = c.decode[0], c.gateway.registry.decode[0]
         worker.hello.adapters.add(name="tabs", identity=b"a" * 32)
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         await worker.start(worker.port)
-        await c.until(lambda: link.serving)
+        await c.until(lambda: link.is_serving)
         await worker.stop()
-        await c.until(lambda: not link.serving)
+        await c.until(lambda: not link.is_serving)
         coming = start(c, model="tabs")
         await asyncio.sleep(0.5)
         assert not coming.done()
