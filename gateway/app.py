@@ -237,9 +237,11 @@ class Gateway:
         form = _answer_format(self._settings.tool_call_parser, folder)
         return text, AnswerReader(tokenizer, text.detokenizer, form)
 
-    def _version(self, folder: ModelFolder, text: TextWork, reader: AnswerReader, only: bytes = b"") -> ModelVersion:
+    def _version(
+        self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""
+    ) -> ModelVersion:
         """Join all parts of a model, and let its workers come."""
-        settings, fleet = self._settings, self.registry.add(folder, only)
+        settings, fleet = self._settings, self.registry.add(folder, required_identity)
         return ModelVersion(
             Pipeline(
                 fleet=fleet,
@@ -264,14 +266,14 @@ class Gateway:
             encode = partial(pipeline.text.encode, context=version.fleet.model.context)
             pipeline.names.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
 
-    async def _add_model(self, name: str, path: Path, only: bytes) -> ModelVersion:
+    async def _add_model(self, name: str, path: Path, required_identity: bytes) -> ModelVersion:
         """Raises SettingsError; whatever ends it, a cancelled call too, nothing has changed then."""
         folder = await asyncio.to_thread(read_model, path, name)
-        version = self._version(folder, *await asyncio.to_thread(self._text_of, folder), only)
+        version = self._version(folder, *await asyncio.to_thread(self._text_of, folder), required_identity)
         try:
             await self._make_public(version)
         except BaseException:
-            version.fleet.keeps_away = False
+            version.fleet.excludes_its_workers = False
             self._drop_model(version)
             raise
         self.registry.keep(version.fleet)

@@ -123,12 +123,12 @@ class Catalog:
             raise InvalidRequest("name", str(error)) from None
         if identity and not _IDENTITY.fullmatch(identity):
             raise InvalidRequest("identity", "is not 64 hex digits, as a worker's ready line has them")
-        only = bytes.fromhex(identity)
+        required_identity = bytes.fromhex(identity)
         folder = self._below_root(path)
         async with self._turn:
-            self._check(name, only)
+            self._check(name, required_identity)
             try:
-                self.versions.append(await self._make(name, folder, only))
+                self.versions.append(await self._make(name, folder, required_identity))
             except SettingsError as error:
                 raise InvalidRequest("path", str(error)) from None
         log.info("model added %s", fields(model=name, path=folder, identity=identity or "-"))
@@ -147,8 +147,8 @@ class Catalog:
         self.note_change()
         return num_running
 
-    def _check(self, name: str, only: bytes) -> None:
-        if only and (taken := next((each for each in self.versions if each.fleet.has(only)), None)):
+    def _check(self, name: str, identity: bytes) -> None:
+        if identity and (taken := next((each for each in self.versions if each.fleet.has(identity)), None)):
             raise InvalidRequest("identity", f"is served already, as {taken.name}")
         names = {version.name for version in self.versions}
         if name not in names and len(names) >= MAX_MODELS:

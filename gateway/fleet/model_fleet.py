@@ -38,14 +38,14 @@ class ModelFleet:
         slo_classes: frozenset[str],
         adapter_tenants: Mapping[str, frozenset[str]],
         secret: bytes | None = None,
-        only: bytes = b"",
+        required_identity: bytes = b"",
     ):
         """`links(role)`: its workers and those that have not said yet what they serve, whatever their state. `secret`
-        None: derived from the model, once a worker has said what it is. `only`: the one identity that its workers may
-        have; empty: `identities` decides."""
-        self.folder, self.links, self.only = folder, links, only
+        None: derived from the model, once a worker has said what it is. `required_identity`: the one
+        that its workers may have; empty: `identities` decides."""
+        self.folder, self.links, self.required_identity = folder, links, required_identity
         self.is_retired = False
-        self.keeps_away = True  # its workers from other models, once it is dropped
+        self.excludes_its_workers = True  # from other models, once it is dropped
         self.pace_estimator = PaceEstimator()  # of all its workers
         self.candidates = Candidates(links)
         self.router = Router(
@@ -56,8 +56,8 @@ class ModelFleet:
         self._settings, self._identities = settings, identities
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret
-        self._here: dict[WorkerLink, None] = {}  # in the order in which they came
-        self._decided = b""  # the identity, by a worker that the settings name
+        self._joined: dict[WorkerLink, None] = {}  # in the order in which they came
+        self._named_identity = b""  # the identity, by a worker that the settings name
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._adapters: dict[str, bytes] = {}  # identity by name
 
@@ -69,7 +69,7 @@ class ModelFleet:
     @property
     def identity(self) -> ModelIdentity | None:
         """The identity of the model that is served: of the first worker that joined and is still here."""
-        return next((ModelIdentity(link.hello.model_identity) for link in self._here if link.hello), None)
+        return next((ModelIdentity(link.hello.model_identity) for link in self._joined if link.hello), None)
 
     def known_identity(self) -> ModelIdentity:
         """Return the identity of the model that is served. Raises Unavailable before it is known."""
@@ -147,21 +147,23 @@ class ModelFleet:
     def has(self, identity: bytes) -> bool:
         """Return whether this is the model of that identity: by its workers, also those that have gone, or as it was
         added."""
-        return identity in (self.last_identity, self.only)
+        return identity in (self.last_identity, self.required_identity)
 
     def refusal_of(self, identity: bytes, is_named: bool) -> str | None:
         """Return why a worker with this model's tokenizer cannot be used, or None. `is_named`: by the settings."""
-        if self.only and identity != self.only:
-            return f"serves the model {identity.hex()}, {self.name} was added as {self.only.hex()}"
-        if not self.only and (why := self._identities.why_not(identity, self.identity, is_named, self._decided)):
+        if self.required_identity and identity != self.required_identity:
+            return f"serves the model {identity.hex()}, {self.name} was added as {self.required_identity.hex()}"
+        if not self.required_identity and (
+            why := self._identities.why_not(identity, self.identity, is_named, self._named_identity)
+        ):
             return why
         if is_named:
-            self._decided = identity
+            self._named_identity = identity
         return None
 
     def join(self, link: WorkerLink) -> None:
         """Take a worker whose session has begun."""
-        self._here[link] = None
+        self._joined[link] = None
         if (hello := link.hello) is not None:
             known = self._context if hello.model_identity == self.last_identity else self.folder.context
             self._context = max(known, hello.limits.model_context)
@@ -169,7 +171,7 @@ class ModelFleet:
 
     def leave(self, link: WorkerLink) -> None:
         """Take the end of a worker's session."""
-        self._here.pop(link, None)
+        self._joined.pop(link, None)
 
     def update(self, link: WorkerLink) -> None:
         """Take a change of a worker: it may have begun or ceased to serve, or hold other adapters."""

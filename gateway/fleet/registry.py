@@ -86,8 +86,8 @@ class Registry:
 
     # ---- models ----
 
-    def add(self, folder: ModelFolder, only: bytes = b"") -> ModelFleet:
-        """Serve a model from now on, beside one of its name if there is one. `only`: the identity that its workers must
+    def add(self, folder: ModelFolder, required_identity: bytes = b"") -> ModelFleet:
+        """Serve a model from now on, beside one of its name if there is one. `required_identity`: that its workers must
         have. Call `keep` once it is there for good."""
         fleet: ModelFleet
 
@@ -102,7 +102,7 @@ class Registry:
             frozenset(self.slo_classes),
             self._adapter_tenants,
             self._secret,
-            only,
+            required_identity,
         )
         self.fleets.append(fleet)
         return fleet
@@ -110,17 +110,17 @@ class Registry:
     def keep(self, fleet: ModelFleet) -> None:
         """Keep a model that was added. What was replaced or removed before may come again where its workers must have
         that identity, or where it replaces nothing."""
-        self._replaced.pop(fleet.only, None)
+        self._replaced.pop(fleet.required_identity, None)
         others = [each for each in self.fleets if each.name == fleet.name and each is not fleet]
         if all(each.is_retired for each in others):
             for each in others:
-                each.keeps_away = False
+                each.excludes_its_workers = False
             self._replaced = {each: name for each, name in self._replaced.items() if name != fleet.name}
 
     def drop(self, fleet: ModelFleet) -> None:
-        """Serve a model no more: its workers are refused from now on, if it keeps them away."""
+        """Serve a model no more: its workers are refused from now on, if it excludes them."""
         self.fleets.remove(fleet)
-        if fleet.last_identity and fleet.keeps_away:
+        if fleet.last_identity and fleet.excludes_its_workers:
             self._replaced[fleet.last_identity] = fleet.name
         for link in [link for link, each in self._fleet_of.items() if each is fleet]:
             link.hang_up(f"its model is no longer {fleet.name} here")
@@ -239,7 +239,11 @@ class Registry:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._identities.read_again):
                 for link, fleet in self._fleet_of.items():
-                    if link.hello and not fleet.only and not self._identities.lists(link.hello.model_identity):
+                    if (
+                        link.hello
+                        and not fleet.required_identity
+                        and not self._identities.lists(link.hello.model_identity)
+                    ):
                         link.hang_up("its model is not listed any more")
 
     def _place(self, link: WorkerLink) -> None:
