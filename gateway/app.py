@@ -119,45 +119,30 @@ class Gateway:
             ports.guard.hold,
         )
         self._secret_checked = asyncio.Event()
+        self.http: HttpServer | None = None  # the HTTP API, once it is open
         self._ready_line = ""  # still to be printed
+        self._closing: asyncio.Task | None = None  # of the port, while it drains
 
     async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
         """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for
         callers with certificates. Raises SettingsError."""
-        settings, server = self._settings, self._server
+        settings = self._settings
         for version in self.catalog.versions:
             await self._make_public(version)
-        InferenceService(self.handler).add_to(server)
-        shown_url = without_password(settings.redis) if settings.redis else None
-        fleet = FleetService(self.registry, self.catalog, self.recent, self.index, shown_url)
-        fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
-        worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
-        health = Health(server)
-        health.set(SERVICE_NAME, False)
-        if settings.reflection or (settings.is_loopback and settings.credentials is None):
-            grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
+        fleet, health = self._add_services()
         admin = Admin(
             self.readiness,
             {"/metrics": self.meters.page, **dashboard.pages(fleet, settings.trace_url, self._api_url)},
             settings.admin_hosts,
         )
         admin_port = await admin.start(settings.admin)
-        self.http = http = self._open_http(admin_port)
-        await server.start()
+        self.http = self._open_http(admin_port)
+        await self._server.start()
         if not settings.decode_workers:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
-        grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
-        fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
-        http_address = f" http={_host(settings.http or '')}:{http.port}" if http else ""
-        self._ready_line = (
-            f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
-        )
+        self._ready_line = self._ready_text(port, fleet_port, admin_port)
         watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
-        running = [watching, tasks.start("registry", self.registry.run), tasks.start("heap", heap.keep_trimmed)]
-        if settings.redis:
-            running.append(tasks.start("redis", self._keep_index))
-        if settings.redis and settings.quotas:
-            running.append(tasks.start("usage", self._share_usage))
+        running = [watching, *self._start_tasks()]
         try:
             stopping = asyncio.create_task(stop.wait(), name="stop")
             await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -167,15 +152,50 @@ class Gateway:
             await self._drain(health)
             return 0
         finally:
-            if http:
-                await http.stop()
-            await server.stop(_STOP_GRACE_S)
-            await admin.stop()
-            for version in self.catalog.versions:
-                version.close()
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await self._close(admin, running)
+
+    def _add_services(self) -> tuple[FleetService, Health]:
+        """Let the server answer clients, operators and workers, once it has started; it is not healthy yet."""
+        settings, server = self._settings, self._server
+        InferenceService(self.handler).add_to(server)
+        shown_url = without_password(settings.redis) if settings.redis else None
+        fleet = FleetService(self.registry, self.catalog, self.recent, self.index, shown_url)
+        fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
+        worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
+        health = Health(server)
+        health.set(SERVICE_NAME, False)
+        if settings.reflection or (settings.is_loopback and settings.credentials is None):
+            grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
+        return fleet, health
+
+    def _ready_text(self, port: int, fleet_port: int | None, admin_port: int) -> str:
+        """Return the line that says where it is reached."""
+        settings = self._settings
+        grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
+        fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
+        http_address = f" http={_host(settings.http or '')}:{self.http.port}" if self.http else ""
+        return f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
+
+    def _start_tasks(self) -> list[asyncio.Task]:
+        """Start what runs beside requests for as long as the gateway does."""
+        running = [tasks.start("registry", self.registry.run), tasks.start("heap", heap.keep_trimmed)]
+        if self._settings.redis:
+            running.append(tasks.start("redis", self._keep_index))
+        if self._settings.redis and self._settings.quotas:
+            running.append(tasks.start("usage", self._share_usage))
+        return running
+
+    async def _close(self, admin: Admin, running: Sequence[asyncio.Task]) -> None:
+        """End all that is served, and what runs beside it."""
+        if self.http:
+            await self.http.stop()
+        await self._server.stop(_STOP_GRACE_S)
+        await admin.stop()
+        for version in self.catalog.versions:
+            version.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _api_url(self, host: str) -> str | None:
         """Return where the admin page, which was asked at `host`, may send a completion: to the HTTP API where both are reached from
