@@ -143,7 +143,15 @@ class RequestHandler:
         """Return a vector for each input. Raises BatonError."""
         record = self._record("embeddings", call)
         async with _Recording(self, record):
-            return await self._embed(request, call, record)
+            deadline = self._opened(call, record)
+            with self._using(request.model, record) as version:
+                batch = self._embed_batch(request, version)
+                vectors = await version.pooling.pool_prompts(batch, version.seen_by(record.tenant), deadline, record)
+            return pb.EmbedResponse(
+                embeddings=[pb.Embedding(values=each) for each in vectors],
+                usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
+                request_id=batch.prompts[0].request_id,
+            )
 
     def check_embed(self, request: pb.EmbedRequest) -> int:
         """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for what
@@ -156,7 +164,16 @@ class RequestHandler:
         """Return how well each document answers the query. Raises BatonError."""
         record = self._record("rerank", call)
         async with _Recording(self, record):
-            return await self._score(request, call, record)
+            deadline = self._opened(call, record)
+            with self._using(request.model, record) as version:
+                model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
+                batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
+                found = await version.pooling.pool_prompts(batch, model, deadline, record)
+            return pb.ScoreResponse(
+                scores=map(score_of, found),
+                usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
+                request_id=batch.prompts[0].request_id,
+            )
 
     def begin(self, record: RequestRecord) -> None:
         """Record that a request has begun."""
@@ -199,49 +216,49 @@ class RequestHandler:
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""
         async with _Settling(self.hold):
-            return await self._tokenize(request, call)
+            check_size(request)
+            tenant = guard.tenant()
+            with self._using(request.model) as version:
+                model = version.seen_by(tenant)
+                check_model(request.model, model)
+                until = self._deadline(call, now())
+                return pb.TokenizeResponse(token_ids=await version.pipeline.tokenize(request, model, tenant, until))
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         """Return the text of token ids. Raises BatonError."""
         async with _Settling(self.hold):
-            return await self._detokenize(request, call)
+            check_size(request)
+            tenant = guard.tenant()
+            with self._using(request.model) as version:
+                model = version.seen_by(tenant)
+                check_model(request.model, model)
+                until = self._deadline(call, now())
+                text = await version.pipeline.detokenize(request.token_ids, model, tenant, until)
+                return pb.DetokenizeResponse(text=text)
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return what is known of one model. Raises BatonError."""
         async with _Settling(self.hold):
-            return await self._model_info(request)
+            version = self._catalog.find(request.model, guard.tenant())
+            adapter = check_model(request.model, version.seen_by(guard.tenant()))
+            if version.fleet.card is None:
+                raise Unavailable(f"no worker serves {version.name}", retry_after_s=1.0, reason="NO_WORKER")
+            found = _described(version)
+            if adapter:
+                found.name = request.model
+            return found
 
     async def models(self) -> pb.ListModelsResponse:
         """Return what is known of all models. Raises BatonError: no worker serves any."""
         async with _Settling(self.hold):
-            return await self._models()
-
-    async def _embed(self, request: pb.EmbedRequest, call: CallContext, record: RequestRecord) -> pb.EmbedResponse:
-        deadline = self._opened(call, record)
-        with self._using(request.model, record) as version:
-            batch = self._embed_batch(request, version)
-            vectors = await version.pooling.pool_prompts(batch, version.seen_by(record.tenant), deadline, record)
-        return pb.EmbedResponse(
-            embeddings=[pb.Embedding(values=each) for each in vectors],
-            usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
-            request_id=batch.prompts[0].request_id,
-        )
+            versions = self._catalog.current
+            if all(version.fleet.card is None for version in versions):
+                raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
+            return pb.ListModelsResponse(models=map(_described, versions))
 
     def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion) -> PromptBatch:
         tenant = guard.tenant()
         return check_embed(request, version.seen_by(tenant), _hidden_size(version), tenant, self._max_priority(tenant))
-
-    async def _score(self, request: pb.ScoreRequest, call: CallContext, record: RequestRecord) -> pb.ScoreResponse:
-        deadline = self._opened(call, record)
-        with self._using(request.model, record) as version:
-            model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
-            batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
-            found = await version.pooling.pool_prompts(batch, model, deadline, record)
-        return pb.ScoreResponse(
-            scores=map(score_of, found),
-            usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
-            request_id=batch.prompts[0].request_id,
-        )
 
     def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
         """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest, Unavailable."""
@@ -261,41 +278,6 @@ class RequestHandler:
 
     def _max_priority(self, tenant: str) -> int:
         return self._admission.quotas.quota(tenant).max_priority
-
-    async def _tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
-        check_size(request)
-        tenant = guard.tenant()
-        with self._using(request.model) as version:
-            model = version.seen_by(tenant)
-            check_model(request.model, model)
-            until = self._deadline(call, now())
-            return pb.TokenizeResponse(token_ids=await version.pipeline.tokenize(request, model, tenant, until))
-
-    async def _detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
-        check_size(request)
-        tenant = guard.tenant()
-        with self._using(request.model) as version:
-            model = version.seen_by(tenant)
-            check_model(request.model, model)
-            until = self._deadline(call, now())
-            text = await version.pipeline.detokenize(request.token_ids, model, tenant, until)
-            return pb.DetokenizeResponse(text=text)
-
-    async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
-        version = self._catalog.find(request.model, guard.tenant())
-        adapter = check_model(request.model, version.seen_by(guard.tenant()))
-        if version.fleet.card is None:
-            raise Unavailable(f"no worker serves {version.name}", retry_after_s=1.0, reason="NO_WORKER")
-        found = _described(version)
-        if adapter:
-            found.name = request.model
-        return found
-
-    async def _models(self) -> pb.ListModelsResponse:
-        versions = self._catalog.current
-        if all(version.fleet.card is None for version in versions):
-            raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
-        return pb.ListModelsResponse(models=map(_described, versions))
 
     def _record(self, operation: str, call: CallContext) -> RequestRecord:
         received = now()
