@@ -116,7 +116,7 @@ class Gateway:
             settings,
             self.recent.began,
             self._on_request_end,
-            ports.guard.hold,
+            ports.guard.pace_refusal,
         )
         self._secret_checked = asyncio.Event()
         self.http: HttpServer | None = None  # the HTTP API, once it is open

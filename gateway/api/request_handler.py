@@ -53,17 +53,17 @@ class _Settling:
     write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an open
     stream, and run through at every message."""
 
-    __slots__ = ("_hold", "_trace_id")
+    __slots__ = ("_pace_refusal", "_trace_id")
 
-    def __init__(self, hold: Callable[[BatonError], Awaitable[None]], trace_id: int = 0):
-        self._hold, self._trace_id = hold, trace_id
+    def __init__(self, pace_refusal: Callable[[BatonError], Awaitable[None]], trace_id: int = 0):
+        self._pace_refusal, self._trace_id = pace_refusal, trace_id
 
     async def __aenter__(self) -> None:
         pass
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, BatonError):
-            await self._hold(error)
+            await self._pace_refusal(error)
         elif isinstance(error, grpc.aio.InternalError):  # the client has just gone: gRPC's cancellation is on its way
             raise asyncio.CancelledError from None
         elif isinstance(error, Exception):
@@ -83,14 +83,14 @@ class RequestHandler:
         settings: GatewaySettings,
         on_begin: Callable[[RequestRecord], None],
         on_end: Callable[[RequestRecord, BaseException | None], None],
-        hold: Callable[[BatonError], Awaitable[None]],
+        pace_refusal: Callable[[BatonError], Awaitable[None]],
     ):
-        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends. `hold(error)`
+        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends. `pace_refusal(error)`
         waits until the error may be sent."""
         self.is_draining = False
         self.num_running = 0
         self._catalog, self._registry, self._admission, self._settings = catalog, registry, admission, settings
-        self._on_begin, self._on_end, self.hold = on_begin, on_end, hold
+        self._on_begin, self._on_end, self.pace_refusal = on_begin, on_end, pace_refusal
 
     def model(self, asked: str) -> ServedModel:
         """Return the model that a request names, as the tenant of the call sees it; any, where the request will end with
@@ -215,7 +215,7 @@ class RequestHandler:
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""
-        async with _Settling(self.hold):
+        async with _Settling(self.pace_refusal):
             check_size(request)
             tenant = guard.tenant()
             with self._using(request.model) as version:
@@ -226,7 +226,7 @@ class RequestHandler:
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         """Return the text of token ids. Raises BatonError."""
-        async with _Settling(self.hold):
+        async with _Settling(self.pace_refusal):
             check_size(request)
             tenant = guard.tenant()
             with self._using(request.model) as version:
@@ -238,7 +238,7 @@ class RequestHandler:
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return what is known of one model. Raises BatonError."""
-        async with _Settling(self.hold):
+        async with _Settling(self.pace_refusal):
             version = self._catalog.find(request.model, guard.tenant())
             adapter = check_model(request.model, version.seen_by(guard.tenant()))
             if version.fleet.card is None:
@@ -250,7 +250,7 @@ class RequestHandler:
 
     async def models(self) -> pb.ListModelsResponse:
         """Return what is known of all models. Raises BatonError: no worker serves any."""
-        async with _Settling(self.hold):
+        async with _Settling(self.pace_refusal):
             versions = self._catalog.current
             if all(version.fleet.card is None for version in versions):
                 raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
@@ -315,7 +315,7 @@ class _Recording(_Settling):
     __slots__ = ("_handler", "_record")
 
     def __init__(self, handler: RequestHandler, record: RequestRecord):
-        super().__init__(handler.hold, record.context.trace_id)
+        super().__init__(handler.pace_refusal, record.context.trace_id)
         self._handler, self._record = handler, record
 
     async def __aenter__(self) -> None:

@@ -71,7 +71,7 @@ class HttpCall:
                 await self._while_connected(serve(self))
         except BatonError as error:
             if not is_served:
-                await guard.hold(error)
+                await guard.pace_refusal(error)
                 guard.note_denied(method, error, peer)
             with suppress(ClientGone):
                 await self._fail(error)

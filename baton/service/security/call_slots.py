@@ -1,8 +1,8 @@
-"""Places for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of
+"""Slots for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of
 others.
 
-A call holds its place from before its first message is read until it ends. Until that message has come it holds it
-weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So silent calls
+A call holds its slot from before its first message is read until it ends. Until that message has come it holds it
+weakly: where a caller's slots are full, a new call takes the one of its oldest silent call. So silent calls
 keep no other call out, not even one of the same caller.
 """
 
@@ -61,7 +61,7 @@ class CallSlots:
         self._watched: set[tuple[str, Caller]] = set()  # a timer runs for its oldest silent call
 
     def enter(self, method: str, caller: Caller, peer: str) -> "CallSlot":
-        """A place, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
+        """A slot, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
         kind = _KINDS.get(method, _OTHERS)
         key = (_INFERENCE if method.startswith(_INFERENCE) else method, caller)
         host = _host(peer) if method == _WATCH and caller is None else ""
@@ -73,13 +73,13 @@ class CallSlots:
             next(iter(self._silent[key])).end(
                 _full("a newer call replaced this one, whose first message had not arrived")
             )
-        place = CallSlot(self, key, host)
-        for counter, name in self._counted(place):
+        slot = CallSlot(self, key, host)
+        for counter, name in self._counted(slot):
             counter[name] += 1
-        self._silent.setdefault(key, {})[place] = None
+        self._silent.setdefault(key, {})[slot] = None
         if key not in self._watched:
             self._watch(key, kind.first_message_s)
-        return place
+        return slot
 
     def _watch(self, key: tuple[str, Caller], due_s: float, in_s: float | None = None) -> None:
         """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller:
@@ -89,11 +89,11 @@ class CallSlots:
 
     def _end_late(self, key: tuple[str, Caller], due_s: float) -> None:
         self._watched.discard(key)
-        for place in list(self._silent.get(key, ())):
-            if (left_s := place.entered_at + due_s - time.monotonic()) > 0:
+        for slot in list(self._silent.get(key, ())):
+            if (left_s := slot.entered_at + due_s - time.monotonic()) > 0:
                 return self._watch(key, due_s, left_s)
             late = f"the call's first message did not arrive within {due_s:g} s"
-            place.end(DeadlineExceeded(late, reason="MESSAGE_LATE"))
+            slot.end(DeadlineExceeded(late, reason="MESSAGE_LATE"))
 
     def _has_room(self, key: tuple[str, Caller], kind: _Kind) -> bool:
         num_open = self._num_open[key]
@@ -104,25 +104,25 @@ class CallSlots:
         num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
         return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
 
-    def _counted(self, place: "CallSlot") -> Iterator[tuple[Counter, Hashable]]:
+    def _counted(self, slot: "CallSlot") -> Iterator[tuple[Counter, Hashable]]:
         """Yield the counters that hold this call, each with its key."""
-        yield self._num_open, place.key
-        if place.key[0] == _INFERENCE:
-            yield self._of_tenants, place.key[1]
-        if place.host:
-            yield self._num_watches, place.host
+        yield self._num_open, slot.key
+        if slot.key[0] == _INFERENCE:
+            yield self._of_tenants, slot.key[1]
+        if slot.host:
+            yield self._num_watches, slot.host
 
-    def heard(self, place: "CallSlot") -> None:
+    def heard(self, slot: "CallSlot") -> None:
         """It waits for no message any more."""
-        if (silent := self._silent.get(place.key)) is not None:
-            silent.pop(place, None)
+        if (silent := self._silent.get(slot.key)) is not None:
+            silent.pop(slot, None)
             if not silent:
-                del self._silent[place.key]
+                del self._silent[slot.key]
 
-    def left(self, place: "CallSlot") -> None:
+    def left(self, slot: "CallSlot") -> None:
         """It is free."""
-        self.heard(place)
-        for counter, name in self._counted(place):
+        self.heard(slot)
+        for counter, name in self._counted(slot):
             counter[name] -= 1
             if not counter[name]:
                 del counter[name]
@@ -131,18 +131,18 @@ class CallSlots:
 class CallSlot:
     """Hold the slot of one call, as a context manager."""
 
-    __slots__ = ("key", "host", "entered_at", "_places", "_task", "_error", "_is_left")
+    __slots__ = ("key", "host", "entered_at", "_slots", "_task", "_error", "_is_left")
 
-    def __init__(self, places: CallSlots, key: tuple[str, Caller], host: str):
+    def __init__(self, slots: CallSlots, key: tuple[str, Caller], host: str):
         self.key, self.host, self.entered_at = key, host, time.monotonic()
-        self._places = places
+        self._slots = slots
         self._task: asyncio.Task | None = None  # that waits for the message
         self._error: BatonError | None = None
         self._is_left = False
 
     async def first(self, messages: AsyncIterator):
         """The first message. Raises DeadlineExceeded where it does not come in time, Overloaded where another call
-        has taken the place meanwhile, InvalidRequest where there is none."""
+        has taken the slot meanwhile, InvalidRequest where there is none."""
         if self._error is not None:
             raise self._error
         self._task = task = asyncio.current_task()
@@ -156,10 +156,10 @@ class CallSlot:
             raise self._error from None
         finally:
             self._task = None
-            self._places.heard(self)
+            self._slots.heard(self)
 
     def end(self, error: BatonError) -> None:
-        """Its message is waited for no longer, and the place is free."""
+        """Its message is waited for no longer, and the slot is free."""
         self._error = error
         self._leave()
         if self._task is not None:
@@ -174,7 +174,7 @@ class CallSlot:
     def _leave(self) -> None:
         if not self._is_left:
             self._is_left = True
-            self._places.left(self)
+            self._slots.left(self)
 
 
 def _full(message: str) -> Overloaded:

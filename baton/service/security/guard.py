@@ -75,12 +75,12 @@ def tenant() -> str:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: any caller may
+    """`credentials` None: there are certificates alone. `slots`: how many calls may be open. `is_open`: any caller may
     call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other"."""
 
-    def __init__(self, credentials: Credentials | None = None, places: CallSlots | None = None, is_open: bool = False):
+    def __init__(self, credentials: Credentials | None = None, slots: CallSlots | None = None, is_open: bool = False):
         self.num_denied: Counter[tuple[str, str]] = Counter()
-        self.places = places or CallSlots()
+        self.slots = slots or CallSlots()
         self._refusals = Refusals()
         self._credentials, self._is_open = credentials, is_open
         # One for all calls of a method and tenant: making it for each took 1 KiB of an open stream.
@@ -90,10 +90,10 @@ class Guard(grpc.aio.ServerInterceptor):
         allowed = METHODS.get(handler_call_details.method)
         try:  # all of this before a message is read
             _check_metadata(handler_call_details.invocation_metadata)
-            shown = [
+            presented = [
                 str(value) for key, value in handler_call_details.invocation_metadata or () if key == "authorization"
             ]
-            tenant = self.identify(shown, allowed or frozenset())
+            tenant = self.identify(presented, allowed or frozenset())
         except BatonError as error:
             return self._refusal(handler_call_details.method, error)
         if allowed is None:
@@ -101,14 +101,14 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
-    def identify(self, shown: Sequence[str], allowed: frozenset[str]) -> str | None:
-        """Return the tenant of the bearer's credential, `shown` as values of `authorization`; None without one. Raises
+    def identify(self, presented: Sequence[str], allowed: frozenset[str]) -> str | None:
+        """Return the tenant of the bearer's credential, `presented` as values of `authorization`; None without one. Raises
         Unauthenticated where one is required."""
-        if not shown or self._credentials is None:
+        if not presented or self._credentials is None:
             return None
-        scheme, _, bearer = shown[0].partition(" ")
+        scheme, _, bearer = presented[0].partition(" ")
         try:
-            if len(shown) > 1 or scheme.lower() != "bearer":
+            if len(presented) > 1 or scheme.lower() != "bearer":
                 raise Unauthenticated("authorization must be one `Bearer KEY`")
             return self._credentials.tenant(bearer.strip())
         except Unauthenticated:
@@ -125,8 +125,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(unread, context):
             messages = _Messages(context)
-            with _ABORTED, await self._enter(context, method, allowed, tenant) as place:
-                message = await self._read(place.first(messages), context, method)
+            with _ABORTED, await self._enter(context, method, allowed, tenant) as slot:
+                message = await self._read(slot.first(messages), context, method)
                 if handler.request_streaming:
                     message = self._from(message, messages, context, method)
                 try:
@@ -147,7 +147,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             return self.enter(method, allowed, tenant, self._roles(context), context.peer())
         except BatonError as error:
-            await self.hold(error)
+            await self.pace_refusal(error)
             await self._deny(context, method, error)
 
     def _roles(self, context) -> frozenset[str]:
@@ -163,9 +163,9 @@ class Guard(grpc.aio.ServerInterceptor):
             raise _why(names, allowed)
         _tenant.set(tenant or DEFAULT_TENANT)
         caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
-        return self.places.enter(method, caller, peer)
+        return self.slots.enter(method, caller, peer)
 
-    async def hold(self, error: BatonError) -> None:
+    async def pace_refusal(self, error: BatonError) -> None:
         """Wait until the caller's tenant may be refused; where there is one tenant, do not wait."""
         if self._credentials is not None and isinstance(error, Overloaded):
             await self._refusals.hold(tenant())

@@ -143,7 +143,7 @@ async def test_a_slow_body_is_waited_for_so_long(served, monkeypatch):
     monkeypatch.setattr(call_module, "_LINGER_S", 0.01)
     async with served() as (c, _):
         assert decoded(await said(c, with_length(b"{", 100)))[0] == 408
-        assert not c.gateway._guard.places._num_open
+        assert not c.gateway._guard.slots._num_open
 
 
 @pytest.mark.parametrize("begun", [b"", b"GE", b"\r\n", HEAD], ids=["nothing", "two letters", "an empty line", "half"])
@@ -508,4 +508,4 @@ async def test_a_client_that_does_not_read_why_it_was_refused_is_hung_up_on(monk
     call, has_hung_up = unread(monkeypatch, num_read)
     guard = Guard(is_open=True)
     await asyncio.wait_for(call.run(guard, "/baton.v1.Inference/Generate", lambda call: asyncio.sleep(0)), patience(20))
-    assert has_hung_up.is_set() and not guard.places._num_open
+    assert has_hung_up.is_set() and not guard.slots._num_open

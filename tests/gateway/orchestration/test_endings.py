@@ -438,6 +438,6 @@ async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog)
     async with cluster() as c:
         caplog.clear()
         with pytest.raises(asyncio.CancelledError):
-            async with _Settling(c.gateway.handler.hold):
+            async with _Settling(c.gateway.handler.pace_refusal):
                 await write()
         assert not caplog.records

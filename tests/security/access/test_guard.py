@@ -195,4 +195,4 @@ async def test_every_method_waits_for_its_first_message_and_not_for_ever(guarded
 
         ends = await asyncio.gather(*map(silent, METHODS))
         assert set(ends) == {(grpc.StatusCode.DEADLINE_EXCEEDED, "MESSAGE_LATE")}
-        assert not ports.guard.places._num_open
+        assert not ports.guard.slots._num_open

@@ -56,7 +56,7 @@ async def test_a_key_opens_and_another_does_not(http_keys, installation):
         assert caught.value.response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             await unknown.models.list()
-        assert guard.num_denied[CHAT, "UNAUTHENTICATED"] == 1 and not guard.places._num_open
+        assert guard.num_denied[CHAT, "UNAUTHENTICATED"] == 1 and not guard.slots._num_open
 
 
 async def test_anthropic_s_clients_show_it_in_their_own_header(http_keys, installation):
