@@ -1,4 +1,4 @@
-"""The engine on a real (small, random) model: batched, chunked, from the cache, parked and handed over, bit for bit as
+"""The engine on a real (small, random) model: batched, chunked, from the cache, preempted and handed over, bit for bit as
 alone, and as transformers has it."""
 
 import random
@@ -100,7 +100,7 @@ def test_batched_and_chunked_as_alone(folder, dtype, block_size):
         assert engine.ledger.num_available == engine.num_blocks
 
 
-def test_parked_and_back_as_alone(folder, alone):
+def test_preempted_and_back_as_alone(folder, alone):
     requests = [replace(request, key=request.key._replace(attempt=9)) for request in mix(longer=90)]
     engine = load(folder, num_blocks=40, max_num_batched_tokens=100)
     records = submit_all(engine, requests)

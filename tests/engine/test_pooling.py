@@ -129,13 +129,13 @@ def test_what_is_cached_is_read_again(folder, alone):
         assert embed(engine, asked("long", pooling)) == [alone["long", pooling]]
 
 
-def test_one_that_parked_is_read_again(folder, alone):
+def test_one_that_was_preempted_is_read_again(folder, alone):
     engine = load(folder, max_num_batched_tokens=70)
     engine.submit(request := asked("long", Pooling.MEAN))
     engine.step()
     (group,) = engine.lifecycle.groups.values()
     assert 0 < group.trunk.num_computed < 150
-    engine.scheduler.park(group.trunk)
+    engine.scheduler.preempt(group.trunk)
     assert run(engine)[request.key].first.pooled == alone["long", Pooling.MEAN]
 
 

@@ -73,14 +73,14 @@ def test_handed_over(folder, whole):
     assert firsts[request.key].first.prompt_logprobs == whole
 
 
-def test_a_prompt_that_parked_is_read_on_to_the_same_end(folder, whole):
+def test_a_prompt_that_was_preempted_is_read_on_to_the_same_end(folder, whole):
     engine = load(folder, max_num_batched_tokens=70)
-    engine.submit(request := asked("parked"))
+    engine.submit(request := asked("preempted"))
     engine.submit(make_request("beside", PROMPT, 4))  # names the same units, and may be ahead
     engine.step()
     (group,) = (group for group in engine.lifecycle.groups.values() if group.key == request.key)
     assert 0 < group.trunk.num_computed < len(PROMPT)
-    engine.scheduler.park(group.trunk)
+    engine.scheduler.preempt(group.trunk)
     assert run(engine)[request.key].first.prompt_logprobs == whole
 
 

@@ -124,7 +124,7 @@ class Runner:
             own = hidden[rows.query_start : rows.query_start + end - begin]
             if (count := group.request.sampling.prompt_logprobs) is not None:
                 token_ids = seq.token_ids[begin + 1 : min(end + 1, group.request.num_prompt_tokens)]
-                del group.prompt_logprobs[begin:]  # it parked, and is read again
+                del group.prompt_logprobs[begin:]  # it was preempted, and is read again
                 group.prompt_logprobs += prompt_logprobs(own, token_ids, count, self.model.logits)
             if group.pool is not None:
                 self._pool(group.pool, own, begin)

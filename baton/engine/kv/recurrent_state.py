@@ -58,7 +58,7 @@ class RecurrentState:
 
     def num_to_have(self, states: Ledger | None, num_choices: int) -> int:
         """Return how many blocks of its own it is to have, one for each choice, or as many as there can be beside a pinned
-        checkpoint: a choice without one starts parked."""
+        checkpoint: a choice without one starts preempted."""
         return 0 if states is None else min(num_choices, states.num_blocks - (self.checkpoint_id is not None))
 
     def promise(self, states: Ledger | None, num_choices: int) -> bool:

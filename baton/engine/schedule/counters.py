@@ -26,11 +26,11 @@ class DraftCounts:
             self.accepted[position] += 1
 
 
-class Lacks:
+class WaitClock:
     """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited for
     is what was added meanwhile."""
 
-    PLACE, BLOCKS = Waits._fields
+    SLOT, BLOCKS = Waits._fields
 
     def __init__(self) -> None:
         self._seconds, self._lack, self._at = Waits(), "", 0.0
@@ -40,7 +40,7 @@ class Lacks:
         self._seconds, self._lack, self._at = self.seconds, "", time.monotonic()
 
     def note(self, lack: str) -> None:
-        """A sequence lacks PLACE or BLOCKS; what the first one lacks counts until the next step is chosen."""
+        """A sequence lacks SLOT or BLOCKS; what the first one lacks counts until the next step is chosen."""
         self._lack = self._lack or lack
 
     @property

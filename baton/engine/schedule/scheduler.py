@@ -1,15 +1,15 @@
 """Select the sequences of the next step: continuous batching with chunked prefill, two policies one after the other.
 
-    running   decode     one token each, first in rank first; out of blocks: the last in rank parks
+    running   decode     one token each, first in rank first; out of blocks: the last in rank is preempted
     running   prefill    the rest of the step's tokens, in chunks that end on spans except the last
     waiting ──┘          enters in rank order as far as sequences and blocks allow
 
-Rank is priority, then arrival, then choice. Parking gives a sequence's blocks back (whole units stay in the cache) and
-keeps its token record; it waits in its old rank and continues by a prefix hit, recomputing what was evicted.
+Rank is priority, then arrival, then choice. A sequence that is preempted gives its blocks back (whole units stay in the
+cache) and keeps its token record; it waits in its old rank and continues by a prefix hit, recomputing what was evicted.
 
 Rank is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
-waits that has less than its part of the sequences or blocks, what others have beyond theirs parks. No tenant makes one
-park that holds less than itself.
+waits that has less than its part of the sequences or blocks, what others have beyond theirs is preempted. No tenant
+preempts one that holds less than itself.
 """
 
 import time
@@ -23,7 +23,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.blocks import SequenceBlocks
-from baton.engine.schedule.counters import Lacks
+from baton.engine.schedule.counters import WaitClock
 from baton.engine.schedule.groups import StepEligibility, fork
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Copies, Sequence
@@ -61,7 +61,7 @@ class Scheduler:
         self.shares, self.lengths = shares, lengths
         self.copies = copies
         self._blocks = SequenceBlocks(layout, ledger)
-        self.lacks = Lacks()
+        self.wait_clock = WaitClock()
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
@@ -82,7 +82,7 @@ class Scheduler:
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
         has_state = self.ledger.states is None or seq.recurrent.is_ready
         ready = seq.remaining == 1 and seq.block_ids and has_state and len(self.running) < self.config.max_num_seqs
-        seq.lacked = self.lacks.seconds
+        seq.lacked = self.wait_clock.seconds
         insort(self.running if ready else self.waiting, seq, key=by_rank)
 
     def remove(self, seq: Sequence) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
 
     def _follow_decode(self, batch: list[Slice]) -> bool:
         """Return whether there were blocks for all."""
-        for seq in filter(self._eligible.may_run, self._in_place(self.running)):
+        for seq in filter(self._eligible.may_run, self._by_precedence(self.running)):
             begin = self._eligible.first_uncomputed(seq)
             left = seq.num_tokens - begin
             if left > 1 or not seq.block_ids:
@@ -146,8 +146,8 @@ class Scheduler:
 
     def _schedule_decode(self, batch: list[Slice]) -> None:
         block_size = self.layout.block_size
-        for seq in filter(self._eligible.may_run, self._in_place(self.running)):
-            if not seq.block_ids:  # parked for one before it
+        for seq in filter(self._eligible.may_run, self._by_precedence(self.running)):
+            if not seq.block_ids:  # preempted for one before it
                 continue
             begin, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + SPAN_TOKENS)  # the least chunk
             has_room = end <= len(seq.block_ids) * block_size or self._grow(seq, end)
@@ -161,36 +161,40 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(batch)
         if self._eligible.has_short_chunks:
             budget = min(budget, self._short_step)
-        self.lacks.look()
-        lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
+        self.wait_clock.look()
+        queues: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in filter(self._eligible.may_run, self.running):
             if seq.num_tokens - self._eligible.first_uncomputed(seq) > 1:
-                lines.setdefault(seq.group.tenant, []).append((seq, False))
-        if not (has_place := len(self.running) < self.config.max_num_seqs):
-            self.lacks.note(Lacks.PLACE)
-        for seq in filter(self._eligible.may_enter, self.waiting if has_place else ()):
-            lines.setdefault(seq.group.tenant, []).append((seq, True))
-        self._turns.wait(lines)
+                queues.setdefault(seq.group.tenant, []).append((seq, False))
+        if not (has_slot := len(self.running) < self.config.max_num_seqs):
+            self.wait_clock.note(WaitClock.SLOT)
+        for seq in filter(self._eligible.may_enter, self.waiting if has_slot else ()):
+            queues.setdefault(seq.group.tenant, []).append((seq, True))
+        self._turns.wait(queues)
         if len(self._seen) > 1:
             # They may lack blocks that others hold, and these would never give them back if they never ran.
-            if self._read({who: [*line] for who, line in lines.items() if self._turns.has_saved(who)}, budget, batch):
+            if self._schedule_chunks(
+                {who: [*queue] for who, queue in queues.items() if self._turns.has_saved(who)}, budget, batch
+            ):
                 return
             budget = min(budget, self._short_step)
-        self._read(lines, budget, batch)
+        self._schedule_chunks(queues, budget, batch)
 
-    def _read(self, lines: dict[bytes, list[tuple[Sequence, bool]]], budget: int, batch: list[Slice]) -> bool:
-        """Adds chunks of sequences, `lines` of them by tenant, each with whether it waits. Whether there was any."""
-        if not lines:
+    def _schedule_chunks(
+        self, queues: dict[bytes, list[tuple[Sequence, bool]]], budget: int, batch: list[Slice]
+    ) -> bool:
+        """Adds chunks of sequences, `queues` of them by tenant, each with whether it waits. Whether there was any."""
+        if not queues:
             return False
         num_slices, starving, blocked = len(batch), self._starving(), set[bytes]()
-        while budget > 0 and (tenant := self._turns.next(lines)) is not None:
-            seq, is_new = lines[tenant].pop(0)
-            if not lines[tenant]:
-                del lines[tenant]
+        while budget > 0 and (tenant := self._turns.next(queues)) is not None:
+            seq, is_new = queues[tenant].pop(0)
+            if not queues[tenant]:
+                del queues[tenant]
             if is_new:
                 is_kept = tenant not in starving and len(self.running) + len(starving) >= self.config.max_num_seqs
-                if is_kept or not self._join(seq, blocked):
-                    self.lacks.note(Lacks.BLOCKS if tenant in blocked else Lacks.PLACE)
+                if is_kept or not self._start_waiting(seq, blocked):
+                    self.wait_clock.note(WaitClock.BLOCKS if tenant in blocked else WaitClock.SLOT)
                     continue
                 starving = self._starving()
             if chunk := self._chunk(seq, budget):
@@ -201,15 +205,15 @@ class Scheduler:
                 break
         return len(batch) > num_slices
 
-    def _join(self, seq: Sequence, blocked: set[bytes]) -> bool:
-        """Move a waiting sequence to the running ones, if there is a place and all its blocks. Behind one that lacks
+    def _start_waiting(self, seq: Sequence, blocked: set[bytes]) -> bool:
+        """Move a waiting sequence to the running ones, if there is a slot and all its blocks. Behind one that lacks
         blocks only those of its tenant run that take none from it: they will give theirs back."""
         tenant = seq.group.tenant
         if len(self.running) >= self.config.max_num_seqs:
             return False
         if tenant in blocked and self._blocks.lacks_any(seq):
             return False
-        if not self._leaves_owed(seq) or not self._enter(seq):
+        if not self._leaves_owed(seq) or not self._allocate_waiting(seq):
             blocked.add(tenant)
             with self.ledger.lock:
                 self.shares.note_wait(seq, self._blocks.lacked(seq))
@@ -217,7 +221,7 @@ class Scheduler:
         self.waiting.remove(seq)
         self._clear_wait(seq)
         insort(self.running, seq, key=by_rank)
-        seq.group.note_wait(seq, self.lacks.seconds)
+        seq.group.note_wait(seq, self.wait_clock.seconds)
         self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
         return True
 
@@ -237,17 +241,17 @@ class Scheduler:
     # ---- blocks ----
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """The blocks of `num_tokens`; parks the last behind it until there are as many. False: that was `seq`."""
+        """The blocks of `num_tokens`; preempts the last behind it until there are as many. False: that was `seq`."""
         while (missing := self._blocks.num_lacking(seq, num_tokens)) > 0 and not self._blocks.take(seq, missing):
             victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
-            self.park(victim)
+            self.preempt(victim)
             if victim is seq:
                 return False
         return True
 
     def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` proposals after its last token a sequence has blocks for. It takes more from
-        its promise, or if every other that runs could still grow: no sequence parks for a guess."""
+        its promise, or if every other that runs could still grow: no sequence is preempted for a guess."""
         missing = self._blocks.num_lacking(seq, seq.num_tokens + num_tokens)
         if missing > 0:
             unpromised = missing - seq.reserve
@@ -256,11 +260,11 @@ class Scheduler:
                 return min(num_tokens, len(seq.block_ids) * self.layout.block_size - seq.num_tokens)
         return num_tokens
 
-    def _enter(self, seq: Sequence) -> bool:
+    def _allocate_waiting(self, seq: Sequence) -> bool:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
-        missing, place = self._blocks.num_to_enter(seq), self._place(seq)
-        others = (o for o in self.waiting if self._place(o) > place and not o.group.is_for_taker)
+        missing, precedence = self._blocks.num_to_enter(seq), self._precedence(seq)
+        others = (o for o in self.waiting if self._precedence(o) > precedence and not o.group.is_for_taker)
         behind = num_blocks(others, self.ledger.window)
         if not self._fits(seq, missing, behind):
             return False
@@ -268,7 +272,7 @@ class Scheduler:
             victim = self._last(self.waiting, seq)
             if victim is None:
                 return False
-            self.park(victim)
+            self.preempt(victim)
         return self._blocks.take(seq, missing) and self._enter_state(seq)
 
     def _enter_state(self, seq: Sequence) -> bool:
@@ -276,52 +280,52 @@ class Scheduler:
         while not seq.recurrent.enter(self.ledger.states, seq.group.holder, self.copies.state):
             if (victim := self._last(self.waiting, seq)) is None:
                 return False
-            self.park(victim)
+            self.preempt(victim)
         return True
 
     def _fits(self, seq: Sequence, missing: int, more: int = 0) -> bool:
         """Return whether `missing` blocks can be taken. Promised ones always can; others must leave one unit to grow
-        in, or the next step would park again. `more`: blocks that are about to be freed."""
+        in, or the next step would preempt again. `more`: blocks that are about to be freed."""
         unpromised = missing - seq.reserve
         margin = self.ledger.cache.blocks_per_unit if self.running else 0
         return unpromised <= 0 or unpromised + margin <= self.ledger.num_available + more
 
     def _last(self, queue: list[Sequence], seq: Sequence) -> Sequence | None:
-        """The last behind `seq` that holds anything; a held prefill is never parked."""
-        place = self._place(seq)
-        for other in reversed(self._in_place(queue)):
-            if self._place(other) <= place:
+        """The last behind `seq` that holds anything; a held prefill is never preempted."""
+        precedence = self._precedence(seq)
+        for other in reversed(self._by_precedence(queue)):
+            if self._precedence(other) <= precedence:
                 return None
             if (other.block_ids or other.reserve) and not other.group.is_for_taker:
                 return other
         return None
 
     def _extend_prefix(self, seq: Sequence) -> None:
-        """Units that came into the cache since the sequence was admitted, or that are left of it since it parked."""
+        """Units that came into the cache since the sequence was admitted, or that are left of it since it was preempted."""
         if seq.group.is_for_taker or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
             return
         if not seq.group.reads_cache or seq.recurrent.is_ready:
             return
         seq.extend_prefix(self.ledger, self.layout.block_size)
 
-    def park(self, seq: Sequence) -> None:
-        """Preemption: blocks back, record kept, the same place in the queue."""
+    def preempt(self, seq: Sequence) -> None:
+        """Blocks back, record kept, the same place in the queue."""
         if seq in self.running:
             self.running.remove(seq)
-            seq.lacked = self.lacks.seconds
+            seq.lacked = self.wait_clock.seconds
             insort(self.waiting, seq, key=by_rank)
             seq.group.note_preemption()
         seq.give_back(self.ledger)
 
     # ---- tenants ----
 
-    def _place(self, seq: Sequence) -> tuple[int, bytes, tuple[int, int, int]]:
+    def _precedence(self, seq: Sequence) -> tuple[int, bytes, tuple[int, int, int]]:
         """Those of a tenant that holds less go first; of one tenant by rank."""
         tenant = seq.group.tenant
         return self._held.get(tenant, 0), tenant, seq.rank
 
-    def _in_place(self, queue: list[Sequence]) -> list[Sequence]:
-        return sorted(queue, key=self._place) if self._held else list(queue)
+    def _by_precedence(self, queue: list[Sequence]) -> list[Sequence]:
+        return sorted(queue, key=self._precedence) if self._held else list(queue)
 
     @property
     def _all(self) -> list[Sequence]:
@@ -338,7 +342,7 @@ class Scheduler:
         return first_below(self._part(len(self._tenants)), self.running, self.waiting)
 
     def _make_way(self) -> None:
-        """Park sequences of tenants above their part, for tenants below theirs that wait here or for admission: a slot
+        """Preempt sequences of tenants above their part, for tenants below theirs that wait here or for admission: a slot
         for each, and the blocks that it lacks. Called before the step is chosen: what is in it stays."""
         if not (self._held or self.shares.is_short):
             return
@@ -349,14 +353,14 @@ class Scheduler:
             return
         most, part = self.config.max_num_seqs - len(starving), self._part(num_tenants)
         while len(self.running) > most and (seq := last_above(part, self.running, lambda seq: 1)):
-            self.park(seq)
+            self.preempt(seq)
         lacked = {tenant: self._blocks.lacked(seq) for tenant, seq in starving.items()}
         for index, (ledger, num_of, margin) in enumerate(self.shares.stocks):
             part, held = max(1, ledger.num_blocks // num_tenants), by_tenant(self._all, num_of)
             num = sum(amounts[index] for amounts in owed.values())
             num += sum(more[index] + margin for who, more in lacked.items() if 0 < more[index] <= part - held[who])
             while num > ledger.num_available and (seq := last_above(part, self._all, num_of)):
-                self.park(seq)
+                self.preempt(seq)
 
     def _leaves_owed(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence may take what it lacks beside what others are owed. If not, what its tenant has
@@ -367,7 +371,7 @@ class Scheduler:
             may_take = self.shares.may_take(seq.group.tenant, self._blocks.lacked(seq))
         for other in () if may_take else self.waiting:
             if other.group.tenant == seq.group.tenant and self._blocks.lacks_any(other):
-                self.park(other)
+                self.preempt(other)
         return may_take
 
     def _clear_wait(self, seq: Sequence) -> None:
@@ -378,6 +382,6 @@ class Scheduler:
 
     def fork(self, trunk: Sequence, first_tokens: list[FirstToken]) -> None:
         """Fork the prompt into its live choices (at least one), each with its first token. A choice that finds no block for
-        its tail starts parked."""
+        its tail starts preempted."""
         for seq in fork(trunk, first_tokens, self.ledger, self.layout.block_size, self.copies):
             self.add(seq)

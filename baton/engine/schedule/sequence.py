@@ -59,7 +59,7 @@ class Sequence:
         self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
         self.num_sealed = 0  # units
-        self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
+        self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest is preempted first
         self.block_table = None  # block_ids as a tensor; the runner's
         self.recurrent = RecurrentState()
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
@@ -294,7 +294,7 @@ class Group:
     """All choices of one key: they share the prompt's blocks and end together, once.
 
     `state` and, until the loop has the group, its trunk are guarded by the ledger's lock; in WAITING and RUNNING the
-    sequences belong to the loop alone. One that parks stays in its group, whose other choices may continue.
+    sequences belong to the loop alone. One that is preempted stays in its group, whose other choices may continue.
     """
 
     def __init__(self, request: Request, holder: Holder):

@@ -1,6 +1,6 @@
 """Count what the tenants of one engine hold, and bound what each may take more. A lone tenant may have everything. One
 with less than its part finds room where others have taken it all, and is owed the blocks that it lacks: sequences of
-tenants above their part park for it (scheduler.py), and while it asks for them none above its part takes them again. What waits
+tenants above their part are preempted for it (scheduler.py), and while it asks for them none above its part takes them again. What waits
 in the loop for blocks is not passed by new requests of its tenant: these leave what it lacks."""
 
 import time
@@ -73,7 +73,7 @@ def by_tenant(seqs: Iterable[Sequence], num_of: Callable[[Sequence], int]) -> Co
 
 def last_above(part: int, seqs: Collection[Sequence], num_of: Callable[[Sequence], int]) -> Sequence | None:
     """Return the last in rank of those with anything of the tenant with most, if that is more than its part. A held prefill
-    never parks."""
+    is none of them."""
     tenant, amount = max(by_tenant(seqs, num_of).items(), key=lambda entry: entry[1], default=(b"", 0))
     theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_for_taker]
     return max(theirs, key=lambda seq: seq.rank) if amount > part and theirs else None
@@ -129,7 +129,7 @@ class Shares:
         return self._leaves(left, more) or self._is_part(tenant, more)
 
     def may_take(self, tenant: bytes, more: Amounts) -> bool:
-        """Return whether a sequence that waits in the loop may take `more`, cached blocks too. What has parked for others
+        """Return whether a sequence that waits in the loop may take `more`, cached blocks too. What was preempted for others
         leaves them what they are owed: here a tenant has no more than its part, also with its first."""
         if self._leaves(self._owed_beside(tenant), more):
             return True

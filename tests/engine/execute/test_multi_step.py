@@ -223,7 +223,7 @@ def test_logprobs_come_with_the_tokens_of_a_call(folder):
     assert len(run.token_ids) == len(run.logprobs) == 8
 
 
-def test_a_small_pool_parks_as_with_single_steps(folder):
+def test_a_small_pool_preempts_as_with_single_steps(folder):
     """Blocks are taken ahead only where nobody else lacks them."""
     requests = [make_request(str(n), prompt(30, n), 100, named=False) for n in range(6)]
     options, answers = dict(num_blocks=28, max_num_batched_tokens=100), []

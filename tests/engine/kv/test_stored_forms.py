@@ -189,7 +189,7 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
     ],
 )
 def test_engine(folder, kernels, form):
-    """A small pool, so that sequences park and come back: the answers of each prompt alone, prefixes shared."""
+    """A small pool, so that sequences are preempted and come back: the answers of each prompt alone, prefixes shared."""
     needs(kernels)
     attention, linear = KERNELS[kernels]
     options = dict(dtype="fp32", kv_dtype=form, attention=attention, linear=linear, block_size=16, max_num_seqs=4)
@@ -205,7 +205,7 @@ def test_engine(folder, kernels, form):
     truth = [run(engine(num_blocks=64, max_num_batched_tokens=512), [request]) for request in requests("alone")]
     small = engine(num_blocks=29, max_num_batched_tokens=72)
     first = run(small, requests("first"))
-    # Where all layers see 24 tokens, sequences that decode hold seven blocks at most: none parks.
+    # Where all layers see 24 tokens, sequences that decode hold seven blocks at most: none is preempted.
     assert any(record.ended.report.num_preemptions for record in first.values()) == ("mistral" not in folder.name)
     again = [run(small, [request]) for request in requests("again")]
     assert all(record.first.num_cached_tokens for records in again for record in records.values())

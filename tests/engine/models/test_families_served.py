@@ -1,4 +1,4 @@
-"""What every family walks through: batched and chunked, from the cache, parked, handed over, migrated and speculated, bit for bit
+"""What every family walks through: batched and chunked, from the cache, preempted, handed over, migrated and speculated, bit for bit
 as alone. A family joins by its line in tests/support/engine/folders.py."""
 
 import random
@@ -76,7 +76,7 @@ def test_batched_chunked_and_from_the_cache(folder, alone):
     assert sum(records[request.key].first.num_cached_tokens for request in second) >= 64 + 128 + 128
 
 
-def test_parked_and_back(folder):
+def test_preempted_and_back(folder):
     """More is admitted than fits: short answers have made the engine expect more of them."""
     requests = [make_request(f"long{seed}", random_ids(20, seed), 50, logprobs=0) for seed in range(4)]
     expected = {request.key: run(load(folder), [request])[request.key] for request in requests}

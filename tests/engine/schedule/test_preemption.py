@@ -1,4 +1,4 @@
-"""Out of blocks: the last in rank parks and resumes later, with the same answer."""
+"""Out of blocks: the last in rank is preempted and continues later, with the same answer."""
 
 import random
 
@@ -14,7 +14,7 @@ def growing(count: int, num_tokens: int = 40, max_tokens: int = 150) -> list:
     return [make_request(f"r{i}", prompt(num_tokens + i, i), max_tokens, temperature=1.0, seed=i) for i in range(count)]
 
 
-def test_sequences_that_outgrow_the_pool_park_and_come_back():
+def test_sequences_that_outgrow_the_pool_are_preempted_and_come_back():
     engine = toy_engine(num_blocks=32, max_model_len=512)
     requests = growing(4)
     records = run(engine, requests)
@@ -27,7 +27,7 @@ def test_sequences_that_outgrow_the_pool_park_and_come_back():
     assert engine.ledger.num_available == 32
 
 
-def test_what_parked_goes_on_by_a_prefix_hit():
+def test_what_was_preempted_goes_on_by_a_prefix_hit():
     engine = toy_engine(num_blocks=24, max_model_len=384, max_num_seqs=2)
     requests = growing(2, num_tokens=64, max_tokens=200)
     records = run(engine, requests)
@@ -38,8 +38,8 @@ def test_what_parked_goes_on_by_a_prefix_hit():
     assert computed < made + 150  # not once more from the start
 
 
-def test_what_parked_comes_back_where_a_unit_is_left_to_grow_in():
-    """Or it would park again some steps later."""
+def test_what_was_preempted_comes_back_where_a_unit_is_left_to_grow_in():
+    """Or it would be preempted again some steps later."""
     engine = toy_engine(num_blocks=24, max_model_len=384)
     first, second = growing(2, num_tokens=64)
     records, scheduler, ledger = Collector(), engine.scheduler, engine.ledger
@@ -47,19 +47,19 @@ def test_what_parked_comes_back_where_a_unit_is_left_to_grow_in():
         engine.submit(request)
     for _ in range(5):
         records.take(engine.step())
-    parked = engine.admission.groups[second.key].trunk
-    scheduler.park(parked)
-    needed = scheduler._blocks.num_to_enter(parked) + ledger.cache.blocks_per_unit
+    preempted = engine.admission.groups[second.key].trunk
+    scheduler.preempt(preempted)
+    needed = scheduler._blocks.num_to_enter(preempted) + ledger.cache.blocks_per_unit
     taken = ledger.allocate(ledger.num_available - (needed - 1), Holder.LEASED)
     records.take(engine.step())
-    assert scheduler.waiting == [parked]
+    assert scheduler.waiting == [preempted]
     ledger.release(taken, Holder.LEASED)
     records.take(engine.step())
-    assert parked in scheduler.running and not scheduler.waiting
+    assert preempted in scheduler.running and not scheduler.waiting
     check(run(engine, collector=records), [first, second])
 
 
-def test_the_lowest_priority_parks_first():
+def test_the_lowest_priority_is_preempted_first():
     engine = toy_engine(num_blocks=24, max_model_len=384, max_num_seqs=2)
     low, high = make_request("low", prompt(64), 200), make_request("high", prompt(64, 2), 200, priority=1)
     records = run(engine, [low, high])
@@ -68,7 +68,7 @@ def test_the_lowest_priority_parks_first():
     assert records[low.key].ended.report.num_preemptions > 0
 
 
-def test_choices_park_one_by_one():
+def test_choices_are_preempted_one_by_one():
     engine = toy_engine(num_blocks=40, max_model_len=512, max_num_seqs=6)
     requests = [make_request(f"r{i}", prompt(70, i), 160, n=3, temperature=1.2, seed=i) for i in range(2)]
     records = run(engine, requests)
@@ -84,7 +84,7 @@ def test_one_sequence_may_have_the_whole_pool():
     assert records[request.key].ended.report.num_preemptions == 0
 
 
-def test_a_held_prefill_is_never_parked():
+def test_a_held_prefill_is_never_preempted():
     engine = toy_engine(num_blocks=16, max_model_len=256, max_num_batched_tokens=68)
     local = make_request("local", prompt(20), max_tokens=200, priority=1)
     engine.submit(local)
@@ -95,7 +95,7 @@ def test_a_held_prefill_is_never_parked():
     engine.admission.accept(held)
     while records[held.key].first is None or records[local.key].ended is None:
         if records[held.key].first is not None and not engine.scheduler.running:
-            engine.admission.release_lease(held.key)  # the local one has parked: only the lease's end lets it go on
+            engine.admission.release_lease(held.key)  # the local one was preempted: only the lease's end lets it go on
         records.take(engine.step())
         engine.check_integrity()
         if held.key in engine.admission.groups:
@@ -115,7 +115,7 @@ def test_a_held_prefill_passes_one_that_waits_for_blocks():
     records = Collector()
     records.take(engine.step())
     engine.admission.accept(held)
-    engine.scheduler.park(engine.admission.groups[local.key].trunk)
+    engine.scheduler.preempt(engine.admission.groups[local.key].trunk)
     other = make_request("other", prompt(60, 3))  # takes what is left
     engine.admission.admit(other)
     engine.admission.set_aside(other.key, 60)
@@ -130,7 +130,7 @@ def test_a_held_prefill_passes_one_that_waits_for_blocks():
 
 
 def test_credit_is_kept_for_those_who_were_admitted():
-    """A running sequence parks rather than take the blocks of a fetch that was granted."""
+    """A running sequence is preempted rather than take the blocks of a fetch that was granted."""
     engine = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2)
     running = make_request("running", prompt(60), max_tokens=190)
     engine.submit(running)

@@ -337,7 +337,7 @@ def test_turns_that_cannot_be_used_go_to_others():
     records = Collector()
     records.take(engine.step())
     (seq,) = engine.scheduler.running
-    engine.scheduler.park(seq)
+    engine.scheduler.preempt(seq)
     engine.admission.accept(second := make_request("b", prompt(200, 2), tenant_mark=b"b"))
     engine.scheduler._turns.wait([b"a", b"b"])
     engine.scheduler._turns.charge(b"b", 10**6)

@@ -187,9 +187,9 @@ def test_without_marks_there_is_one_tenant():
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("num_tokens", [150, 235])  # 15 blocks are those of more than one that parks
+@pytest.mark.parametrize("num_tokens", [150, 235])  # 15 blocks are those of more than one that is preempted
 def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num_tokens):
-    """What parks for it finds its own in the cache, and leaves them until they are taken."""
+    """What is preempted for it finds its own in the cache, and leaves them until they are taken."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=256), Collector()
     flood = [of(FLOOD, f"f{i}", 60, 160, named=named) for i in range(3)]
     for request in flood:
@@ -254,7 +254,7 @@ def test_who_comes_back_gets_a_state_where_another_has_taken_all():
 
 
 def test_what_is_owed_counts_the_cached_prefix():
-    """It is taken with the rest, or nobody parks while no more than that is left."""
+    """It is taken with the rest, or nobody is preempted while no more than that is left."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
     run(engine, [before := of(QUIET, "q", 130, 2)], records)
     flood = [of(FLOOD, f"f{i}", 60, 160) for i in range(3)]
@@ -303,7 +303,7 @@ def test_tenants_that_are_all_parked_have_no_part_of_the_blocks():
 
 
 def test_promises_leave_a_few_blocks_for_newcomers():
-    """A request that is admitted but has no blocks yet cannot park."""
+    """A request that is admitted but has no blocks yet cannot be preempted."""
     engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
     for i in range(20):
         try:
@@ -314,7 +314,7 @@ def test_promises_leave_a_few_blocks_for_newcomers():
     engine.admission.admit(of(QUIET, "q", 40, 8))
 
 
-def test_nobody_parks_for_a_tenant_that_holds_more():
+def test_nobody_is_preempted_for_a_tenant_that_holds_more():
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=400), Collector()
     flood = [of(FLOOD, f"f{i}", 40, 200, named=False, priority=10) for i in range(3)]
     quiet = of(QUIET, "q", 40, 60, named=False)
@@ -384,7 +384,7 @@ def test_who_comes_behind_one_that_waits_is_owed_what_both_lack():
     steps(engine, records, 1)
     assert long.key in [seq.group.key for seq in engine.scheduler.running]
     owed.append(engine.scheduler.shares.owed()[QUIET].blocks)
-    assert 0 < owed[1] < owed[0], "else others park for what the one that waited has"
+    assert 0 < owed[1] < owed[0], "else others are preempted for what the one that waited has"
     engine.submit(new)
     run(engine, collector=records)
     check(records, [long, new, *own, *flood])

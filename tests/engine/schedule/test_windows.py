@@ -83,7 +83,7 @@ def test_a_long_sequence_holds_its_window(kind, named):
 
 @each_kind
 def test_three_long_sequences_fit_where_one_would(kind):
-    """None of them parks: 701 tokens of each are 44 blocks."""
+    """None of them is preempted: 701 tokens of each are 44 blocks."""
     engine = toy_engine(**kind | (dict(num_blocks=54) if kind is SOME else {}))
     requests = [make_request(f"r{i}", [i + 5, *PROMPT[:100]], 600) for i in range(3)]
     records = run(engine, requests)

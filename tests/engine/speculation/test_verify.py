@@ -124,7 +124,7 @@ def watch_room(engine) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_load_on_a_small_pool_with_cancels(seed):
-    """Everything at once; integrity after every step, no sequence parks for a guess of another."""
+    """Everything at once; integrity after every step, no sequence is preempted for a guess of another."""
     chance = random.Random(seed)
     block_size = chance.choice([16, 32, 64])
     shared, requests = prompt(150, seed), []

@@ -4,11 +4,11 @@
     prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
     propose    for every sequence of the step that may speculate some tokens, all sequences in one call
     advance    the step has passed: what was accepted, and the target's hidden states of it
-    close      the sequence ended, was cancelled or parked: what is kept of it goes; its answer, where later ones may be like it, stays
+    close      the sequence ended, was cancelled, parked or preempted: what is kept of it goes; its answer, where later ones may be like it, stays
 
 A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
 that token. So a proposer may be wrong, short or silent, never harmful: no answer depends on it, and none is refused
-because of it. A sequence that parks is closed and comes back as another Draftee with all of its tokens.
+because of it. A sequence that is parked or preempted is closed and comes back as another Draftee with all of its tokens.
 
 A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it is in the
 target's KV pool. Nothing of it crosses a handoff. It is made by
@@ -36,7 +36,7 @@ from baton.engine.models.decoder import Model
 
 @dataclass(slots=True, eq=False)
 class Draftee:
-    """One sequence as one proposer sees it, from its first decode step here until it ends or parks."""
+    """One sequence as one proposer sees it, from its first decode step here until it ends, is parked or preempted."""
 
     request: Request
     choice: int

@@ -100,7 +100,7 @@ class SuffixProposer(Proposer):
 
     def open(self, draftee: Draftee) -> None:
         num_tokens, num_prompt = len(draftee.token_ids), draftee.request.num_prompt_tokens
-        # One that is back after it parked is kept up to where it was, but for a part that is entered twice.
+        # One that is back after it was parked or preempted is kept up to where it was, but for a part that is entered twice.
         num_kept = max(num_prompt, num_tokens - 1 - REOPENED_TOKENS)
         draftee.state = LookupState(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
 
