@@ -124,7 +124,17 @@ class Engine:
             make = None if proposers is None else lambda config, model: proposers
             parts = load(config, identity, memory_for, gpu_memory_for, make, joining, rank_program)
         try:
-            engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
+            engine = cls(
+                parts.config,
+                parts.model,
+                parts.pool,
+                identity,
+                parts.sampler,
+                proposers=parts.proposers,
+                launcher=parts.launcher,
+                ranks=parts.ranks,
+                grammars=reading.result(),
+            )
             for name, folder in config.adapter_folders.items():
                 engine.add_adapter(name, folder)
         except BaseException:

@@ -256,9 +256,9 @@ class TritonAttention(Attention):
             SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
-    def _sinks_of(self, layer: int, unused: Tensor) -> Tensor:
-        """The sinks of a layer's heads, or a pointer that is not read."""
-        return self.sinks[layer] if self.shape.sinks else unused
+    def _sinks_of(self, layer: int, fallback: Tensor) -> Tensor:
+        """The sinks of a layer's heads; where there are none, `fallback`, which is not read."""
+        return self.sinks[layer] if self.shape.sinks else fallback
 
 
 class FastTritonAttention(TritonAttention):

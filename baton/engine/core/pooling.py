@@ -27,7 +27,7 @@ class PoolingParams:
     label_token_ids: tuple[int, ...] = ()  # in place of a vector the log-probabilities of these behind the prompt
 
 
-class Pool:
+class Pooler:
     """The rows of one prompt so far, which come in order."""
 
     def __init__(self, params: PoolingParams):

@@ -53,7 +53,7 @@ UNBOUNDED = 1 << 40  # blocks
 
 
 class EngineParts(NamedTuple):
-    """As Engine takes them."""
+    """What Engine takes."""
 
     config: EngineConfig  # resolved
     model: Model

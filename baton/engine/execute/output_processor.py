@@ -73,7 +73,7 @@ class OutputProcessor:
             stepped[seq.group] = None
             outputs.append(self._next_tokens(seq, samples))
         for seq, _, end in slices:
-            if seq.group.pool is not None and end == seq.num_tokens:
+            if seq.group.pooler is not None and end == seq.num_tokens:
                 self._first_tokens(seq, [], outputs)  # there are none: its end
         for group in stepped:
             group.note_steps(launched_at, num_steps)
@@ -129,20 +129,18 @@ class OutputProcessor:
         choices."""
         group = trunk.group
         firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))
-        prefill_s = time.monotonic() - group.launched_at
-        queue_s = group.launched_at - group.accepted_at
-        read, group.prompt_logprobs = tuple(group.prompt_logprobs), []
+        prompt_logprobs, group.prompt_logprobs = tuple(group.prompt_logprobs), []
         outputs.append(
             PrefillDone(
                 group.key,
                 firsts,
-                queue_s,
-                prefill_s,
-                group.num_cached_tokens,
-                group.num_chunks,
-                read,
-                group.pooled,
-                group.waits,
+                queue_s=group.launched_at - group.accepted_at,
+                prefill_s=time.monotonic() - group.launched_at,
+                num_cached_tokens=group.num_cached_tokens,
+                num_chunks=group.num_chunks,
+                prompt_logprobs=prompt_logprobs,
+                pooled=group.pooled,
+                waits=group.waits,
             )
         )
         group.note_first_tokens()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton import failpoints
 from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
-from baton.engine.core.pooling import Pool
+from baton.engine.core.pooling import Pooler
 from baton.engine.execute.launcher import LaunchedTokens, Launcher, StagedLauncher
 from baton.engine.execute.thread_count import ThreadCount
 from baton.engine.kv.pool import KVPool
@@ -126,18 +126,18 @@ class Runner:
                 token_ids = seq.token_ids[begin + 1 : min(end + 1, group.request.num_prompt_tokens)]
                 del group.prompt_logprobs[begin:]  # it was preempted, and is read again
                 group.prompt_logprobs += prompt_logprobs(own, token_ids, count, self.model.logits)
-            if group.pool is not None:
-                self._pool(group.pool, own, begin)
-            if group.pool is not None and end == seq.num_tokens:
-                labels = group.pool.params.label_token_ids
-                found = label_logprobs(self.model.logits(own[-1:]), labels) if labels else group.pool.vector()
+            if group.pooler is not None:
+                self._add_to_pooler(group.pooler, own, begin)
+            if group.pooler is not None and end == seq.num_tokens:
+                labels = group.pooler.params.label_token_ids
+                found = label_logprobs(self.model.logits(own[-1:]), labels) if labels else group.pooler.vector()
                 group.pooled = tuple(found)
 
-    def _pool(self, pool: Pool, hidden: Tensor, begin: int) -> None:
+    def _add_to_pooler(self, pooler: Pooler, hidden: Tensor, begin: int) -> None:
         """Add the rows of a chunk, unless the end of the prompt is all that counts."""
-        if not pool.params.label_token_ids:
+        if not pooler.params.label_token_ids:
             for at in range(0, len(hidden), POOLED_ROWS):
-                pool.add(self.model.normed(hidden[at : at + POOLED_ROWS]), begin + at)
+                pooler.add(self.model.normed(hidden[at : at + POOLED_ROWS]), begin + at)
 
     def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
         """One row of logits each."""
@@ -243,7 +243,7 @@ def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows
 def draws(piece: Slice) -> bool:
     """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn, and
     its prompt is answered."""
-    return piece.end >= piece.seq.num_tokens and piece.seq.group.pool is None
+    return piece.end >= piece.seq.num_tokens and piece.seq.group.pooler is None
 
 
 def _gives_tokens_alone(piece: Slice) -> bool:

@@ -25,7 +25,7 @@ _ROPE_NEEDS = {
 }
 # A folder's word is not reason enough to make a billion layers before the first weight is looked for.
 _MAX_LAYERS, _MAX_COUNT = 4096, 2**31 - 1
-# What values are of which no method of Config asks for one, where they are not null.
+# Types of keys that no method of Config checks; null is allowed.
 _KINDS = {
     "a list": (list, ("architectures", "layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers")),
     "an object": (dict, ("rope_parameters", "rope_scaling")),

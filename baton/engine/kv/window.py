@@ -36,8 +36,8 @@ class Window:
         return f", {percent} % of each given back outside windows of {self.num_positions} tokens"
 
     def num_outside(self, num_tokens: int) -> int:
-        """Return how many of the first blocks, those of `num_tokens` tokens, none that comes behind these sees; the last of
-        the blocks is never one of them."""
+        """Return how many leading blocks of a sequence of `num_tokens` tokens no later token attends to. Never its last block;
+        whole prefix-cache units where blocks stay (`is_part`)."""
         if self.num_positions is None:
             return 0
         num_outside = max(0, num_tokens - max(1, self.num_positions - 1))
@@ -46,8 +46,8 @@ class Window:
         return num_outside // unit * unit // self.block_size
 
     def most_blocks(self, num_blocks: int, num_choices: int = 1) -> int:
-        """Return as how many whole blocks `num_blocks` that sequences are to fill count at a time: window and chunk, the chunk before,
-        whose blocks go back a step later, and a unit of the prefix cache, which is named as a whole; of others what stays."""
+        """Return how many of `num_blocks` that a request is to fill are held together, in whole blocks: the window, two steps
+        (blocks go back a step late) and a unit of the prefix cache, for each choice; of others what stays where `is_part`."""
         if self.num_positions is None:
             return num_blocks
         num_tokens = self.num_positions + 2 * self.max_step_tokens + max(SPAN_TOKENS, self.block_size)

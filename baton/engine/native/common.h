@@ -1,4 +1,4 @@
-// What the linear kernels share: bf16, and memory that a thread keeps.
+// What all native code shares: instruction sets, bf16, and memory that a thread keeps.
 #pragma once
 
 #include <algorithm>

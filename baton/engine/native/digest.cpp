@@ -1,4 +1,4 @@
-// Copies of KV runs and sums of KV words for kvtransfer/{blocks,digest}.py: what numpy does there, a whole range in one
+// Copies of KV runs and sums of KV words for kvtransfer/memory/{blocks,digest}.py: what numpy does there, a whole range in one
 // call, and in one pass over memory where both are wanted.
 #include <algorithm>
 #include <cstdint>

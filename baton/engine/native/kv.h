@@ -8,7 +8,7 @@
 
 namespace baton {
 
-// Stored forms, as attention/native.py numbers them.
+// Stored forms, as kv/native.py numbers them.
 enum Form : int64_t { FORM_FP32, FORM_BF16, FORM_FP16, FORM_E4M3, FORM_E5M2, FORM_INT8, FORM_INT4 };
 
 constexpr bool has_scales(int64_t form) { return form == FORM_INT8 || form == FORM_INT4; }  // one a row, in fp16

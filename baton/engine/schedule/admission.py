@@ -52,22 +52,17 @@ class Admission:
             self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
             # A few more than can run: their KV arrives while others still decode.
             room = self.config.max_num_seqs + max(2, self.config.max_num_seqs // 4)
-            num_choices = self.lifecycle.num_choices
-            if num_choices and not self.shares.has_choices(request, room, num_choices):
+            num_admitted = self.lifecycle.num_choices
+            if num_admitted and not self.shares.has_choices(request, room, num_admitted):
                 raise Refusal("queue_full")
             group = self._group(request, Holder.RUNNING)
             trunk = group.trunk
             pinned = self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            window, num_choices = self.ledger.window, request.sampling.n
-            if fetches and (window.is_part or not group.reads_cache):  # what is fetched is whole until it has come
-                most = missing + window.most_blocks(self.lifecycle.num_to_grow(request), num_choices)
-            else:
-                most = window.most_blocks(missing + self.lifecycle.num_to_grow(request), num_choices)
-            credit = min(most, self.ledger.num_blocks - trunk.num_held(window))
-            needed = Amounts(credit, trunk.recurrent.num_to_have(self.ledger.states, num_choices))
+            credit = self._credit(trunk, missing, fetches)
+            needed = Amounts(credit, trunk.recurrent.num_to_have(self.ledger.states, request.sampling.n))
             may_take = self.shares.has_blocks(request, needed)
-            may_take = may_take and trunk.recurrent.promise(self.ledger.states, num_choices)
+            may_take = may_take and trunk.recurrent.promise(self.ledger.states, request.sampling.n)
             if not (may_take and self.ledger.reserve(credit)):
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
@@ -261,6 +256,16 @@ class Admission:
             return Refusal(KV_FULL)
         self.lifecycle.inbox.ring()
         return Refusal(KV_FULL, retry_after_s=0.02)
+
+    def _credit(self, trunk: Sequence, missing: int, fetches: bool) -> int:
+        """Return how many blocks to promise to what lacks `missing` of its prompt, and will grow."""
+        group, window = trunk.group, self.ledger.window
+        num_to_grow, n = self.lifecycle.num_to_grow(group.request), group.request.sampling.n
+        if fetches and (window.is_part or not group.reads_cache):  # what is fetched is whole until it has come
+            most = missing + window.most_blocks(num_to_grow, n)
+        else:
+            most = window.most_blocks(missing + num_to_grow, n)
+        return min(most, self.ledger.num_blocks - trunk.num_held(window))
 
     def _find(self, trunk: Sequence) -> list[int]:
         """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later from

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.constraints.grammar import Grammar, GrammarCursor
 from baton.engine.adapters.adapters import Adapter
-from baton.engine.core.pooling import Pool
+from baton.engine.core.pooling import Pooler
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs, Waits
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.recurrent_state import CopyState, RecurrentState
@@ -54,7 +54,7 @@ class Sequence:
         self.hashes = hashes  # of the full spans, as far as they are named yet
         self.num_computed = 0
         self.block_ids: list[int] = []
-        # of these, the first: no token to come sees them, or no layer with a window does; else the next one stands in their places
+        # leading blocks outside every window: unless Window.is_part they were given back, and block_ids repeats the next one there
         self.num_outside = 0
         self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
@@ -325,7 +325,7 @@ class Group:
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, as far as it is read
-        self.pool = None if request.pooling is None else Pool(request.pooling)
+        self.pooler = None if request.pooling is None else Pooler(request.pooling)
         self.pooled: tuple[float, ...] = ()  # its vector, once the prompt is read
         self.num_steps = 0
         self.num_preemptions = 0

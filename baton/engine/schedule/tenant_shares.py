@@ -120,8 +120,8 @@ class Shares:
         return self._has_room(request, most, num_taken, own, num_tokens)
 
     def has_blocks(self, request: Request, more: Amounts) -> bool:
-        """Return whether it may take `more`: it leaves those that what waits before it lacks, and a tenant that has its part
-        those that others are owed, and a few."""
+        """Return whether a new request may take `more`: it leaves what a sequence of its tenant that waits before it lacks and,
+        beyond its tenant's part, what others are owed, and a few."""
         tenant = request.tenant_mark
         if not self._leaves(self._awaited_before(request), more):
             return False
@@ -205,7 +205,8 @@ class Shares:
         return wait.lacked if is_part else Amounts()
 
     def _leaves(self, left: Amounts, more: Amounts) -> bool:
-        """Return whether there is what is `left` to others behind `more`, of each kind of which that is anything."""
+        """Return whether taking `more` leaves `left` available, of each kind; one of which nothing is to be left, or nothing
+        taken, is not checked."""
         return all(
             not kept or num <= 0 or stock.ledger.num_available >= num + kept
             for stock, kept, num in zip(self.stocks, left, more, strict=False)

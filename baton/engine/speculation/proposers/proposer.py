@@ -46,7 +46,7 @@ class Draftee:
 
 class DraftRequest(NamedTuple):
     """Proposal j is at position len(draftee.token_ids) + j; its noise has the key
-    noise_key(request.sampling.seed, draftee.choice, that position): drawing.draw does it."""
+    noise_key(request.sampling.seed, draftee.choice, that position): draft_sampling.draw does it."""
 
     draftee: Draftee
     num_tokens: int  # at most, and at least 1
