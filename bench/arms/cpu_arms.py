@@ -96,13 +96,18 @@ class RandomSource(WeightSource):
 def make_spec(shape: Shape, num_layers: int, vocab_size: int) -> ModelSpec:
     experts = None
     if shape.num_experts:
-        experts = ExpertsSpec(shape.num_experts, shape.num_chosen, shape.ffn_size, EXPERT_NAMES)
+        experts = ExpertsSpec(
+            num_experts=shape.num_experts,
+            num_chosen=shape.num_chosen,
+            intermediate_size=shape.ffn_size,
+            names=EXPERT_NAMES,
+        )
     return ModelSpec(
         folder=Path("random"), family="qwen3_moe" if experts else "llama", vocab_size=vocab_size,
         hidden_size=shape.hidden_size, intermediate_size=shape.ffn_size, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, norm=NormSpec(1e-5),
-        ropes=(RopeSpec("default", ROPE_THETA, MAX_LEN, MAX_LEN),), layers=(LayerSpec(experts=experts),) * num_layers,
-        qk_norm="head" if experts else "", tied=False, dtype="bf16",
+        ropes=(RopeSpec(kind="default", theta=ROPE_THETA, max_position_embeddings=MAX_LEN, original_context=MAX_LEN),),
+        layers=(LayerSpec(experts=experts),) * num_layers, qk_norm="head" if experts else "", tied=False, dtype="bf16",
     )  # fmt: skip
 
 

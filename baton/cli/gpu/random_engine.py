@@ -82,8 +82,8 @@ def make_spec(sizes: tuple[int, ...], context: int) -> ModelSpec:
     return ModelSpec(
         folder=Path("random"), family="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
-        ropes=(RopeSpec("default", 500000.0, context, context),), layers=(LayerSpec(),) * num_layers, tied=False,
-        dtype="bf16",
+        ropes=(RopeSpec(kind="default", theta=500000.0, max_position_embeddings=context, original_context=context),),
+        layers=(LayerSpec(),) * num_layers, tied=False, dtype="bf16",
     )  # fmt: skip
 
 

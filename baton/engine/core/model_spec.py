@@ -15,7 +15,7 @@ STATE_ROW = 4096  # elements that are digested together; a layer's state is padd
 WRONG_VALUE = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding as the config gives it; `parameters` are the kind's own (factor, betas, factor lists)."""
 
@@ -55,7 +55,7 @@ class NormSpec:
     bias: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts in place of a layer's MLP.
 
@@ -108,7 +108,7 @@ class ExpertsSpec:
         return not grouped and (not self.shared_size or bool(self.shared_names[0]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Latent attention (MLA): keys and values of all heads are products of one short row, which alone is kept. A head
     has `nope_dim` elements that meet that row and `rope_dim` that meet the key of its position, the same for all heads.
@@ -126,7 +126,7 @@ class LatentSpec:
         return self.rope_dim + self.rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureSpec:
     """Of attention in layers without rope: the query at position p is multiplied by 1 + scale * log(1 + (p + 1) // every)."""
 

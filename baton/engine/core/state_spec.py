@@ -76,7 +76,7 @@ class StateSpec(ABC):
         return self.tail_elements + math.prod(self.recurrence_shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(StateSpec):
     """Mamba (arXiv 2312.00752) as Jamba has it: each element of a row has a state of its own. Channels are rows; steps,
     what is written and what is read are products of them behind the convolution, normed."""
@@ -128,7 +128,7 @@ class MambaSpec(StateSpec):
         return self.num_channels * (sum(self.selected_sizes) + self.step_rank)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec(StateSpec):
     """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it. Channels
     are rows, what they write, what they read; scalars are the steps of heads."""
@@ -186,7 +186,7 @@ class Mamba2Spec(StateSpec):
         return self.num_heads, self.head_dim, self.state_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetSpec(StateSpec):
     """Gated delta net (arXiv 2412.06464): of each head a table from keys to values. Channels are queries, keys, values;
     scalars are of each head how much is written and how much is forgotten."""

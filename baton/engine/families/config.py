@@ -104,9 +104,14 @@ class Config:
             if parameters.get(name) is not None:
                 positive(name, parameters[name])
         made = RopeSpec(
-            kind, positive("rope_theta", theta), longest, counted(_ORIGINAL, original), parameters,
-            self._rotary_dim(part, head_dim), interleaved,
-        )  # fmt: skip
+            kind=kind,
+            theta=positive("rope_theta", theta),
+            max_position_embeddings=longest,
+            original_context=counted(_ORIGINAL, original),
+            parameters=parameters,
+            rotary_dim=self._rotary_dim(part, head_dim),
+            interleaved=interleaved,
+        )
         counted("the context", made.context)
         return made
 

@@ -52,7 +52,9 @@ SHAPES = {
     "256 capped": (1, 2048, 4096, 8, 4, 256, 32000, False),
     "128 experts": (1, 2048, 768, 32, 8, 128, 32000, False),
 }
-EXPERTS = ExpertsSpec(128, 8, 768, ("router", "{}.gate", "{}.up", "{}.down"))
+EXPERTS = ExpertsSpec(
+    num_experts=128, num_chosen=8, intermediate_size=768, names=("router", "{}.gate", "{}.up", "{}.down")
+)
 FORMS = (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4"))  # of weights and KV
 ACTIVATIONS = {"fp8": "dynamic", "fp8-block": "dynamic-block", "fp8-stored": "none"}
 
@@ -166,7 +168,11 @@ def make_model(
 
 @cache
 def rope_of(context: int, head_dim: int) -> Rope:
-    return Rope(RopeSpec("default", 5e5, context, context), head_dim, context)
+    return Rope(
+        RopeSpec(kind="default", theta=5e5, max_position_embeddings=context, original_context=context),
+        head_dim,
+        context,
+    )
 
 
 def make_spec(name: str, context: int) -> ModelSpec:
@@ -175,7 +181,8 @@ def make_spec(name: str, context: int) -> ModelSpec:
     spec = ModelSpec(
         folder=Path(name), family="qwen3" if qk_norm else "llama", vocab_size=vocab, hidden_size=hidden,
         intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
-        ropes=(RopeSpec("default", 5e5, context, context),), layers=(layer,) * layers, tied=False, dtype="bf16",
+        ropes=(RopeSpec(kind="default", theta=5e5, max_position_embeddings=context, original_context=context),),
+        layers=(layer,) * layers, tied=False, dtype="bf16",
     )  # fmt: skip
     return replace(spec, qk_norm="head") if qk_norm else spec
 
@@ -230,10 +237,10 @@ class Setup:
 def torch_layers(recorder: Recorder) -> dict[str, dict]:
     """Steps of what torch runs between Triton's products and attention: latent rows (of DeepSeek V3's sizes, 16 heads),
     attention sinks, and adapters of two ranks."""
-    rope, found = RopeSpec("default", 1e4, CONTEXT, CONTEXT), {}
+    rope, found = RopeSpec(kind="default", theta=1e4, max_position_embeddings=CONTEXT, original_context=CONTEXT), {}
     latent = dict(
-        latent=LatentSpec(512, 64, 128, 128, 1536), num_heads=16, num_kv_heads=1, head_dim=576, attention_scale=0.07,
-        ropes=(replace(rope, rotary_dim=64),),
+        latent=LatentSpec(rank=512, rope_dim=64, nope_dim=128, value_dim=128, query_rank=1536), num_heads=16, num_kv_heads=1,
+        head_dim=576, attention_scale=0.07, ropes=(replace(rope, rotary_dim=64),),
     )  # fmt: skip
     sinks = dict(
         sinks=True, num_heads=64, num_kv_heads=8, head_dim=64, activation="clamped_swiglu", swiglu_alpha=1.7,
@@ -269,16 +276,16 @@ def torch_layers(recorder: Recorder) -> dict[str, dict]:
 
 # Of Granite 4's, Qwen3-Next's and Jamba's sizes.
 STATES = {
-    "Mamba-2": Mamba2Spec(128, 64, 1, 128, 4),
-    "gated delta net": DeltaNetSpec(32, 16, 128, 128, 4),
-    "Mamba": MambaSpec(8192, 16, 256, 4),
+    "Mamba-2": Mamba2Spec(num_heads=128, head_dim=64, num_groups=1, state_size=128, taps=4),
+    "gated delta net": DeltaNetSpec(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, taps=4),
+    "Mamba": MambaSpec(num_channels=8192, state_size=16, step_rank=256, taps=4),
 }
 
 
 def state_layers(recorder: Recorder) -> dict[str, dict]:
     """Steps of models of a layer with a state and one of attention, and what the first one launches for a decode step of 64
     sequences; with room for proposals, and in the fast form without."""
-    rope, found = RopeSpec("default", 1e4, CONTEXT, CONTEXT), {}
+    rope, found = RopeSpec(kind="default", theta=1e4, max_position_embeddings=CONTEXT, original_context=CONTEXT), {}
     for name, state in STATES.items():
         layers = (LayerSpec(has_attention=False, state=state), LayerSpec())
         base = make_spec("256", CONTEXT)

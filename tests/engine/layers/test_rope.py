@@ -38,7 +38,13 @@ def make(name: str, max_position_embeddings: int = 256) -> tuple[RopeSpec, Llama
         rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **parameters},
     )
     original = parameters.pop("original_max_position_embeddings", max_position_embeddings)
-    return RopeSpec(kind, 10000.0, max_position_embeddings, original, parameters), LlamaRotaryEmbedding(config)
+    return RopeSpec(
+        kind=kind,
+        theta=10000.0,
+        max_position_embeddings=max_position_embeddings,
+        original_context=original,
+        parameters=parameters,
+    ), LlamaRotaryEmbedding(config)
 
 
 def ours(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +76,9 @@ def test_within_the_original_context(name):
     ],
 )
 def test_what_yarn_is_multiplied_by(parameters, expected):
-    assert attention_scale(RopeSpec("yarn", 1e6, 131072, 32768, parameters)) == pytest.approx(expected, abs=1e-12)
+    assert attention_scale(
+        RopeSpec(kind="yarn", theta=1e6, max_position_embeddings=131072, original_context=32768, parameters=parameters)
+    ) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["default", "linear", "yarn", "llama3"])

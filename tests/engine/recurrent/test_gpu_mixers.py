@@ -24,12 +24,21 @@ pytestmark = pytest.mark.skipif(
 
 # Small: the interpreter takes a while for each token and head. Sizes that no tile divides are among them.
 SPECS = {
-    "mamba2": Mamba2Spec(2, 8, 1, 16, 4),
-    "groups": Mamba2Spec(2, 12, 2, 24, 3, conv_bias=False, norm_groups=2, step_limit=(0.1, 0.9)),
-    "norm-first": Mamba2Spec(2, 8, 1, 16, 4, norm_first=True),
-    "no-norm": Mamba2Spec(2, 8, 2, 16, 2, norm_groups=0),
-    "delta-net": DeltaNetSpec(2, 1, 12, 8, 4),
-    "mamba": MambaSpec(48, 6, 8, 4),
+    "mamba2": Mamba2Spec(num_heads=2, head_dim=8, num_groups=1, state_size=16, taps=4),
+    "groups": Mamba2Spec(
+        num_heads=2,
+        head_dim=12,
+        num_groups=2,
+        state_size=24,
+        taps=3,
+        conv_bias=False,
+        norm_groups=2,
+        step_limit=(0.1, 0.9),
+    ),
+    "norm-first": Mamba2Spec(num_heads=2, head_dim=8, num_groups=1, state_size=16, taps=4, norm_first=True),
+    "no-norm": Mamba2Spec(num_heads=2, head_dim=8, num_groups=2, state_size=16, taps=2, norm_groups=0),
+    "delta-net": DeltaNetSpec(num_heads=2, num_key_heads=1, key_dim=12, value_dim=8, taps=4),
+    "mamba": MambaSpec(num_channels=48, state_size=6, step_rank=8, taps=4),
 }
 
 

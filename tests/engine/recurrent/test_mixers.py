@@ -22,13 +22,22 @@ from kvtransfer.layout import STATE, KVGroup
 
 NUM_LAYERS, NUM_STATES = 2, 4
 SPECS = {
-    "plain": Mamba2Spec(4, 16, 1, 16, 4),
-    "groups": Mamba2Spec(4, 16, 2, 48, 3, conv_bias=False, norm_groups=2, step_limit=(0.1, 0.9)),
-    "norm-first": Mamba2Spec(2, 16, 1, 176, 4, norm_first=True),
-    "no-norm": Mamba2Spec(2, 32, 1, 32, 2, norm_groups=0),
-    "delta-net": DeltaNetSpec(4, 2, 48, 32, 4),
-    "delta-net-narrow": DeltaNetSpec(2, 2, 16, 16, 3),
-    "mamba": MambaSpec(48, 16, 8, 4),
+    "plain": Mamba2Spec(num_heads=4, head_dim=16, num_groups=1, state_size=16, taps=4),
+    "groups": Mamba2Spec(
+        num_heads=4,
+        head_dim=16,
+        num_groups=2,
+        state_size=48,
+        taps=3,
+        conv_bias=False,
+        norm_groups=2,
+        step_limit=(0.1, 0.9),
+    ),
+    "norm-first": Mamba2Spec(num_heads=2, head_dim=16, num_groups=1, state_size=176, taps=4, norm_first=True),
+    "no-norm": Mamba2Spec(num_heads=2, head_dim=32, num_groups=1, state_size=32, taps=2, norm_groups=0),
+    "delta-net": DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=48, value_dim=32, taps=4),
+    "delta-net-narrow": DeltaNetSpec(num_heads=2, num_key_heads=2, key_dim=16, value_dim=16, taps=3),
+    "mamba": MambaSpec(num_channels=48, state_size=16, step_rank=8, taps=4),
 }
 
 

@@ -17,9 +17,13 @@ def granite_hybrid(config: Config) -> ModelSpec:
     has_rope, width, experts = position == "rope", config.count("shared_intermediate_size", 1024), None
     if config.values.get("num_local_experts", 8):
         experts = ExpertsSpec(
-            config.count("num_local_experts", 8), config.count("num_experts_per_tok", 2),
-            config.count("intermediate_size"), EXPERTS, shared_size=width, shared_names=("", *SHARED),
-        )  # fmt: skip
+            num_experts=config.count("num_local_experts", 8),
+            num_chosen=config.count("num_experts_per_tok", 2),
+            intermediate_size=config.count("intermediate_size"),
+            names=EXPERTS,
+            shared_size=width,
+            shared_names=("", *SHARED),
+        )
     layers = mixed(
         config, LayerSpec(rope=0 if has_rope else None, experts=experts),
         state_of_mamba(config, config.number("rms_norm_eps", 1e-6)), config.values.get("layer_types"),

@@ -22,17 +22,24 @@ def jamba(config: Config) -> ModelSpec:
     config.refuse("sliding_window")
     hidden, rank = config.count("hidden_size"), config.values.get("mamba_dt_rank", "auto")
     state = MambaSpec(
-        config.count("mamba_expand", 2) * hidden, config.count("mamba_d_state", 16),
-        -(-hidden // 16) if rank in ("auto", None) else config.count("mamba_dt_rank"), config.count("mamba_d_conv", 4),
-        config.flag("mamba_conv_bias", True), config.flag("mamba_proj_bias"), config.number("rms_norm_eps", 1e-6),
-    )  # fmt: skip
+        num_channels=config.count("mamba_expand", 2) * hidden,
+        state_size=config.count("mamba_d_state", 16),
+        step_rank=-(-hidden // 16) if rank in ("auto", None) else config.count("mamba_dt_rank"),
+        taps=config.count("mamba_d_conv", 4),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        projection_bias=config.flag("mamba_proj_bias"),
+        eps=config.number("rms_norm_eps", 1e-6),
+    )
     types = [ATTENTION if there else MAMBA for there in _places(config, "attn_layer", 8, 4)]
     layers = mixed(config, LayerSpec(rope=None), state, types)
     if (count := config.count("num_experts", 16)) > 1:
         experts = ExpertsSpec(
-            count, config.count("num_experts_per_tok", 2), config.count("intermediate_size"),
-            ("feed_forward.router", *(f"feed_forward.experts.{{}}.{name}" for name in MLP)), renormalized=False,
-        )  # fmt: skip
+            num_experts=count,
+            num_chosen=config.count("num_experts_per_tok", 2),
+            intermediate_size=config.count("intermediate_size"),
+            names=("feed_forward.router", *(f"feed_forward.experts.{{}}.{name}" for name in MLP)),
+            renormalized=False,
+        )
         places = _places(config, "expert_layer", 2, 1)
         layers = tuple(replace(own, experts=experts if there else None) for own, there in zip(layers, places))
     return config.spec(

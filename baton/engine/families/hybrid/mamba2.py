@@ -26,9 +26,10 @@ def mamba2(config: Config) -> ModelSpec:
     config.refuse("hidden_act", "silu")
     eps, groups = config.number("layer_norm_epsilon", 1e-5), config.count("n_groups", 8)
     state = Mamba2Spec(
-        config.count("num_heads", 128), config.count("head_dim", 64), groups, config.count("state_size", 128),
-        config.count("conv_kernel", 4), config.flag("use_conv_bias", True), config.flag("use_bias"), step_limit(config),
-        norm_groups=groups, eps=eps,
+        num_heads=config.count("num_heads", 128), head_dim=config.count("head_dim", 64), num_groups=groups,
+        state_size=config.count("state_size", 128), taps=config.count("conv_kernel", 4),
+        conv_bias=config.flag("use_conv_bias", True), projection_bias=config.flag("use_bias"),
+        step_limit=step_limit(config), norm_groups=groups, eps=eps,
     )  # fmt: skip
     # No layer has attention or an MLP: these are of none.
     none = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=16, intermediate_size=1)
@@ -48,8 +49,9 @@ def state_of_mamba(
     heads, given = config.count("mamba_n_heads", 128), config.values.get("mamba_d_head", "auto")
     head_dim = inner // heads if given in ("auto", None) else config.count("mamba_d_head")
     return Mamba2Spec(
-        heads, head_dim, groups, config.count("mamba_d_state", 256), config.count("mamba_d_conv", 4),
-        config.flag("mamba_conv_bias", True), config.flag("mamba_proj_bias"), step_limit(config),
+        num_heads=heads, head_dim=head_dim, num_groups=groups, state_size=config.count("mamba_d_state", 256),
+        taps=config.count("mamba_d_conv", 4), conv_bias=config.flag("mamba_conv_bias", True),
+        projection_bias=config.flag("mamba_proj_bias"), step_limit=step_limit(config),
         norm_groups=groups if norm_groups is None else norm_groups, norm_first=norm_first, eps=eps,
     )  # fmt: skip
 

@@ -33,9 +33,10 @@ def nemotron_h(config: Config) -> ModelSpec:
     config.refuse("sliding_window")
     eps, groups = config.number("layer_norm_epsilon", 1e-5), config.count("n_groups", 8)
     state = Mamba2Spec(
-        config.count("mamba_num_heads", 128), config.count("mamba_head_dim", 64), groups,
-        config.count("ssm_state_size", 128), config.count("conv_kernel", 4), config.flag("use_conv_bias", True),
-        config.flag("use_bias"), step_limit(config), norm_groups=groups, eps=eps,
+        num_heads=config.count("mamba_num_heads", 128), head_dim=config.count("mamba_head_dim", 64), num_groups=groups,
+        state_size=config.count("ssm_state_size", 128), taps=config.count("conv_kernel", 4),
+        conv_bias=config.flag("use_conv_bias", True), projection_bias=config.flag("use_bias"),
+        step_limit=step_limit(config), norm_groups=groups, eps=eps,
     )  # fmt: skip
     given = config.values.get("layers_block_type") or config.values.get("layer_types")
     types = list(given or config.values.get("hybrid_override_pattern") or ())
@@ -63,12 +64,15 @@ def _experts(config: Config) -> ExpertsSpec:
     config.refuse("mlp_bias", False)
     latent = config.values.get("moe_latent_size")
     return ExpertsSpec(
-        config.count("n_routed_experts"), config.count("num_experts_per_tok"), config.count("moe_intermediate_size"),
-        ("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"), config.flag("norm_topk_prob", True),
-        config.count("moe_shared_expert_intermediate_size"),
-        ("", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"), scoring="sigmoid",
+        num_experts=config.count("n_routed_experts"), num_chosen=config.count("num_experts_per_tok"),
+        intermediate_size=config.count("moe_intermediate_size"),
+        names=("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
+        renormalized=config.flag("norm_topk_prob", True),
+        shared_size=config.count("moe_shared_expert_intermediate_size"),
+        shared_names=("", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"), scoring="sigmoid",
         correction="mixer.gate.e_score_correction_bias", num_groups=config.count("n_group", 1),
-        num_chosen_groups=config.count("topk_group", 1), group_best=2, scale=config.number("routed_scaling_factor", 1.0),
+        num_chosen_groups=config.count("topk_group", 1), group_best=2,
+        scale=config.number("routed_scaling_factor", 1.0),
         latent_size=0 if latent is None else config.count("moe_latent_size"),
         latent_names=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
     )  # fmt: skip

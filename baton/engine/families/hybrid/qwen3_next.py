@@ -37,18 +37,26 @@ def qwen3_5_moe(config: Config) -> ModelSpec:
 
 def _experts(config: Config, num_experts: int, num_chosen: int, renormalized: bool) -> ExpertsSpec:
     return ExpertsSpec(
-        config.count("num_experts", num_experts), config.count("num_experts_per_tok", num_chosen),
-        config.count("moe_intermediate_size", 512), NAMES, renormalized,
-        config.count("shared_expert_intermediate_size", 512), SHARED,
-    )  # fmt: skip
+        num_experts=config.count("num_experts", num_experts),
+        num_chosen=config.count("num_experts_per_tok", num_chosen),
+        intermediate_size=config.count("moe_intermediate_size", 512),
+        names=NAMES,
+        renormalized=renormalized,
+        shared_size=config.count("shared_expert_intermediate_size", 512),
+        shared_names=SHARED,
+    )
 
 
 def _layers(config: Config, is_split: bool = False) -> tuple[LayerSpec, ...]:
     state = DeltaNetSpec(
-        config.count("linear_num_value_heads", 32), config.count("linear_num_key_heads", 16),
-        config.count("linear_key_head_dim", 128), config.count("linear_value_head_dim", 128),
-        config.count("linear_conv_kernel_dim", 4), config.number("rms_norm_eps", 1e-6), is_split,
-    )  # fmt: skip
+        num_heads=config.count("linear_num_value_heads", 32),
+        num_key_heads=config.count("linear_num_key_heads", 16),
+        key_dim=config.count("linear_key_head_dim", 128),
+        value_dim=config.count("linear_value_head_dim", 128),
+        taps=config.count("linear_conv_kernel_dim", 4),
+        eps=config.number("rms_norm_eps", 1e-6),
+        is_split=is_split,
+    )
     if (types := config.values.get("layer_types")) is None:
         every = config.count("full_attention_interval", 4)
         types = [MAMBA if (index + 1) % every else ATTENTION for index in range(config.num_layers)]

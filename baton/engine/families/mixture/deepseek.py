@@ -46,24 +46,24 @@ def _spec(config: Config, family: str, router: dict[str, Any], renormalized: boo
     config.refuse("moe_layer_freq", 1)
     query_rank = config.values.get("q_lora_rank", 1536)
     latent = LatentSpec(
-        config.count("kv_lora_rank"), config.count("qk_rope_head_dim"), config.count("qk_nope_head_dim"),
-        config.count("v_head_dim"), None if query_rank is None else counted("q_lora_rank", query_rank),
+        rank=config.count("kv_lora_rank"), rope_dim=config.count("qk_rope_head_dim"),
+        nope_dim=config.count("qk_nope_head_dim"), value_dim=config.count("v_head_dim"),
+        query_rank=None if query_rank is None else counted("q_lora_rank", query_rank),
     )  # fmt: skip
     if latent.rope_dim % 2 or latent.rank % 2:
         raise ValueError(f"kv_lora_rank {latent.rank} and qk_rope_head_dim {latent.rope_dim} are not both even")
-    size = config.count("moe_intermediate_size")
+    size, bias = config.count("moe_intermediate_size"), config.flag("attention_bias")
     num_shared = config.values.get("n_shared_experts", assumed["shared"]) or 0
     shared = size * counted("n_shared_experts", num_shared) if num_shared else 0
     experts = ExpertsSpec(
-        config.count("n_routed_experts"), config.count("num_experts_per_tok"), size, NAMES, renormalized, shared, SHARED,
-        **router,
+        num_experts=config.count("n_routed_experts"), num_chosen=config.count("num_experts_per_tok"), intermediate_size=size,
+        names=NAMES, renormalized=renormalized, shared_size=shared, shared_names=SHARED, **router,
     )  # fmt: skip
     first = config.values.get("first_k_dense_replace", assumed["dense"]) or 0
     num_extra = config.values.get("num_nextn_predict_layers") or 0
     around = around_predictor(PREDICTOR, f"model.layers.{config.num_layers}.")
     layers = tuple(LayerSpec(experts=experts if index >= first else None) for index in range(config.num_layers))
     rope = config.rope(assumed["context"], interleaved=config.flag("rope_interleave", True))
-    bias = config.flag("attention_bias")
     spec = config.spec(
         family, [replace(rope, rotary_dim=latent.rope_dim)], layers, latent=latent, qkv_bias=bias, output_bias=bias,
         attention_scale=_scale(latent, rope), num_extra_layers=num_extra,

@@ -16,9 +16,14 @@ YARN = {
 def gpt_oss(config: Config) -> ModelSpec:
     config.activation()
     experts = ExpertsSpec(
-        config.count("num_local_experts", 128), config.count("num_experts_per_tok", 4),
-        config.count("intermediate_size"), NAMES, bias=True, inputs_first=True, interleaved=True,
-    )  # fmt: skip
+        num_experts=config.count("num_local_experts", 128),
+        num_chosen=config.count("num_experts_per_tok", 4),
+        intermediate_size=config.count("intermediate_size"),
+        names=NAMES,
+        bias=True,
+        inputs_first=True,
+        interleaved=True,
+    )
     layers = config.alternating(lambda layer: layer % 2 == 0, window=128)
     is_given = config.values.get("rope_parameters") or config.values.get("rope_scaling")
     rope = config.rope(131072, theta=150000.0, parameters=None if is_given else YARN)

@@ -9,10 +9,10 @@ NAMES = tuple(f"block_sparse_moe.{name}" for name in ("router.layer", "input_lin
 
 def granite_moe(config: Config) -> ModelSpec:
     experts = ExpertsSpec(
-        config.count("num_local_experts", 8),
-        config.count("num_experts_per_tok", 2),
-        config.count("intermediate_size"),
-        NAMES,
+        num_experts=config.count("num_local_experts", 8),
+        num_chosen=config.count("num_experts_per_tok", 2),
+        intermediate_size=config.count("intermediate_size"),
+        names=NAMES,
     )
     layers = (LayerSpec(experts=experts),) * config.num_layers
     return config.spec("granite_moe", [config.rope(2048)], layers, **multipliers(config))

@@ -13,9 +13,17 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 def llama4(config: Config) -> ModelSpec:
     size = config.count("intermediate_size", 8192)
     experts = ExpertsSpec(
-        config.count("num_local_experts", 16), config.count("num_experts_per_tok", 1), size, EXPERTS, False, size,
-        SHARED, inputs_first=True, scoring="sigmoid", scales_inputs=True,
-    )  # fmt: skip
+        num_experts=config.count("num_local_experts", 16),
+        num_chosen=config.count("num_experts_per_tok", 1),
+        intermediate_size=size,
+        names=EXPERTS,
+        renormalized=False,
+        shared_size=size,
+        shared_names=SHARED,
+        inputs_first=True,
+        scoring="sigmoid",
+        scales_inputs=True,
+    )
     step, chunk = config.count("interleave_moe_layer_step", 1), config.values.get("attention_chunk_size", 8192)
     sparse = config.values.get("moe_layers")
     sparse = range(step - 1, config.num_layers, step) if sparse is None else sparse
@@ -35,7 +43,7 @@ def llama4(config: Config) -> ModelSpec:
     )  # fmt: skip
     temperature, tuning = None, config.values.get("attn_temperature_tuning", True)
     if bool(tuning) if isinstance(tuning, int) else config.flag("attn_temperature_tuning"):  # transformers 4.51 wrote 4
-        temperature = TemperatureSpec(config.number("attn_scale", 0.1), config.count("floor_scale", 8192))
+        temperature = TemperatureSpec(scale=config.number("attn_scale", 0.1), every=config.count("floor_scale", 8192))
     dense = Config(
         config.folder,
         config.values | {"intermediate_size": config.count("intermediate_size_mlp", 16384)},

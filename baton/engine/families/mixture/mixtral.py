@@ -10,10 +10,10 @@ NAMES = tuple(f"block_sparse_moe.{name}" for name in ("gate", "experts.{}.w1", "
 
 def mixtral(config: Config) -> ModelSpec:
     experts = ExpertsSpec(
-        config.count("num_local_experts", 8),
-        config.count("num_experts_per_tok", 2),
-        config.count("intermediate_size"),
-        NAMES,
+        num_experts=config.count("num_local_experts", 8),
+        num_chosen=config.count("num_experts_per_tok", 2),
+        intermediate_size=config.count("intermediate_size"),
+        names=NAMES,
     )
     layers = tuple(replace(layer, experts=experts) for layer in config.same_layers(config.window()))
     rope = config.rope(131072, theta=1e6)

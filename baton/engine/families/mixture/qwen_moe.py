@@ -11,10 +11,14 @@ SHARED = ("mlp.shared_expert_gate", *(f"mlp.shared_expert.{name}_proj" for name 
 
 def qwen2_moe(config: Config) -> ModelSpec:
     experts = ExpertsSpec(
-        config.count("num_experts", 60), config.count("num_experts_per_tok", 4),
-        config.count("moe_intermediate_size", 1408), NAMES, config.flag("norm_topk_prob"),
-        config.count("shared_expert_intermediate_size", 5632), SHARED,
-    )  # fmt: skip
+        num_experts=config.count("num_experts", 60),
+        num_chosen=config.count("num_experts_per_tok", 4),
+        intermediate_size=config.count("moe_intermediate_size", 1408),
+        names=NAMES,
+        renormalized=config.flag("norm_topk_prob"),
+        shared_size=config.count("shared_expert_intermediate_size", 5632),
+        shared_names=SHARED,
+    )
     first = config.values.get("max_window_layers", 28)
     layers = config.same_layers()
     if config.flag("use_sliding_window") and config.window(4096) is not None:
@@ -27,10 +31,12 @@ def qwen2_moe(config: Config) -> ModelSpec:
 
 def qwen3_moe(config: Config) -> ModelSpec:
     experts = ExpertsSpec(
-        config.count("num_experts", config.values.get("num_local_experts", 128)),
-        config.count("num_experts_per_tok", 8), config.count("moe_intermediate_size", 768), NAMES,
-        config.flag("norm_topk_prob"),
-    )  # fmt: skip
+        num_experts=config.count("num_experts", config.values.get("num_local_experts", 128)),
+        num_chosen=config.count("num_experts_per_tok", 8),
+        intermediate_size=config.count("moe_intermediate_size", 768),
+        names=NAMES,
+        renormalized=config.flag("norm_topk_prob"),
+    )
     layers = config.same_layers(config.window(4096) if config.flag("use_sliding_window") else None)
     bias = config.flag("attention_bias")
     return config.spec(
