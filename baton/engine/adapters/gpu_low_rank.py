@@ -10,12 +10,11 @@ import triton
 from torch import Tensor
 
 from baton.engine.adapters.adapters import Adapter
-from baton.engine.adapters.low_rank import LowRank
+from baton.engine.adapters.low_rank import LINEARS, LowRank
 from baton.engine.core.batch import AdapterRows
 from baton.engine.core.device import sent
 from baton.engine.kernels import low_rank as kernels
 
-LINEARS = ("qkv", "output", "gate_up", "down")
 # A row is multiplied in one tile shape, whatever shares its step: of 64 rows, the least that a warp group multiplies.
 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R = 64, 64, 64, 16
 

@@ -15,6 +15,8 @@ from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.weights.forms import DenseWeight, Weight
 
+# Of a layer that may have pairs, as `Adapted` of native/layers/fused.h numbers them.
+LINEARS = ("qkv", "output", "gate_up", "down")
 MakeKernel = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # as of models.linears
 
 

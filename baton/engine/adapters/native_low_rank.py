@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.adapters.adapters import Adapter
-from baton.engine.adapters.low_rank import LowRank
+from baton.engine.adapters.low_rank import LINEARS, LowRank
 from baton.engine.core.batch import AdapterRows
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_LINEARS = ("qkv", "output", "gate_up", "down")  # as `Adapted` of native/layers/fused.h numbers them
 _VECTOR = 16  # outputs
 _RANKS, _INPUTS = 4, 32  # of a tile of A
 
@@ -87,9 +86,9 @@ class NativeAdapters:
         return (_AdapterRows * len(structs))(*structs)
 
     def _table(self, adapter: Adapter) -> int:
-        """Return the address of an adapter's pairs, [layers][_LINEARS], as long as it lives."""
+        """Return the address of an adapter's pairs, [layers][LINEARS], as long as it lives."""
         if (table := self._tables.get(adapter)) is None:
-            pairs = [layer.get(name) for layer in adapter.layers for name in _LINEARS]
+            pairs = [layer.get(name) for layer in adapter.layers for name in LINEARS]
             structs = [pair.struct if isinstance(pair, NativeLowRank) else _LowRank() for pair in pairs]
             table = self._tables[adapter] = (_LowRank * len(structs))(*structs)
         return ctypes.addressof(table)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine import native
+from baton.engine.adapters.low_rank import LINEARS
 from baton.engine.adapters.native_low_rank import NativeAdapters
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import KINDS, NativeAttention
@@ -27,7 +28,6 @@ from baton.engine.parallel.shard import WHOLE, Shard
 
 ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_LINEARS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
 # As fused.h numbers them.
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -62,7 +62,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
-        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts")),
+        *((name, _POINTER) for name in (*LINEARS, "cos", "sin", "experts")),
         *((name, _Shared) for name in ("of_output", "of_down")),
     ]
 
@@ -239,7 +239,7 @@ def _linears(layer: Layer) -> list[LinearKernel]:
 def _layer(layer: Layer | None, ropes: Sequence[Rope], rope: int | None, experts: _Experts | None) -> _Layer:
     if layer is None:
         return _Layer()
-    linears = {name: _address(getattr(layer, name)) for name in _LINEARS}
+    linears = {name: _address(getattr(layer, name)) for name in LINEARS}
     cos, sin = (None, None) if rope is None else (table.data_ptr() for table in ropes[rope].signed_tables)
     return _Layer(
         **{name: _norm(getattr(layer, name)) for name in _NORMS}, **linears, cos=cos, sin=sin,
