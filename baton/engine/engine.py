@@ -23,7 +23,7 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
 from baton.engine.execute.build import make_ledger
 from baton.engine.execute.launcher import Launcher
-from baton.engine.execute.multi_step import MOST_STEPS, MultiStep, compute
+from baton.engine.execute.multi_step import MAX_STEPS, MultiStep, compute
 from baton.engine.execute.output_processor import OutputProcessor
 from baton.engine.execute.runner import Flight, Runner
 from baton.engine.execute.watermark import layer_watermark
@@ -93,7 +93,7 @@ class Engine:
             self.scheduler,
             config.num_draft_tokens,
             clock_for(pool.device),
-            MOST_STEPS if self._multi_step else 1,
+            MAX_STEPS if self._multi_step else 1,
         )
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0

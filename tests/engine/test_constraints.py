@@ -131,7 +131,7 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
         run(several, [request], found)
         run(single, [request], expected)
     check_same(found, expected, expected)
-    assert check_kept(requests, found) > 20 and max(by_call) == (1 if speculator else multi_step.MOST_STEPS)
+    assert check_kept(requests, found) > 20 and max(by_call) == (1 if speculator else multi_step.MAX_STEPS)
     assert num_accepted(several) == num_accepted(single) and bool(num_accepted(several)) == bool(speculator)
 
 
@@ -385,7 +385,7 @@ def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, mon
         engine.submit(request)
     while records[free.key].ended is None:
         records.take(engine.step())
-    assert records[slow.key].first is None and max(by_call) == multi_step.MOST_STEPS
+    assert records[slow.key].first is None and max(by_call) == multi_step.MAX_STEPS
     gate.set()
     run(engine, collector=records)
     assert records[slow.key].ended.error == ""

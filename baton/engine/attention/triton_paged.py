@@ -30,7 +30,7 @@ FIXED_TILE = 64  # rows: the least that a warp group multiplies on Hopper
 FIXED_SPLIT = 256  # positions
 FAST_FEW_TILE = 16  # rows: the least that tl.dot takes
 FAST_CHUNK_TILE = 128
-FAST_LEAST_SPLIT = 128  # positions
+FAST_MIN_SPLIT = 128  # positions
 PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
 MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
 # Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
@@ -40,7 +40,7 @@ WIDE_HEAD_DIM, MAX_HEAD_DIM, LATENT_BYTES = 256, 576, 164992
 NUM_STAGES = 3  # of what is read ahead; Triton's own choice
 # Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one program
 # walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results of an 8B model.
-FAST_DEALT_SPLIT, LEAST_DEALT, MOST_TILES, MOST_ITEMS = 512, 4, 1024, 2048
+FAST_DEALT_SPLIT, MIN_DEALT, MAX_TILES, MAX_ITEMS = 512, 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,10 @@ class TritonAttention(Attention):
     def _made(self, num_tiles: int, tile: int, query_len: int, longest: int, num_tokens: int) -> Launch:
         """A launch without its tensors."""
         split_len, num_splits, num_programs = self._splits(num_tiles, query_len, longest)
-        if num_splits > 1 or query_len > FEW_QUERIES or num_tiles > MOST_TILES:
+        if num_splits > 1 or query_len > FEW_QUERIES or num_tiles > MAX_TILES:
             return Launch(num_tiles, tile, split_len, num_splits, num_programs, num_tokens)
         num_sharing = max(1, self._wanted // self.shape.num_kv_heads)
-        split_len, most = self._dealt_split, max(1, min(MOST_ITEMS, num_tiles * -(-longest // self._dealt_split)))
+        split_len, most = self._dealt_split, max(1, min(MAX_ITEMS, num_tiles * -(-longest // self._dealt_split)))
         return Launch(num_tiles, tile, split_len, 1, 1, num_tokens, num_sharing=num_sharing, most_items=most)
 
     def _with_scratch(self, launch: Launch, table: SeqTable, num_rows: int, tile_rows: int) -> Launch:
@@ -185,7 +185,7 @@ class TritonAttention(Attention):
         self._kernels.deal[(launch.num_tiles,)](
             _or(launch.tiles, table.kv_lens), table.kv_lens, dealt["items"], dealt["owners"], launch.num_tiles,
             launch.tiles_per_seq, launch.split_len, launch.num_sharing, launch.most_items,
-            LEAST=LEAST_DEALT, BLOCK=MOST_TILES,
+            MIN=MIN_DEALT, BLOCK=MAX_TILES,
         )  # fmt: skip
         scratch = self._scratch((launch.most_items, shape.num_kv_heads, tile_rows), device)
         return replace(launch, tile_rows=tile_rows, **dealt, **scratch)
@@ -241,7 +241,7 @@ class TritonAttention(Attention):
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
             WINDOWED=window is not None, CAPPED=shape.softcap is not None, SINKS=shape.sinks,
-            PARTIAL=launch.num_splits > 1, SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT,
+            PARTIAL=launch.num_splits > 1, SHARED=is_dealt, MIN_SPLIT=FAST_MIN_SPLIT,
             num_warps=num_warps(launch.tile, self._block_d, group.form), num_stages=self._num_stages,
             enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
@@ -253,7 +253,7 @@ class TritonAttention(Attention):
             _or(launch.items, kv_lens), out, out.stride(0), window or 0, launch.split_len, launch.num_splits,
             launch.query_len, launch.tiles_per_seq, launch.tile_rows, GROUP=shape.group_size, HEAD_DIM=shape.head_dim,
             BLOCK_D=self._block_d, BLOCK_M=launch.tile, BLOCK_N=BLOCK_N, WINDOWED=window is not None, SINKS=shape.sinks,
-            SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
+            SHARED=is_dealt, MIN_SPLIT=FAST_MIN_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
     def _sinks_of(self, layer: int, fallback: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class FastTritonAttention(TritonAttention):
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
-        num_splits = max(1, min(wanted, -(-longest // FAST_LEAST_SPLIT)))
+        num_splits = max(1, min(wanted, -(-longest // FAST_MIN_SPLIT)))
         return 0, num_splits, num_splits
 
 

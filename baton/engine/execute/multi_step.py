@@ -33,7 +33,7 @@ from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Sequence
 from baton.engine.schedule.step_work import Drawn
 
-MOST_STEPS = 8
+MAX_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
 HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -105,7 +105,7 @@ class MultiStep:
         if failpoints.is_armed(*HURT):
             return 0
         is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
-        most = 1 if is_awaited else min(most, MOST_STEPS)
+        most = 1 if is_awaited else min(most, MAX_STEPS)
         for seq, begin, end in slices:
             num_tokens = _most_tokens(seq, end - begin)
             if num_tokens <= len(seq.draft_ids):

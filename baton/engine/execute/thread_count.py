@@ -17,7 +17,7 @@ import torch
 from baton.engine.core.shared_cores import SharedCores
 
 SHORT_ROWS = 32  # of a step: up to here its time hardly depends on them, and it takes no idle cores
-MOST_ROWS = 256  # what is longer is computed by all
+MAX_ROWS = 256  # what is longer is computed by all
 LAST = 5  # times of each that count, the median of them
 TRY_CALLS = 3  # running, before it is judged; the first one wakes or dismisses a thread and is not counted
 FIRST_INTERVAL, LAST_INTERVAL = 32, 4096  # calls between two tries: twice as many after each that changed nothing
@@ -90,7 +90,7 @@ class ThreadCount:
             self._num_threads = self._cores.take(is_long=num_rows > SHORT_ROWS)
         elif self._num_threads == 1:
             return
-        is_chosen = num_rows <= MOST_ROWS and self._is_measured and self._num_threads > 1
+        is_chosen = num_rows <= MAX_ROWS and self._is_measured and self._num_threads > 1
         self._choice = (
             self._choices.setdefault((self._num_threads, num_rows.bit_length()), _CallTimes()) if is_chosen else None
         )

@@ -34,7 +34,7 @@ def attend(
     log2_scale, log2_cap, window, block_size, split_len, num_splits, tiles_per_seq, num_sharing, tile_rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
-    SHARED: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL). SHARED: (num_sharing + tiles, kv
     heads), the first of which share the splits that `deal` has dealt out; tiles that have such splits are left to them.
@@ -94,7 +94,7 @@ def attend(
     )
     before = kv_len - query_len  # tokens before the first query
     if split_len == 0:
-        split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
+        split_len = spread(kv_len, num_splits, MIN_SPLIT, BLOCK_N)
     # The tile sees [begin, end); begin is on a border of spans.
     end = before + tl.minimum(query_len, (first_row + BLOCK_M - 1) // GROUP + 1)
     whole = before + first_row // GROUP + 1
@@ -174,10 +174,10 @@ def _queries(
 @triton.jit(do_not_specialize=["num_tiles", "tiles_per_seq", "split_len", "num_sharing", "most_items"])
 def deal(
     tiles, kv_lens, items, owners, num_tiles, tiles_per_seq, split_len, num_sharing, most_items,
-    LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    MIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Deal the splits of sequences out as items that programs share, where one program would walk more of them than each
-    has if all splits of the step were dealt evenly, and at least LEAST. Grid (tiles), at most BLOCK.
+    has if all splits of the step were dealt evenly, and at least MIN. Grid (tiles), at most BLOCK.
 
     items int32 [tiles + 1]: the first one of each tile, none where it is also the next one's; owners int32 [most_items]: the
     tile of each item. Tiles whose items are beyond most_items have none."""
@@ -188,7 +188,7 @@ def deal(
     else:
         seqs = tl.load(tiles + 2 * all_tiles, mask=there, other=0)
     counts = tl.cdiv(tl.load(kv_lens + seqs, mask=there, other=0), split_len)
-    fair = tl.maximum(tl.cdiv(tl.sum(counts, 0), num_sharing), LEAST)
+    fair = tl.maximum(tl.cdiv(tl.sum(counts, 0), num_sharing), MIN)
     counts = tl.where(counts > fair, counts, 0)
     counts = tl.where(tl.cumsum(counts, 0) <= most_items, counts, 0)
     tile = tl.program_id(0)
@@ -206,7 +206,7 @@ def combine(
     partials, stats, sinks, tokens, kv_lens, items, out, out_stride, window, split_len, num_splits, query_len, tiles_per_seq,
     tile_rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 5]: row of the batch,
     position, length of its sequence, its place among the new tokens of that, the first tile of that; not read where every
@@ -228,7 +228,7 @@ def combine(
     if position < 0:  # padding
         return
     if split_len == 0:
-        split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
+        split_len = spread(kv_len, num_splits, MIN_SPLIT, BLOCK_N)
     first = 0
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0) // split_len
@@ -265,9 +265,9 @@ def combine(
 
 
 @triton.jit
-def spread(kv_len, num_splits, LEAST_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions of a split: whole spans, as few as hold a sequence in num_splits of them, at least LEAST_SPLIT."""
-    return tl.maximum(tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N, LEAST_SPLIT)
+def spread(kv_len, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions of a split: whole spans, as few as hold a sequence in num_splits of them, at least MIN_SPLIT."""
+    return tl.maximum(tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
 
 
 @triton.jit

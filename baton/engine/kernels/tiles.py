@@ -81,11 +81,11 @@ def store_row(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.co
 
 
 @triton.jit
-def _level(x, scale, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """x / scale, half to even, within [LEAST, MOST]; 0 where the scale is."""
+def _level(x, scale, MIN: tl.constexpr, MAX: tl.constexpr):
+    """x / scale, half to even, within [MIN, MAX]; 0 where the scale is."""
     scale = scale.to(tl.float32)
     level = tl.where(scale == 0.0, 0.0, tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)))
-    level = tl.maximum(tl.minimum(level, MOST), LEAST)
+    level = tl.maximum(tl.minimum(level, MAX), MIN)
     return (level + ROUND) - ROUND
 
 
@@ -111,8 +111,8 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _on_grid(x, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """x rounded to a value with MANTISSA bits, of exponent LEAST or more: the cast that follows is exact."""
-    exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, LEAST)
+def _on_grid(x, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """x rounded to a value with MANTISSA bits, of exponent MIN_EXPONENT or more: the cast that follows is exact."""
+    exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, MIN_EXPONENT)
     quantum = ((exponent - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
     return ((x / quantum + ROUND) - ROUND) * quantum

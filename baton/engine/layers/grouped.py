@@ -19,7 +19,7 @@ from baton.engine.layers.row_parallel import RowParallelLinear
 from baton.engine.parallel.collectives import Collectives
 
 SORT_BLOCK, ADD_BLOCK = 1024, 1024
-LEAST_BINS = 128  # a histogram has one for each thread of its program
+MIN_BINS = 128  # a histogram has one for each thread of its program
 
 
 class SortedPlaces(NamedTuple):
@@ -38,7 +38,7 @@ def sort_places(owners: Tensor, num_owners: int, exact: bool) -> SortedPlaces:
     num_slots = min(num_places, num_owners) + num_places // tile
     order = torch.empty(num_places, dtype=torch.int32, device=owners.device)
     tiles = torch.empty(3, num_slots, dtype=torch.int32, device=owners.device)
-    bins = max(LEAST_BINS, triton.next_power_of_2(num_owners + 1))
+    bins = max(MIN_BINS, triton.next_power_of_2(num_owners + 1))
     kernels.sort[(num_owners,)](
         owners, order, tiles, num_places, num_slots, NUM_OWNERS=num_owners, BINS=bins, TILE=tile, BLOCK=SORT_BLOCK
     )

@@ -105,13 +105,13 @@ using namespace baton;
 
 int64_t baton_sum_ranks(Ranks* ranks, const void* part, int64_t part_kind, int64_t num_rows, int64_t size,
                         const float* bias, int64_t kind, void* to, int64_t num_threads) {
-  constexpr int64_t MOST = 8;
+  constexpr int64_t MAX_DEGREE = 8;
   const int64_t part_bytes = size * (part_kind == FP32 ? 4 : 2), width = kind == FP32 ? 4 : 2;
   const int64_t most_rows = ranks->capacity / part_bytes;
   for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
     const int64_t rows = std::min(most_rows, num_rows - begin);
     if (!meet(*ranks, static_cast<const char*>(part) + begin * part_bytes, rows * part_bytes)) return 1;
-    const char* parts[MOST];
+    const char* parts[MAX_DEGREE];
     for (int64_t rank = 0; rank < ranks->degree; ++rank) parts[rank] = said_by(*ranks, rank);
     char* const target = static_cast<char*>(to) + begin * size * width;
     const bool parallel = num_threads > 1 && rows * size > SERIAL_ELEMENTS;

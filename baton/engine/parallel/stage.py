@@ -7,7 +7,7 @@ import torch
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.model_spec import ModelSpec
 
-LEAST_TOKENS = 64  # of a micro-batch: below that a stage's time is that of reading its weights
+MIN_TOKENS = 64  # of a micro-batch: below that a stage's time is that of reading its weights
 MICRO_BATCHES = 4  # for each stage, at most: of 4 stages 3 of 19 turns are empty at each end
 
 
@@ -63,7 +63,7 @@ def micro_batches(batch: ForwardBatch, num_stages: int) -> list[tuple[int, Forwa
     """Return a step as parts of about equal numbers of tokens, each with its first row: while a stage computes one, the
     stage before it computes the next. A row has the same bits in any part."""
     num_tokens = len(batch.token_ids)
-    count = max(1, min(num_tokens // LEAST_TOKENS, MICRO_BATCHES * num_stages))
+    count = max(1, min(num_tokens // MIN_TOKENS, MICRO_BATCHES * num_stages))
     borders = [_before_drafts(batch, num_tokens * index // count) for index in range(count + 1)]
     return [(begin, rows_of(batch, begin, end)) for begin, end in zip(borders, borders[1:]) if begin < end]
 

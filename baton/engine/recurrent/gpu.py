@@ -28,7 +28,7 @@ ROWS, CHANNELS = 8, 128  # of the convolution at a time
 CHUNK = 64  # tokens of a prompt at a time: prompts are cut at spans of as many
 # fp32 elements of a state that a program holds: 32 registers a thread of four warps, or of one.
 FOUR_WARPS, ONE_WARP = 4096, 1024
-LEAST_PRODUCT, CHUNK_VALUES = 16, 32  # of a product's sides; of a head's values in one program
+MIN_PRODUCT, CHUNK_VALUES = 16, 32  # of a product's sides; of a head's values in one program
 CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GATED = 1024  # elements of a row that is not normed, at a time
 
@@ -156,7 +156,7 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
         spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
-        columns = max(LEAST_PRODUCT, triton.next_power_of_2(spec.state_size))
+        columns = max(MIN_PRODUCT, triton.next_power_of_2(spec.state_size))
         block = min(triton.next_power_of_2(spec.head_dim), max(1, FOUR_WARPS // columns))
         given = (
             inputs, own.step_bias, own.decay, own.skip, states, y, *self._sequences(plan), states.stride(0),
@@ -165,7 +165,7 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
         )  # fmt: skip
         constants = {"EXTRA": plan.extra, "BLOCK_N": columns, "num_warps": 4, "enable_fp_fusion": False}
         if chunk := self._chunk(plan):
-            wide = max(LEAST_PRODUCT, block)
+            wide = max(MIN_PRODUCT, block)
             scan_mamba2[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.head_dim, wide))](
                 *given, CHUNK=chunk, BLOCK_P=wide, **constants | CHUNK_OPTIONS
             )
@@ -194,7 +194,7 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
         spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
-        keys = max(LEAST_PRODUCT, triton.next_power_of_2(spec.key_dim))
+        keys = max(MIN_PRODUCT, triton.next_power_of_2(spec.key_dim))
         block, width = max(8, ONE_WARP // keys), inputs.shape[1]
         of_heads = spec.num_heads, spec.num_heads // spec.num_key_heads, spec.num_key_heads * spec.key_dim, spec.key_dim
         rest = states, y, *self._sequences(plan), states.stride(0), spec.tail_elements, *of_heads
@@ -206,7 +206,7 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
                 inputs, own.step_bias, own.decay, solved, *self._sequences(plan)[:3], *of_heads, width, CHUNK=chunk,
                 num_warps=4, **constants,
             )  # fmt: skip
-            wide = min(CHUNK_VALUES, max(LEAST_PRODUCT, triton.next_power_of_2(spec.value_dim)))
+            wide = min(CHUNK_VALUES, max(MIN_PRODUCT, triton.next_power_of_2(spec.value_dim)))
             scan_delta_net[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.value_dim, wide))](
                 inputs, own.step_bias, own.decay, solved, *rest, CHUNK=chunk, BLOCK_V=wide, **constants | CHUNK_OPTIONS
             )

@@ -29,7 +29,7 @@ from baton.engine.recurrent.native import (
     meeting,
     odd_size,
 )
-from baton.engine.weights.leaves import MOST_LEAVES
+from baton.engine.weights.leaves import MAX_LEAVES
 
 
 class _Mamba2(ctypes.Structure):
@@ -102,7 +102,7 @@ def _native_layer(
     """Holds addresses: the parameters and the collectives must live as long."""
     spec, num_norms = part.spec, part.whole.norm_groups or 1
     span = part.span_of(num_norms) if spec.norm_groups else 1
-    leaves = max(1, MOST_LEAVES // num_norms)  # of a norm over all ranks
+    leaves = max(1, MAX_LEAVES // num_norms)  # of a norm over all ranks
     while part.whole.inner_size // num_norms % (leaves * VECTOR):
         leaves //= 2
     return _Mamba2(

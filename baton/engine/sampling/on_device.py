@@ -19,7 +19,7 @@ from baton.engine.sampling.noise import noise_key
 from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
 
-MOST = 2**31 - 1  # that a word holds
+MAX_INT32 = 2**31 - 1  # that a word holds
 
 
 class DeviceSampler(Sampler):
@@ -65,7 +65,7 @@ def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
         filtered, changed = params.has_filters and not params.is_greedy, changes(params, row.min_tokens_left_bans)
         way = kernel.FILTERED if filtered else kernel.GREEDY if params.is_greedy else kernel.PLAIN
         floats.append((params.temperature or 1.0, *shares(params), *penalties(params)))
-        ways.append((way.value, min(params.top_k, MOST)))
+        ways.append((way.value, min(params.top_k, MAX_INT32)))
         first, mask, slot = end, -1, 0
         if changed:
             parts.append(

@@ -11,7 +11,7 @@ from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.sequence import Copies, Group, Sequence
 from kvtransfer.naming import SPAN_TOKENS
 
-LEAST_SEQS = 8  # of a turn: a step of 4 takes about as long as one of 8, which for the most part reads weights
+MIN_SEQS = 8  # of a turn: a step of 4 takes about as long as one of 8, which for the most part reads weights
 _rounds = count(1)
 _NUM_SPARE = 64  # deadlines kept that are past or of keys that have ended, and as many again as there are live ones
 
@@ -75,7 +75,7 @@ class StepEligibility:
             # Behind a chunk the next one of its prompt may go, but not where a state is kept as the chunk leaves it.
             self._busy = {seq.group for seq in self._ends if seq.group.prefilled or has_states}
             counts = Counter(seq.group for seq in running if seq.group.prefilled and seq.remaining == 1)
-            num_turns = max(1, min(num_stages, counts.total() // LEAST_SEQS))
+            num_turns = max(1, min(num_stages, counts.total() // MIN_SEQS))
             num_taken = sum(any(seq.group.prefilled for seq, _, _ in slices) for slices in in_flight)
             self._decoding = set() if num_taken >= num_turns else self._choose(counts, num_turns)
         self.has_short_chunks = self._decoding is not None and any(seq.group.prefilled for seq in running)

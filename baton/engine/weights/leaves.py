@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Outliers, Weight
 
-MOST_LEAVES = 8
+MAX_LEAVES = 8
 ROW_BLOCK = 128  # inputs that share an activation scale where an integer weight itself has no groups
 VECTOR = 16  # inputs: rows are padded to whole vectors, and a padded leaf would be another one
 
@@ -28,7 +28,7 @@ def leaves_of(weight: Weight) -> int:
             return 1
     unit = _inputs_per_sum(weight)
     unit = unit if unit % VECTOR == 0 else unit * VECTOR
-    leaves = MOST_LEAVES
+    leaves = MAX_LEAVES
     while num_in % (leaves * unit) and leaves > 1:
         leaves //= 2
     return leaves

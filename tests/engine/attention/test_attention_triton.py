@@ -210,7 +210,7 @@ def test_a_long_sequence_among_short_ones_is_shared_by_programs(name, lengths, d
     shared = [attended(backend, pool, batch, layer, q) for layer in range(2)]
     for wanted, most in ((6, 7), (6, 1), (1 << 20, 2048)):  # room for one of them; for none; all KV split
         monkeypatch.setattr(backend, "_wanted", wanted)
-        monkeypatch.setattr(triton_paged, "MOST_ITEMS", most)
+        monkeypatch.setattr(triton_paged, "MAX_ITEMS", most)
         (other,) = backend.plan(batch, pool).launches
         assert wanted > 6 or int(other.items[-1]) == (7 if most == 7 else 0)
         for layer in range(2):

@@ -9,7 +9,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step, thread_count
-from baton.engine.execute.thread_count import LAST_INTERVAL, MOST_ROWS, ThreadCount
+from baton.engine.execute.thread_count import LAST_INTERVAL, MAX_ROWS, ThreadCount
 from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import make_request, run
 
@@ -76,7 +76,7 @@ def test_the_rows_of_a_long_step_count(monkeypatch):
 
 def test_long_steps_are_computed_by_all(monkeypatch):
     machine = Machine(monkeypatch, 2, lambda threads, rows: threads)
-    assert {machine.call(MOST_ROWS + 1) for _ in range(200)} == {2}
+    assert {machine.call(MAX_ROWS + 1) for _ in range(200)} == {2}
 
 
 def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
@@ -84,7 +84,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
     machine.call(1)
     machine.count.begin(1)
     machine.now += 100  # it raised, and passed nothing
-    assert machine.call(MOST_ROWS + 1) == 2
+    assert machine.call(MAX_ROWS + 1) == 2
     machine.call(1)
     assert {each for times in machine.count._choices[2, 1].times.values() for each in times} == {1.0}
 
@@ -103,12 +103,12 @@ def test_a_prompt_takes_the_cores_of_those_that_are_idle(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, 1, lambda threads, rows: 1.0)
     own, *others = (SharedCores(tmp_path) for _ in range(4))
     machine.count.share(own)
-    assert machine.call(MOST_ROWS + 1) == 8 and machine.call(1) in (1, 2)
+    assert machine.call(MAX_ROWS + 1) == 8 and machine.call(1) in (1, 2)
     others[0].take(is_long=False)
-    assert machine.call(MOST_ROWS + 1) == 6
+    assert machine.call(MAX_ROWS + 1) == 6
     for each in others:
         each.take(is_long=True)
-    assert machine.call(MOST_ROWS + 1) == 2
+    assert machine.call(MAX_ROWS + 1) == 2
     machine.count.rest()
     assert others[0].take(is_long=True) == 4
     for each in (own, *others):

@@ -71,7 +71,7 @@ def attend(
         "BLOCK_N": triton_paged.BLOCK_N,
         "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "SINKS": sinks, "PARTIAL": partial,
         "SHARED": shared,
-        "LEAST_SPLIT": 128,
+        "MIN_SPLIT": 128,
     }  # fmt: skip
     warps = triton_paged.num_warps(tile, block_d, form)
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion, stages)
@@ -82,7 +82,7 @@ def combine(capability: int):
     pointers |= dict.fromkeys(("tokens", "kv_lens", "items"), "int32")
     constants = {
         "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": 64, "BLOCK_N": triton_paged.BLOCK_N, "WINDOWED": False,
-        "SINKS": False, "SHARED": False, "LEAST_SPLIT": 128,
+        "SINKS": False, "SHARED": False, "MIN_SPLIT": 128,
     }  # fmt: skip
     return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
 

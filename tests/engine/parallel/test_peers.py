@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),
     pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
 ]
-MOST_ROWS = 4
+MAX_ROWS = 4
 
 
 class Pages:
@@ -45,7 +45,7 @@ def reach(monkeypatch):
     monkeypatch.setattr(add_ranks, "add_peers", locked)
 
     def reach_all(ends, swapped: bool = False) -> None:
-        buffers = [torch.zeros(8 * MOST_ROWS * SIZE, dtype=torch.uint8) for _ in ends]
+        buffers = [torch.zeros(8 * MAX_ROWS * SIZE, dtype=torch.uint8) for _ in ends]
         meet = threading.Barrier(len(ends))
 
         def make(store, shard, device, num_bytes):
@@ -55,7 +55,7 @@ def reach(monkeypatch):
                 pages.addresses = [pages.addresses[0]] * len(ends)
             return pages
 
-        together(ends, lambda end: end.reach(MOST_ROWS * SIZE, make))
+        together(ends, lambda end: end.reach(MAX_ROWS * SIZE, make))
 
     return reach_all
 
@@ -70,7 +70,7 @@ def test_sums_have_the_bits_of_shared_memory(degree, dtype, reach, monkeypatch):
         reach(ends)
         assert all(end.peers is not None for end in ends)
         monkeypatch.setattr(DistributedCollectives, "_all", lambda self, call: calls.append(0) or call_all(self, call))
-        for num_rows in (MOST_ROWS, 1, MOST_ROWS + 1):
+        for num_rows in (MAX_ROWS, 1, MAX_ROWS + 1):
             parts = parts_of(degree, num_rows)
 
             def add(end):
@@ -78,7 +78,7 @@ def test_sums_have_the_bits_of_shared_memory(degree, dtype, reach, monkeypatch):
 
             found, wanted = together(ends, add), together(collectives_of(degree), add)
             assert all(torch.equal(rows, wanted[0]) for rows in found)
-            assert len(calls) == (2 * degree if num_rows > MOST_ROWS else 0)
+            assert len(calls) == (2 * degree if num_rows > MAX_ROWS else 0)
 
 
 def test_memory_that_gives_other_bits_is_not_used(reach):

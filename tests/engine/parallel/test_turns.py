@@ -13,7 +13,7 @@ from baton.engine.engine import Engine
 from baton.engine.execute.launcher import StagedLauncher
 from baton.engine.kv.pool import KVPool
 from baton.engine.schedule import groups
-from baton.engine.schedule.groups import LEAST_SEQS
+from baton.engine.schedule.groups import MIN_SEQS
 from tests.support.engine.toys import (
     VOCAB,
     Collector,
@@ -107,7 +107,7 @@ def of_tenants(chance: random.Random, index: int):
 def test_random_lives(seed, num_stages, options, made, monkeypatch):
     """Submitted, cancelled, parked and resumed, preempted, stopped, found again in the cache; also of two tenants in the
     end. Turns of one sequence, as few live at a time."""
-    monkeypatch.setattr(groups, "LEAST_SEQS", 1)
+    monkeypatch.setattr(groups, "MIN_SEQS", 1)
     engine = staged_engine(num_stages, seed, max_num_batched_tokens=256, **options)
     turns = turns_of(engine)
     for request, record in random_lives(engine, random.Random(seed), 90, made):
@@ -148,11 +148,11 @@ def decoding(num_stages: int, count: int, **options) -> tuple[Engine, Collector,
 @pytest.mark.parametrize(
     ("num_stages", "count", "sizes"),
     [
-        (2, 2 * LEAST_SEQS - 1, [2 * LEAST_SEQS - 1]),
-        (2, 2 * LEAST_SEQS, [LEAST_SEQS, LEAST_SEQS]),
-        (2, 4 * LEAST_SEQS - 1, [2 * LEAST_SEQS - 1, 2 * LEAST_SEQS]),
-        (3, 3 * LEAST_SEQS, [LEAST_SEQS] * 3),
-        (4, 2 * LEAST_SEQS + 1, [LEAST_SEQS, LEAST_SEQS + 1]),
+        (2, 2 * MIN_SEQS - 1, [2 * MIN_SEQS - 1]),
+        (2, 2 * MIN_SEQS, [MIN_SEQS, MIN_SEQS]),
+        (2, 4 * MIN_SEQS - 1, [2 * MIN_SEQS - 1, 2 * MIN_SEQS]),
+        (3, 3 * MIN_SEQS, [MIN_SEQS] * 3),
+        (4, 2 * MIN_SEQS + 1, [MIN_SEQS, MIN_SEQS + 1]),
     ],
 )
 def test_each_stage_has_an_equal_part_and_nobody_waits_for_more_than_the_others(num_stages, count, sizes):
@@ -195,7 +195,7 @@ def test_turns_are_made_anew_as_sequences_come_and_go():
 
 def test_nobody_starves_where_no_step_may_follow():
     """For lack of blocks, say: who was computed last waits."""
-    engine, records, requests = decoding(2, 2 * LEAST_SEQS)
+    engine, records, requests = decoding(2, 2 * MIN_SEQS)
     engine.scheduler.follow = lambda *given: []
     while engine._flights:
         records.take(engine.step())
@@ -203,14 +203,14 @@ def test_nobody_starves_where_no_step_may_follow():
     for _ in range(6):
         records.take(engine.step())
     for launch, following in zip(launches, launches[1:]):
-        assert len(launch) == LEAST_SEQS and len({name for name, _, _ in (*launch, *following)}) == 2 * LEAST_SEQS
+        assert len(launch) == MIN_SEQS and len({name for name, _, _ in (*launch, *following)}) == 2 * MIN_SEQS
     run(engine, collector=records)
     assert all(records[request.key].answer() == toy_answer(request) for request in requests)
 
 
 def test_few_sequences_are_computed_as_without_stages():
     """In as many steps, each given out by the call that began it."""
-    requests = [make_request(f"r{index}", ids_of(20, index), 10) for index in range(LEAST_SEQS)]
+    requests = [make_request(f"r{index}", ids_of(20, index), 10) for index in range(MIN_SEQS)]
     plain, engine = toy_engine(**OPTIONS), staged_engine(2, **OPTIONS)
     expected, found = run(plain, requests), Collector()
     for request in requests:

@@ -27,10 +27,10 @@ def _product(a, b):
 
 
 @triton.jit
-def _between(sums, LEAST: tl.constexpr, CHUNK: tl.constexpr):
-    """What is left at token t of what token j has written, [t, j], where t - j >= LEAST; else 0."""
+def _between(sums, MIN: tl.constexpr, CHUNK: tl.constexpr):
+    """What is left at token t of what token j has written, [t, j], where t - j >= MIN; else 0."""
     tokens = tl.arange(0, CHUNK)
-    behind = tokens[:, None] - tokens[None, :] >= LEAST
+    behind = tokens[:, None] - tokens[None, :] >= MIN
     return tl.exp(tl.where(behind, sums[:, None] - sums[None, :], float("-inf")))
 
 

@@ -13,9 +13,9 @@ constexpr int64_t TILE = 4;     // ranks, or vectors of outputs
 constexpr int64_t INPUTS = 32;  // of a rank that lie side by side, those of the next rank behind them
 constexpr int64_t AHEAD = 4096; // bytes, as far as weights are fetched: each is read once a step
 #ifdef BATON_AVX512
-constexpr int MOST_ROWS = 4;  // of a tile: 16 sums in 32 registers
+constexpr int MAX_TILE_ROWS = 4;  // of a tile: 16 sums in 32 registers
 #else
-constexpr int MOST_ROWS = 1;
+constexpr int MAX_TILE_ROWS = 1;
 #endif
 constexpr int64_t CHUNK = 32;             // rows of a task, which read the same ranks
 constexpr int64_t SERIAL_WORK = 1 << 16;  // multiplications, of weights from memory: less than waking a second thread
@@ -37,9 +37,9 @@ struct Task {
 template <class Tile>
 void in_tiles(int64_t num_rows, Tile tile) {
   int64_t row = 0;
-  if constexpr (MOST_ROWS == 4)
+  if constexpr (MAX_TILE_ROWS == 4)
     for (; row + 4 <= num_rows; row += 4) tile(row, std::integral_constant<int, 4>());
-  if constexpr (MOST_ROWS == 4)
+  if constexpr (MAX_TILE_ROWS == 4)
     for (; row + 2 <= num_rows; row += 2) tile(row, std::integral_constant<int, 2>());
   for (; row < num_rows; row++) tile(row, std::integral_constant<int, 1>());
 }

@@ -18,8 +18,8 @@ constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than
 // A thread takes neighbouring panels, so that what the processor fetches beyond the end of one is not lost: one row of 8192 x
 // 2048 int4 on two threads at 47 instead of 34 GB/s (AVX2), of int8 at 57 instead of 50.
 constexpr int64_t RUN_BYTES = 1 << 19;
-constexpr int64_t LEAST_RUNS = 4;      // of a thread, where there are panels enough
-constexpr int64_t MOST_RUN_ROWS = 16;  // of more a panel takes so long that threads end together only if they take one
+constexpr int64_t MIN_RUNS = 4;      // of a thread, where there are panels enough
+constexpr int64_t MAX_RUN_ROWS = 16;  // of more a panel takes so long that threads end together only if they take one
 
 int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP32 ? 4 : 2; }
 bool in_parts(const Linear& linear) { return linear.num_leaves > 1 && !adds_leaves(linear); }
@@ -142,7 +142,7 @@ void baton::multiply_all(const Product* products, int64_t num_products, int64_t 
     prepare_row(*own->product.linear, own->product.x, own->product.largest, row - own->first_row, own->rows);
   };
   const int64_t run_of_bytes = RUN_BYTES * num_panels / std::max<int64_t>(1, weight_bytes);
-  const int64_t longest = num_rows > MOST_RUN_ROWS ? 1 : num_panels / (LEAST_RUNS * num_threads);
+  const int64_t longest = num_rows > MAX_RUN_ROWS ? 1 : num_panels / (MIN_RUNS * num_threads);
   const int64_t run = std::max<int64_t>(1, std::min(run_of_bytes, longest));
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)

@@ -9,7 +9,7 @@ TRIAL_WIDTHS = (2, 1, 4)  # in turn: one width alone gives no slope
 LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and go
 LOOK_SHARE = 0.01  # of the time of plain steps, for looks: between two of them are more steps where these are short
 # Where no try can be paid: a look takes the demo half a plain step, with the call of several steps that it cuts in two.
-MOST_LOOK_INTERVAL = 128
+MAX_LOOK_INTERVAL = 128
 # Of what costs next to nothing, in a small batch; while looks gain something two are ever further apart: 1, 2, 2, 4, 4, 8 steps.
 VAIN_INTERVAL = 8
 FIRST_WORTH = 2.0  # plain steps: what a look is taken to gain before it is known
@@ -63,8 +63,8 @@ class ProposerState:
         self.num_vain += 1
         interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
         if not is_quick and not self.is_trying:
-            interval = MOST_LOOK_INTERVAL
-        interval = min(max(interval, round(self.look_steps / LOOK_SHARE)), MOST_LOOK_INTERVAL)
+            interval = MAX_LOOK_INTERVAL
+        interval = min(max(interval, round(self.look_steps / LOOK_SHARE)), MAX_LOOK_INTERVAL)
         if is_quick and self.look_worth > 0:
             interval = min(interval, 1 << min(self.num_vain // 2, 10))
         self.interval, self.rests_until, self.bucket = interval, step + interval, num_seqs.bit_length()

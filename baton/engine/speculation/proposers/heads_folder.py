@@ -13,7 +13,7 @@ from baton.engine.weights.tensors import Weights
 KINDS = ("medusa", "eagle")
 MARK = "target_mark"  # a tensor beside the weights
 MARK_ROWS = 256
-LEAST_LIKENESS = 0.9  # cosine; the same model in four bits is above 0.98, another one of the same shape near 0
+MIN_LIKENESS = 0.9  # cosine; the same model in four bits is above 0.98, another one of the same shape near 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class HeadsFolder:
         folder = cls(path, config, Weights(path))
         mark = target_mark(model)
         likeness = torch.cosine_similarity(folder.read(MARK, mark.numel()), mark, dim=0).item()
-        if not likeness >= LEAST_LIKENESS:
+        if not likeness >= MIN_LIKENESS:
             raise ValueError(
                 f"{path}: trained for another model ({config.get('target')}), not for {model.spec.name}; "
                 "make heads for it with baton train-draft"

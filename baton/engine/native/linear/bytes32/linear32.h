@@ -72,7 +72,7 @@ inline float* next_leaf(float* sums, int64_t plane, int64_t leaf) {
   return sums + plane;
 }
 
-constexpr int64_t MOST_PLANES = 4;  // of 8 leaves
+constexpr int64_t MAX_PLANES = 4;  // of 8 leaves
 inline int64_t num_planes(const Linear& linear) { return 1 + __builtin_ctzll(linear.num_leaves); }
 
 // Inputs [k0, k1) of 16 outputs, unpacked.

@@ -193,7 +193,7 @@ template <int64_t KIND>
 void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
   const float* x = reinterpret_cast<const float*>(rows.values);
-  float planes[MOST_PLANES * PANEL], *last = planes;
+  float planes[MAX_PLANES * PANEL], *last = planes;
   const int64_t leaf_groups = linear.num_groups / linear.num_leaves;
   int64_t leaf = 0, leaf_left = leaf_groups;
   for (int64_t g = 0; g < linear.num_groups; ++g) {

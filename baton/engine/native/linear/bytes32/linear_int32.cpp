@@ -94,7 +94,7 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const int64_t group = linear.group, step = Integers<KIND>::bytes(group);
   const uint8_t* w = linear.values + panel * Integers<KIND>::bytes(linear.padded_in);
   const char* x = rows.values;
-  float planes[(TREE ? MOST_PLANES : 1) * PANEL] = {};
+  float planes[(TREE ? MAX_PLANES : 1) * PANEL] = {};
   int64_t scale = panel * linear.num_scales * PANEL, sums_left = linear.groups_per_scale;
   const int64_t leaf_groups = linear.num_groups / linear.num_leaves;
   [[maybe_unused]] float* leaf_sums = planes;
