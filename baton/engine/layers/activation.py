@@ -24,11 +24,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * size], gates first -> silu(gate) * up [T, size]."""
-    return gated(gate_up, "silu")
-
-
 def gated(gate_up: Tensor, name: str) -> Tensor:
     """[T, 2 * size], gates first -> activated gate * up [T, size]."""
     gate, up = gate_up.chunk(2, dim=1)

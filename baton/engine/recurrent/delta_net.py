@@ -61,7 +61,7 @@ class DeltaNetMixer(Mixer[DeltaNetSpec]):
 
     def __init__(
         self, part: StatePart[DeltaNetSpec], parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype, collectives: Collectives | None = None,
+        dtype: torch.dtype, collectives: Collectives | None,
     ):  # fmt: skip
         self._parameters = parameters
         struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)

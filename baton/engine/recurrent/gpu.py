@@ -149,7 +149,7 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
 
     def __init__(
         self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
-        exact: bool = True,
+        exact: bool,
     ):  # fmt: skip
         super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output, exact)
         self._parameters = parameters
@@ -186,7 +186,7 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
 
     def __init__(
         self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
-        exact: bool = True,
+        exact: bool,
     ):  # fmt: skip
         super().__init__(spec, parameters.conv_weight, None, projection, output, exact)
         self._parameters = parameters

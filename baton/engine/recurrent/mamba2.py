@@ -62,7 +62,7 @@ class Mamba2Mixer(Mixer[Mamba2Spec]):
 
     def __init__(
         self, part: StatePart[Mamba2Spec], parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype, collectives: Collectives | None = None,
+        dtype: torch.dtype, collectives: Collectives | None,
     ):  # fmt: skip
         self._parameters = parameters
         struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)

@@ -5,8 +5,6 @@ in a batch, with a draft or without. The bits are SplitMix64's: the generator se
 (seed, choice, position), at index token id. Integers wrap at 64 bits alike in Python and torch.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -39,13 +37,6 @@ def gumbel(uniforms: Tensor) -> Tensor:
     """Return Gumbel noise of uniforms [...], in their shape and precision. Small uniforms are the winners: that end has
     the resolution."""
     return torch.log1p(-uniforms).neg_().log_().neg_()
-
-
-def noise(seed: int, choice: int, position: int, token_id: int) -> float:
-    """The noise of one token, in plain Python: what the vectors above compute."""
-    key = noise_key(seed, choice, position) & MASK
-    drawn = ((_mix((key + GOLDEN * token_id) & MASK) >> 11) + 0.5) * 2.0**-53
-    return -math.log(-math.log1p(-drawn))
 
 
 def _mix(x: int) -> int:

@@ -17,7 +17,7 @@ from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Amounts, Shares
-from baton.protocol import KV_FULL, NO_ADAPTER, TOO_LONG
+from baton.protocol import KV_FULL, TOO_LONG
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -30,9 +30,8 @@ class Admission:
 
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares,
-        adapters: Adapters | None = None,
+        adapters: Adapters,
     ):  # fmt: skip
-        """Without `adapters` no request may name one."""
         self.config = config
         self.layout = layout
         self.lifecycle = lifecycle
@@ -229,8 +228,6 @@ class Admission:
         grammars for its constraint."""
         group = Group(request, holder)
         if request.adapter:
-            if self.adapters is None:
-                raise Refusal(NO_ADAPTER, retry_after_s=0.0)
             group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
         if request.constraint is not None and self.lifecycle.grammars is None:
             raise ValueError("constraint: there are no grammars over this model's tokenizer")

@@ -32,7 +32,7 @@ class GroupLifecycle:
 
     def __init__(
         self, layout: KVLayout, ledger: Ledger, inbox: Inbox, groups: Groups, scheduler: Scheduler,
-        grammars: Grammars | None = None,
+        grammars: Grammars | None,
     ):  # fmt: skip
         """Without `grammars` no group has a constraint."""
         self.layout = layout

@@ -20,7 +20,7 @@ def round_symmetric(weight: Tensor, bits: int, group: int | None = None, activat
     return _int_weight(q, bits, scales, None, activations)
 
 
-def round_asymmetric(weight: Tensor, bits: int, group: int | None = None) -> IntWeight:
+def round_asymmetric(weight: Tensor, bits: int, group: int | None) -> IntWeight:
     """u = round(w / s) + z with s = (max - min) / (2 ** bits - 1) per row and group; w = s * (u - z).
 
     z is an integer, so that files that store zero points can hold it; 0 is within [min, max] and so exact.

@@ -11,7 +11,7 @@ from baton.engine.attention.selection import BACKENDS, choose
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
 from baton.engine.kv.pool import KVPool
-from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
+from baton.engine.layers.activation import VECTOR_STRIDE, gated
 from baton.engine.layers.linear import packed, quantized
 from baton.engine.layers.linear.dense import DenseLinear
 from baton.engine.layers.linear.packed import PackedLinear
@@ -116,7 +116,7 @@ def test_rms_norm(size, form, threads):
 @pytest.mark.parametrize("size", [VECTOR_STRIDE, 5 * VECTOR_STRIDE, 24 * VECTOR_STRIDE])
 def test_swiglu(size, form, threads):
     torch.manual_seed(0)
-    assert_rows_equal(swiglu, torch.randn(512, 2 * size).to(DTYPES[form]) * 3)
+    assert_rows_equal(lambda x: gated(x, "silu"), torch.randn(512, 2 * size).to(DTYPES[form]) * 3)
 
 
 HEADS = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "gqa-odd": (6, 2, 80), "mqa": (5, 1, 32)}

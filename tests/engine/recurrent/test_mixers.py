@@ -60,7 +60,7 @@ def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
         own = DeltaNetParameters(
             torch.randn(spec.taps, spec.conv_size), torch.randn(spec.num_heads), decay, norm_weight
         )
-        return DeltaNetMixer(StatePart(spec), own, lambda x: x, lambda x: x, dtype)
+        return DeltaNetMixer(StatePart(spec), own, lambda x: x, lambda x: x, dtype, None)
     parameters = Mamba2Parameters(
         conv_weight=torch.randn(spec.taps, spec.conv_size),
         conv_bias=torch.randn(spec.conv_size) if spec.conv_bias else None,
@@ -69,7 +69,7 @@ def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
         skip=torch.randn(spec.num_heads),
         norm_weight=torch.rand(spec.inner_size) if spec.norm_groups else None,
     )
-    return Mamba2Mixer(StatePart(spec), parameters, lambda x: x, lambda x: x, dtype)  # rows are projected already
+    return Mamba2Mixer(StatePart(spec), parameters, lambda x: x, lambda x: x, dtype, None)  # rows are projected already
 
 
 def without_kernels(monkeypatch) -> None:

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from baton.engine.sampling.filters import candidates
-from baton.engine.sampling.noise import gumbel, noise, noise_key, uniform
+from baton.engine.sampling.noise import GOLDEN, MASK, MIX_1, MIX_2, gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import penalize
 from baton.engine.sampling.sampler import Sampler, SampleRow, sample_row
 from baton.sampling_params import SamplingParams
@@ -158,6 +158,14 @@ def test_top_k_one_is_greedy():
 
 
 # ---- noise ----
+
+
+def noise(seed: int, choice: int, position: int, token_id: int) -> float:
+    """The noise of one token, in plain Python: what the vectors compute."""
+    x = (noise_key(seed, choice, position) + GOLDEN * (token_id + 1)) & MASK
+    x = ((x ^ (x >> 30)) * MIX_1) & MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & MASK
+    return -math.log(-math.log1p(-(((x ^ (x >> 31)) >> 11) + 0.5) * 2.0**-53))
 
 
 def test_noise_is_a_function_of_its_key():

@@ -3,6 +3,7 @@ and exactly one end. No model computes; what the loop would do is done by hand."
 
 import pytest
 
+from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken, Key, RequestEnded
 from baton.engine.kv.ledger import Holder, Ledger
@@ -51,8 +52,8 @@ class Bench:
         self.ledger, self.inbox, groups, lengths = Ledger(NUM_BLOCKS, BLOCK_SIZE), Inbox(), Groups(), OutputLengths()
         shares = Shares(config, layout, self.ledger, groups)
         self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths, Copies(no_copy, no_copy))
-        self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler)
-        self.admission = Admission(config, layout, self.lifecycle, shares)
+        self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler, None)
+        self.admission = Admission(config, layout, self.lifecycle, shares, Adapters(None))
         self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
         self.group: Group | None = None
         self.ends: list[RequestEnded] = []

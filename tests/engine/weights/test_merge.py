@@ -41,7 +41,7 @@ FORMS = {
     "bf16": lambda w: DenseWeight(w.bfloat16()),
     "int8-dynamic": lambda w: round_symmetric(w, 8, activations="dynamic"),
     "int8-g32": lambda w: round_symmetric(w, 8, 32),
-    "int4-asym": lambda w: round_asymmetric(w, 4),
+    "int4-asym": lambda w: round_asymmetric(w, 4, None),
     "int4-g32-asym": lambda w: round_asymmetric(w, 4, 32),
     "int4-g32-asym-order": ordered,
     "int8-outliers": with_outliers,
