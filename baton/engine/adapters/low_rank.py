@@ -52,10 +52,10 @@ class LowRanks:
 
     def __init__(
         self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device,
-        share: Callable[[int], range] = range,
+        range_of: Callable[[int], range] = range,
     ):  # fmt: skip
-        """`share`: which of so many outputs this process has, where ranks share them."""
-        self._folder, self._make, self._dtype, self._device, self._share = folder, make, dtype, device, share
+        """`range_of`: which of so many outputs this process has, where ranks share them."""
+        self._folder, self._make, self._dtype, self._device, self._range_of = folder, make, dtype, device, range_of
 
     def read(
         self,
@@ -82,7 +82,7 @@ class LowRanks:
             up = torch.zeros(size, 0) if pair is None else pair[1]
             up = up if order is None else up[order]
             padded = [F.pad(part, (0, 0, 0, rows)) for part in up.chunk(parts)]
-            ups.append(torch.cat([part[self._share(len(part))] for part in padded] if column_parallel else padded))
+            ups.append(torch.cat([part[self._range_of(len(part))] for part in padded] if column_parallel else padded))
         return self._make(self._held(F.pad(down, (0, columns))), [self._held(up) for up in ups])
 
     def _held(self, values: Tensor) -> Tensor:

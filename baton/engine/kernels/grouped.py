@@ -64,13 +64,13 @@ def sort(
 def multiply_grouped(
     x, w, scales, offsets, bias, x_scales, y, order, tiles,
     num_slots, num_rows, num_owners, num_out, num_in, x_stride, w_stride, group, num_groups, segment_len, num_segments,
-    SHARE: tl.constexpr, SCATTERS: tl.constexpr, KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr,
+    TOP_K: tl.constexpr, SCATTERS: tl.constexpr, KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr,
     BIAS: tl.constexpr, TREE: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, tiles of out). Weights, scales, offsets and biases of all owners are one above the other.
 
-    SHARE: places to a row of x, neighbours; 0: x is in the order of `order`. SCATTERS: y is in the order of places, else
+    TOP_K: places to a row of x, neighbours; 0: x is in the order of `order`. SCATTERS: y is in the order of places, else
     in that of `order`. BLOCK_M: rows of a tile, as `sort` cut them. Without `tiles` each of `num_rows` rows has a place for
     every owner, one after the other, and x and y a row for each; slots are as many for each. Else as of `multiply`.
     """
@@ -89,9 +89,9 @@ def multiply_grouped(
         sorted_rows = tl.load(tiles + num_slots + slot) + tl.arange(0, BLOCK_M)
         row_mask = sorted_rows < tl.load(tiles + 2 * num_slots + slot)
         places = sorted_rows
-        if SHARE > 0 or SCATTERS:
+        if TOP_K > 0 or SCATTERS:
             places = tl.load(order + sorted_rows, mask=row_mask, other=0)
-        rows = places // SHARE if SHARE > 0 else sorted_rows
+        rows = places // TOP_K if TOP_K > 0 else sorted_rows
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
     above = owner.to(tl.int64) * num_out  # outputs of the weights above

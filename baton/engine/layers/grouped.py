@@ -85,12 +85,12 @@ class GroupedLinear:
             forms.add((linear.key, linear.rounding, linear.leaves, linear.bias is None))
         return "" if len(forms) == 1 else "weights differ in form"
 
-    def __call__(self, x: Tensor | RoundedRows, places: SortedPlaces, share: int = 0, scatters: bool = False) -> Tensor:
-        """Return [places, out_features]. `share`: places of a row of x, neighbours; 0: x has a row for each, in their sorted
+    def __call__(self, x: Tensor | RoundedRows, places: SortedPlaces, top_k: int = 0, scatters: bool = False) -> Tensor:
+        """Return [places, out_features]. `top_k`: places of a row of x, neighbours; 0: x has a row for each, in their sorted
         order. `scatters`: y in the order of places as they came, else as they are sorted."""
         x, x_scales = self._one.activated(x, None)
         y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype_of_y, device=x.device)
-        self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, share, scatters)
+        self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, top_k, scatters)
         return y
 
     def each(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class GroupedLinear:
 
     def _launch(
         self, x: Tensor, x_scales: Tensor | None, y: Tensor, tile: int, num_slots: int, num_rows: int,
-        places: SortedPlaces | None, share: int, scatters: bool,
+        places: SortedPlaces | None, top_k: int, scatters: bool,
     ) -> None:  # fmt: skip
         one, stored, constants = self._one, self._one.stored, self._one.constants(tile)
         order, tiles = (None, None) if places is None else places[:2]
@@ -113,7 +113,7 @@ class GroupedLinear:
             x, self._values, self._scales, self._offsets, self._bias, x_scales, y, order, tiles,
             num_slots, num_rows, len(self._values), stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
             stored.group, stored.num_in // stored.group, one.segment_len, one.num_segments,
-            SHARE=share, SCATTERS=scatters, **constants,
+            TOP_K=top_k, SCATTERS=scatters, **constants,
         )  # fmt: skip
 
 
@@ -144,10 +144,10 @@ class GroupedExperts:
         chose them."""
         num_rows, num_chosen = chosen.shape
         places = sort_places(chosen.flatten(), self._num_experts, self._down.batch_invariant)
-        share = num_chosen
+        top_k = num_chosen
         if self._scales_inputs:
-            x, share = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1), 1
-        gate_up = self._gate_up(x, places, share)
+            x, top_k = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1), 1
+        gate_up = self._gate_up(x, places, top_k)
         rounding = self._down.rounding
         moved = swiglu(gate_up, self._clamp) if rounding is None else swiglu_rounded(gate_up, rounding, self._clamp)
         said, ranks = self._down(moved, places, scatters=True), self._collectives

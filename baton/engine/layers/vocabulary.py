@@ -14,7 +14,7 @@ class VocabularyEmbedding:
 
     def __init__(self, table: Callable[[Tensor], Tensor], vocab_size: int, collectives: Collectives):
         """`table`: the lookup of all tokens, or in the part of the head that this rank has packed."""
-        self._own, self._collectives = collectives.shard.share(vocab_size), collectives
+        self._own, self._collectives = collectives.shard.range_of(vocab_size), collectives
         self._table, self._first = table, 0 if isinstance(table, PackedEmbedding) else self._own.start
 
     def __call__(self, token_ids: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class Model:
 
     def _made_ready(self, name: str, lora: LoraFolder) -> Adapter:
         shard = WHOLE if self.collectives is None else self.collectives.shard
-        low_ranks = LowRanks(lora, self._make_low_rank, self.dtype, self.device, shard.share)
+        low_ranks = LowRanks(lora, self._make_low_rank, self.dtype, self.device, shard.range_of)
         layers = [read_low_ranks(self.spec, index, low_ranks, shard) for index in range(self.spec.num_layers)]
         lora.check_all_read()
         own = (each if index in self.own_layers else {} for index, each in enumerate(layers))

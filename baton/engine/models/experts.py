@@ -65,7 +65,7 @@ class Experts:
             self.correction = source.exact(prefix + experts.correction, experts.num_experts)
         self._collectives, shard = linears.collectives, linears.shard
         # That this rank has, whole or a part of each; the others are None.
-        self.own = shard.share(experts.num_experts) if shard.whole_experts else range(experts.num_experts)
+        self.own = shard.range_of(experts.num_experts) if shard.whole_experts else range(experts.num_experts)
         self.gate_up: list[LinearKernel | None] = [None] * experts.num_experts
         self.down: list[LinearKernel | None] = [None] * experts.num_experts
         if not experts.stacked:

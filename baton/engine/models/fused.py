@@ -40,8 +40,8 @@ class _Norm(ctypes.Structure):
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("kind", _INT), ("is_layer_norm", _INT)]
 
 
-class _Shared(ctypes.Structure):
-    """`Shared` of native/layers/fused.h."""
+class _RowParallel(ctypes.Structure):
+    """`RowParallel` of native/layers/fused.h."""
 
     _fields_ = [("bias", _POINTER), ("order", _POINTER)]
 
@@ -52,8 +52,8 @@ class _Experts(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("num_experts", "num_chosen", "renormalized", "intermediate_size", "shared_size")),
         ("are_whole", _INT),
-        *((name, _POINTER) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down", "of_down")),
-        ("of_shared_down", _Shared),
+        *((name, _POINTER) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down", "down_sums")),
+        ("shared_down_sum", _RowParallel),
     ]
 
 
@@ -63,7 +63,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
         *((name, _POINTER) for name in (*LINEARS, "cos", "sin", "experts")),
-        *((name, _Shared) for name in ("of_output", "of_down")),
+        *((name, _RowParallel) for name in ("output_sum", "down_sum")),
     ]
 
 
@@ -244,14 +244,14 @@ def _layer(layer: Layer | None, ropes: Sequence[Rope], rope: int | None, experts
     return _Layer(
         **{name: _norm(getattr(layer, name)) for name in _NORMS}, **linears, cos=cos, sin=sin,
         experts=None if experts is None else ctypes.addressof(experts),
-        of_output=_shared(layer.output), of_down=_shared(layer.down),
+        output_sum=_row_parallel(layer.output), down_sum=_row_parallel(layer.down),
     )  # fmt: skip
 
 
-def _shared(part: LinearKernel | None) -> _Shared:
+def _row_parallel(part: LinearKernel | None) -> _RowParallel:
     if not isinstance(part, RowParallelLinear):
-        return _Shared()
-    return _Shared(*(None if value is None else value.data_ptr() for value in (part.bias, part.order)))
+        return _RowParallel()
+    return _RowParallel(*(None if value is None else value.data_ptr() for value in (part.bias, part.order)))
 
 
 def _norm(norm: Norm | None) -> _Norm:
@@ -267,15 +267,15 @@ def _experts(experts: Experts, shard: Shard) -> _Experts:
     """The struct, and with it the tables that it points at."""
     spec = experts.spec
     tables = [(_POINTER * spec.num_experts)(*map(_address, parts)) for parts in (experts.gate_up, experts.down)]
-    of_down = (_Shared * spec.num_experts)(*map(_shared, experts.down))
+    down_sums = (_RowParallel * spec.num_experts)(*map(_row_parallel, experts.down))
     made = _Experts(
         spec.num_experts, spec.num_chosen, spec.renormalized,
         _padded(spec.intermediate_size) // (1 if shard.whole_experts else shard.degree),
         _padded(spec.shared_size) // shard.degree, shard.whole_experts,
         _address(experts.router), *map(ctypes.addressof, tables), _address(experts.shared_gate_up),
-        _address(experts.shared_down), ctypes.addressof(of_down), _shared(experts.shared_down),
+        _address(experts.shared_down), ctypes.addressof(down_sums), _row_parallel(experts.shared_down),
     )  # fmt: skip
-    made.tables = [*tables, of_down]  # held as long as the struct
+    made.tables = [*tables, down_sums]  # held as long as the struct
     return made
 
 

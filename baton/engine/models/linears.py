@@ -140,8 +140,8 @@ class Linears:
     ) -> LinearKernel:  # fmt: skip
         if column_parallel:
             num_outputs = sum(part.shape[0] for part in weights)
-            weights = [self.share(part) for part in weights]
-            biases = [part[slice_of(self.shard.share(len(part)))] for part in biases]
+            weights = [self.shard_outputs(part) for part in weights]
+            biases = [part[slice_of(self.shard.range_of(len(part)))] for part in biases]
         return self.make(weights, torch.cat(biases) if biases else None, row_parallel, cut, num_outputs)
 
     def make(
@@ -168,11 +168,11 @@ class Linears:
             self._num_leaves = max(self._num_leaves, count if kernel.batch_invariant else 1)
         return kernels[0] if len(kernels) == 1 else JoinedLinear(kernels)
 
-    def share(self, weight: Weight) -> Weight:
+    def shard_outputs(self, weight: Weight) -> Weight:
         """Return this rank's outputs of a weight."""
         if self.shard.degree == 1:
             return weight
-        return take_rows(weight, torch.tensor(self.shard.share(weight.shape[0])))
+        return take_rows(weight, torch.tensor(self.shard.range_of(weight.shape[0])))
 
     def _make_whole(self, weight: Weight, bias: Tensor | None, leaves: int, num_outputs: int) -> LinearKernel:
         return self._make(weight, bias, leaves, False, num_outputs)

@@ -82,7 +82,7 @@ def load_model(
         raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
     attended = shard if spec.kv_layers else WHOLE
     heads = (
-        len(attended.share(spec.num_heads)), len(attended.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
+        len(attended.range_of(spec.num_heads)), len(attended.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
     )  # fmt: skip
     shape = AttentionShape(
         *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,

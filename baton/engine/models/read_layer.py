@@ -43,7 +43,7 @@ def read_layer(
         return read_norm(spec.norm, source, prefix + name, hidden) if name else None
 
     order, of = _order(spec, index), spec.layers[index]
-    heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
+    heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
 
     def head_norm(name: str, num_heads: int, own: range) -> Norm | None:
         if not of.has_attention or not spec.qk_norm:
@@ -70,7 +70,7 @@ def read_layer(
     if (by := spec.multipliers) is not None:
         sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
         qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [hidden])
-        width = len(shard.share(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE))
+        width = len(shard.range_of(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE))
         gate_up, down = scaled(gate_up, by.gate_up, [width, width]), scaled(down, by.down, [hidden])
     return Layer(
         input_norm=norm(names.before_attention) if of.has_attention or of.state else None,
@@ -238,7 +238,7 @@ def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks, shard: Shar
     """Return what an adapter adds to the part `shard` of layer `index`, by the field of Layer: to attention, and to an MLP
     that is no mixture. Raises ModelError for shapes that differ."""
     prefix = f"model.layers.{index}."
-    heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
+    heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
     found = {
         "qkv": _read_qkv(spec, prefix, _order(spec, index), low_ranks, heads, kv_heads),
@@ -257,7 +257,7 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
 
 def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: range) -> torch.Tensor:
     """Return the sinks of all layers, fp32 [layers, heads of this rank]; zeros of those that are not in `layers`."""
-    own = shard.share(spec.num_heads)
+    own = shard.range_of(spec.num_heads)
     found = {index: source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads) for index in layers}
     nothing = torch.zeros(spec.num_heads)
     return torch.stack([found.get(index, nothing)[own.start : own.stop] for index in range(spec.num_layers)]).float()
@@ -273,7 +273,7 @@ def read_head(
     if not spec.tied:
         return linears.read([HEAD], [vocab_size], hidden, bias=False, rows=missing, column_parallel=True)
     table = source.tied_head(embedding, vocab_size, hidden)
-    return linears.make([linears.share(pad(table, rows=missing))], num_outputs=vocab_size + missing)
+    return linears.make([linears.shard_outputs(pad(table, rows=missing))], num_outputs=vocab_size + missing)
 
 
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ class Shard:
     degree: int
     whole_experts: bool = False  # of a mixture: a rank has some experts, not a part of each
 
-    def share(self, size: int) -> range:
+    def range_of(self, size: int) -> range:
         """Return this rank's part of `size`, equal for all where `degree` divides it; the last one's may be shorter."""
         each = -(-size // self.degree)
         return range(min(size, self.rank * each), min(size, (self.rank + 1) * each))
@@ -23,7 +23,7 @@ class Shard:
         """Return the KV heads that this rank's queries read. Where there are fewer than ranks, several ranks have the same
         one: all write equal bytes."""
         if num_kv_heads >= self.degree:
-            return self.share(num_kv_heads)
+            return self.range_of(num_kv_heads)
         head = self.rank * num_kv_heads // self.degree
         return range(head, head + 1)
 

@@ -19,7 +19,7 @@ class StatePart(Generic[Spec]):
     def __init__(self, whole: Spec, shard: Shard = WHOLE):
         num_heads, num_groups = whole.parts
         self.whole, self.shard = whole, shard
-        self.heads, groups = shard.share(num_heads), shard.kv_heads(num_groups)
+        self.heads, groups = shard.range_of(num_heads), shard.kv_heads(num_groups)
         self.spec: Spec = whole.part(len(self.heads), len(groups))
         self.channel_runs = whole.channels(self.heads, groups)
         self.shares_channels = num_groups < shard.degree

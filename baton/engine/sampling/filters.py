@@ -29,8 +29,8 @@ def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
     return torch.arange(scores.numel(), device=scores.device) if ids is None else ids
 
 
-def shares(params: SamplingParams) -> tuple[float, float]:
-    """Return the share of all probability that is left, and the least share of the best token's."""
+def probability_limits(params: SamplingParams) -> tuple[float, float]:
+    """Return how much of all probability is left, and how much of the best token's a token needs."""
     return params.top_p, params.min_p
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.engine import native
-from baton.engine.sampling.filters import shares
+from baton.engine.sampling.filters import probability_limits
 from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, token_logprobs
 
@@ -24,7 +24,10 @@ class NativeRow(ctypes.Structure):
     """`SampleRow` of native/sampling/draw.h."""
 
     _fields_ = [
-        *((name, _DOUBLE) for name in ("temperature", "share", "least_share", "repetition", "presence", "frequency")),
+        *(
+            (name, _DOUBLE)
+            for name in ("temperature", "kept_mass", "least_ratio", "repetition", "presence", "frequency")
+        ),
         ("top_k", _INT),
         ("seed", ctypes.c_uint64),
         ("choice", _INT),
@@ -47,8 +50,9 @@ def native_row(row: SampleRow, changed: np.ndarray, num_changes: int) -> NativeR
     long."""
     params = row.params
     return NativeRow(
-        params.temperature, *shares(params), *penalties(params), params.top_k, params.seed & (1 << 64) - 1, row.choice, row.position,
-        changed.ctypes.data if num_changes else None, num_changes, None if row.mask is None else row.mask.data_ptr(),
+        params.temperature, *probability_limits(params), *penalties(params), params.top_k, params.seed & (1 << 64) - 1,
+        row.choice, row.position, changed.ctypes.data if num_changes else None, num_changes,
+        None if row.mask is None else row.mask.data_ptr(),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine import kernels
 from baton.engine.core.request import Request
-from baton.engine.sampling.filters import shares
+from baton.engine.sampling.filters import probability_limits
 from baton.engine.sampling.noise import noise_key
 from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
@@ -64,7 +64,7 @@ def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
         params = row.params
         filtered, changed = params.has_filters and not params.is_greedy, changes(params, row.min_tokens_left_bans)
         way = kernel.FILTERED if filtered else kernel.GREEDY if params.is_greedy else kernel.PLAIN
-        floats.append((params.temperature or 1.0, *shares(params), *penalties(params)))
+        floats.append((params.temperature or 1.0, *probability_limits(params), *penalties(params)))
         ways.append((way.value, min(params.top_k, MAX_INT32)))
         first, mask, slot = end, -1, 0
         if changed:

@@ -47,7 +47,7 @@ def multiply_grouped(kind, capability, tile, tree=False, each=False, block_k=128
     pointers, constants = form(kind, False, False)
     columns = 128 if tile == 128 and kind not in ("int4", "fp32") and not tree else 64
     constants |= {"TREE": tree, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
-    constants |= {"SHARE": 0 if tree else 8, "SCATTERS": tree}
+    constants |= {"TOP_K": 0 if tree else 8, "SCATTERS": tree}
     if each:
         constants |= {"order": None, "tiles": None}
     else:

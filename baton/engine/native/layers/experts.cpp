@@ -119,7 +119,7 @@ bool ask_parts(const Model& model, const Step& step, const Experts& experts, con
     if ((own.num_tokens = sorted.ends[e] - begin) == 0) continue;
     const char* rows = sorted.rows + begin * bytes;
     void* entered = enter_mlp(model, own, experts.gate_up[e], experts.intermediate_size, rows, between);
-    if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, said + begin * said_bytes)) return false;
+    if (!part_of_sum(model, own, experts.down[e], experts.down_sums[e], entered, said + begin * said_bytes)) return false;
   }
   return true;
 }
@@ -133,7 +133,7 @@ bool sum_parts(const Model& model, const Step& step, const Experts& experts, con
     for (int64_t row = sorted.begin(e); row < sorted.ends[e]; row++)
       for (int64_t i = 0; i < hidden; i += 16) {
         const V16 sum = load16(parts + row * hidden + i);
-        const float* bias = experts.down_shared[e].bias;
+        const float* bias = experts.down_sums[e].bias;
         write16(model.kind, spoken, row * hidden + i, bias ? sum + load16(bias + i) : sum);
       }
   return true;
@@ -216,7 +216,7 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
   if (experts.shared_gate_up) {
     void* entered = enter_mlp(model, step, experts.shared_gate_up, experts.shared_size, x, between);
     const auto say = fast ? part_of_sum : sum_linear;
-    if (!say(model, step, experts.shared_down, experts.shared_down_shared, entered, shared)) return false;
+    if (!say(model, step, experts.shared_down, experts.shared_down_sum, entered, shared)) return false;
   }
   each_row(step, hidden, [&](int64_t t) {
     const float share = experts.shared_gate_up ? 1 / (1 + std::exp(-scores[t * num_scores + experts.num_experts])) : 0;

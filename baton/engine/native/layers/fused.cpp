@@ -122,7 +122,7 @@ bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x,
   baton_linear(layer.gate_up, x, nullptr, wide, step.num_tokens, step.num_threads);
   adapt(model, step, index, GATE_UP, x, wide);
   activate(model, step, model.intermediate_size, wide, narrow);
-  if (!sum_linear(model, step, layer.down, layer.down_shared, narrow, to)) return false;
+  if (!sum_linear(model, step, layer.down, layer.down_sum, narrow, to)) return false;
   return adapt(model, step, index, DOWN, narrow, to);
 }
 
@@ -157,7 +157,7 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
     char* const attended = model->parallel ? d : c;
-    if (!sum_linear(*model, *step, layer.output, layer.output_shared, b, attended)) return 1;
+    if (!sum_linear(*model, *step, layer.output, layer.output_sum, b, attended)) return 1;
     if (!adapt(*model, *step, index, OUTPUT, b, attended)) return 1;
     if (model->parallel) {
       if (!run_mlp(*model, *step, index, asked, a, b, c)) return 1;

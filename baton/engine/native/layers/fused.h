@@ -15,7 +15,7 @@ struct Norm {
 };
 // Of a product whose inputs ranks have parts of: what is added to their sum (null: nothing), and which of all inputs
 // are this rank's (null: its own, as they are).
-struct Shared {
+struct RowParallel {
   const float* bias;
   const int64_t* order;
 };
@@ -28,8 +28,8 @@ struct Experts {
   int64_t are_whole;
   const Linear *router, *const *gate_up, *const *down;
   const Linear *shared_gate_up, *shared_down;  // null: none
-  const Shared* down_shared;                   // of each expert
-  Shared shared_down_shared;
+  const RowParallel* down_sums;                // of each expert
+  RowParallel shared_down_sum;
 };
 struct Layer {
   Norm input_norm, attention_out_norm, mlp_norm, mlp_out_norm;
@@ -38,7 +38,7 @@ struct Layer {
   const Linear *gate_up, *down;
   const float *cos, *sin;  // [positions][head_dim], the first half of sin negated; null: heads do not turn
   const Experts* experts;  // in place of gate_up and down; null: none
-  Shared output_shared, down_shared;
+  RowParallel output_sum, down_sum;
 };
 // What one weight of q_norm and k_norm is for: a head, each head of its own, all heads of a token.
 enum NormOfHeads : int64_t { OF_A_HEAD = 0, OF_EACH_HEAD = 1, OF_ALL_HEADS = 2 };
@@ -107,11 +107,11 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
 
 // Of x times a weight of which this rank has some inputs, the part [num_tokens][hidden_size] of linear->y_kind. False: a
 // rank is lost.
-bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const RowParallel& sum, const void* x,
                  void* part);
 
 // x times a weight of which ranks may have some inputs each -> to, whole sums of the model's kind. False: a rank is lost.
-bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+bool sum_linear(const Model& model, const Step& step, const Linear* linear, const RowParallel& sum, const void* x,
                 void* to);
 
 // Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows. Of inputs that ranks

@@ -81,9 +81,9 @@ const void* inputs_of_all(const Model& model, const Step& step, int64_t num_in, 
   return rows;
 }
 
-bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const RowParallel& sum, const void* x,
                  void* part) {
-  if (shared.order && !(x = inputs_in_order(model, step, linear->num_in, shared.order, x))) return false;
+  if (sum.order && !(x = inputs_in_order(model, step, linear->num_in, sum.order, x))) return false;
   const float* largest = nullptr;
   if (!model.ranks->fast && (linear->activations == INT8_PER_ROW || linear->activations == E4M3_PER_ROW))
     if (!(largest = largest_of_rows(model, step, *linear, x))) return false;
@@ -91,7 +91,7 @@ bool part_of_sum(const Model& model, const Step& step, const Linear* linear, con
   return true;
 }
 
-bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+bool sum_linear(const Model& model, const Step& step, const Linear* linear, const RowParallel& sum, const void* x,
                 void* to) {
   if (!model.ranks) {
     baton_linear(linear, x, nullptr, to, step.num_tokens, step.num_threads);
@@ -99,8 +99,8 @@ bool sum_linear(const Model& model, const Step& step, const Linear* linear, cons
   }
   thread_local Scratch memory;
   char* part = scratch(memory, step.num_tokens * model.hidden_size * 4);
-  if (!part_of_sum(model, step, linear, shared, x, part)) return false;
-  return !baton_sum_ranks(model.ranks, part, linear->y_kind, step.num_tokens, model.hidden_size, shared.bias, model.kind,
+  if (!part_of_sum(model, step, linear, sum, x, part)) return false;
+  return !baton_sum_ranks(model.ranks, part, linear->y_kind, step.num_tokens, model.hidden_size, sum.bias, model.kind,
                           to, step.num_threads);
 }
 

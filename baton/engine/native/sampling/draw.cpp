@@ -149,8 +149,8 @@ void cut_to_k(int64_t top_k, std::vector<Candidate>& all) {
   all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& of) { return of.score < worst; }), all.end());
 }
 
-// What is left of a share of all probability, best first: see nucleus() of sampling/filters.py.
-void cut_to_nucleus(float share, float highest, std::vector<Candidate>& all) {
+// What holds `kept_mass` of all probability, best first: see nucleus() of sampling/filters.py.
+void cut_to_nucleus(float kept_mass, float highest, std::vector<Candidate>& all) {
   static thread_local std::vector<int64_t> masses;
   const int64_t size = int64_t(all.size());
   masses.resize(size);
@@ -162,7 +162,7 @@ void cut_to_nucleus(float share, float highest, std::vector<Candidate>& all) {
     const V16 found = exp16(scores) * WHOLE;
     for (int64_t j = i; j < end; j++) total += masses[j] = int64_t(found[j - i]);
   }
-  const int64_t target = std::max<int64_t>(1, int64_t(std::ceil(double(share) * double(total))));
+  const int64_t target = std::max<int64_t>(1, int64_t(std::ceil(double(kept_mass) * double(total))));
   // Those within a distance of the best one that have enough of it; of a whole vocabulary they are few.
   for (const float distance : {4.0f, 8.0f, 16.0f, float(INFINITY)}) {
     int64_t mass = 0;
@@ -186,9 +186,9 @@ int64_t draw_filtered(const SampleRow& row, uint64_t key, const float* scores, i
   for (int64_t i = 0; i < size; i++) left[i] = {std::isnan(scores[i]) ? -INFINITY : scores[i], int32_t(i)};  // an order needs numbers
   const float highest = scores[likeliest(scores, size)];
   if (0 < row.top_k && row.top_k < size) cut_to_k(row.top_k, left);
-  if (row.share < 1) cut_to_nucleus(float(row.share), highest, left);
-  if (row.least_share > 0) {
-    const auto is_rare = [&](const Candidate& of) { return !(probability(of.score, highest) >= float(row.least_share)); };
+  if (row.kept_mass < 1) cut_to_nucleus(float(row.kept_mass), highest, left);
+  if (row.least_ratio > 0) {
+    const auto is_rare = [&](const Candidate& of) { return !(probability(of.score, highest) >= float(row.least_ratio)); };
     left.erase(std::remove_if(left.begin(), left.end(), is_rare), left.end());
   }
   if (left.empty()) return 0;
@@ -212,7 +212,7 @@ int64_t draw(const SampleRow& row, const float* logits, int64_t size) {
   const float temperature = float(row.temperature);
   for (int64_t i = 0; i < size; i += 16) store16(scores + i, load16(scores + i) / temperature);
   const uint64_t key = noise_key(row.seed, row.choice, row.position);
-  if (row.top_k > 0 || row.share < 1 || row.least_share > 0) return draw_filtered(row, key, scores, size);
+  if (row.top_k > 0 || row.kept_mass < 1 || row.least_ratio > 0) return draw_filtered(row, key, scores, size);
   return draw_plain(key, scores, size);
 }
 

@@ -14,7 +14,7 @@ struct Change {
 };
 struct SampleRow {
   double temperature;  // 0: the likeliest token
-  double share, least_share;  // of all probability, that is left; of the likeliest token's, that a token needs
+  double kept_mass, least_ratio;  // of all probability, what is left; of the likeliest token's, what a token needs
   double repetition, presence, frequency;
   int64_t top_k;  // 0: off
   uint64_t seed;
