@@ -197,8 +197,8 @@ FOLDERS = {
         ),
         "speculation.control": "core sampling schedule speculation.proposers",
         "execute": "native core parallel kv kernels sampling schedule models ranks speculation.proposers speculation.control",
-        "gpu_ranks": "kernels native core parallel kv sampling models ranks speculation.proposers execute",
-        ".": "core parallel kv sampling adapters schedule models ranks speculation.proposers speculation.control execute gpu_ranks",
+        "gpu_ranks": "native core parallel kv sampling models ranks speculation.proposers execute",
+        ".": "kernels core parallel kv sampling adapters schedule models ranks speculation.proposers speculation.control execute gpu_ranks",
     },
     "baton.service": {
         ".": "",

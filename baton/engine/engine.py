@@ -21,14 +21,14 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
-from baton.engine.execute.build import make_ledger
+from baton.engine.execute.build import GpuMemoryFor, MemoryFor, make_ledger
 from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.multi_step import MAX_STEPS, MultiStep, compute
 from baton.engine.execute.output_processor import OutputProcessor
 from baton.engine.execute.runner import Flight, Runner
 from baton.engine.execute.watermark import layer_watermark
-from baton.engine.gpu_ranks.build import GpuMemoryFor, MemoryFor, load
 from baton.engine.kv.pool import KVPool
+from baton.engine.loading import load
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec

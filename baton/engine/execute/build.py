@@ -153,16 +153,14 @@ def _on_gpu(
     config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers
 ) -> EngineParts:
     """The pool gets what is left after the weights and one step of the largest kind."""
-    # What is loaded before the pool has its size serves the longest context that could fit.
-    widest = resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+    loaded = widest(config, spec)
     wait_for_memory(partial(Memory.of, device), memory_share(config))
-    model = load_model(widest, device)
-    proposers = make(widest, model)
-    for proposer in proposers:
-        proposer.use_launcher(draft_launcher)
+    model = load_model(loaded, device)
+    proposers = make(loaded, model)
+    use_launchers(proposers)
     with torch.inference_mode():
         if config.num_blocks is None:
-            sized = replace(widest, num_states=config.num_states)
+            sized = replace(loaded, num_states=config.num_states)
             num_blocks, num_states = gpu_sizes(sized, model, bool(proposers))
             config = replace(config, num_blocks=num_blocks, num_states=num_states)
         config = resolve(config, spec)
@@ -170,6 +168,17 @@ def _on_gpu(
         launcher = GpuLauncher(model, pool, config, bool(proposers))
         launcher.warm_up(config)
     return EngineParts(config, model, pool, sampler_on(device), proposers, launcher)
+
+
+def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the config for what is loaded before the pool has its size: for the longest context that could fit."""
+    return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+
+
+def use_launchers(proposers: Sequence[Proposer]) -> None:
+    """Have draft models on a GPU launched as the model itself is."""
+    for proposer in proposers:
+        proposer.use_launcher(draft_launcher)
 
 
 @torch.inference_mode()

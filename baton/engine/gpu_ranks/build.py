@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import distributed
 
-from baton.engine import kernels, native
+from baton.engine import native
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.device import Memory, find_device, memory_share, wait_for_memory
+from baton.engine.core.device import Memory, memory_share, wait_for_memory
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.execute.build import (
-    UNBOUNDED,
     EngineParts,
     GpuMemoryFor,
     MakeProposers,
-    MemoryFor,
-    draft_launcher,
     explained,
     gpu_sizes,
-    load_parts,
     make_pool,
+    use_launchers,
+    widest,
 )
 from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.gpu_ranks.launcher import LeadingLauncher, LeadingPool
@@ -41,7 +39,7 @@ from baton.engine.parallel.distributed import DistributedCollectives, StageColle
 from baton.engine.parallel.shard import Shard, refusal
 from baton.engine.parallel.stage import PipelineStage, cut_layers
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
-from baton.engine.ranks.spawn import Joining, OwnMemory, RankGrid, Ranks
+from baton.engine.ranks.spawn import OwnMemory, RankGrid, Ranks
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.speculation.proposers.selection import make_proposers
 
@@ -60,18 +58,6 @@ class GpuRank(RankProcess):
     def end(self, deadline: float) -> None:
         super().end(deadline)
         self.socket.close()
-
-
-def load(
-    config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
-    make: MakeProposers | None, joining: Joining | None, rank_program: str | None,
-) -> EngineParts:  # fmt: skip
-    """Load the parts of an engine on whatever computes it; arguments as of execute/build.py's load_parts. `rank_program`: in place of PROGRAM."""
-    if find_device(config.device).type == "cuda":
-        kernels.prepare()
-        if config.num_ranks > 1:
-            return load_on_gpus(config, gpu_memory_for, make, rank_program)
-    return load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
 
 
 def load_on_gpus(
@@ -188,11 +174,6 @@ def device_parts(
     return config, pool, launcher
 
 
-def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return the config for what is loaded before the pool has its size: for the longest context that could fit."""
-    return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
-
-
 def _start(
     config: EngineConfig, devices: Sequence[torch.device], stages: Sequence[PipelineStage | None], program: str
 ) -> tuple[Ranks, DistributedCollectives]:
@@ -222,8 +203,7 @@ def _lead(
     ranks.wait(Ready.of(model))
     collectives.join()
     proposers = make(widest(config, spec), model)
-    for proposer in proposers:
-        proposer.use_launcher(draft_launcher)
+    use_launchers(proposers)
     memory = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
     with model.in_step():  # no rank is told these: all compute them at this point of their start
         config, pool, launcher = device_parts(

@@ -10,7 +10,8 @@ import torch
 
 from baton.engine.core.device import set_threads
 from baton.engine.core.model_errors import ModelError
-from baton.engine.gpu_ranks.build import device_parts, joined_by, load_part, use, widest
+from baton.engine.execute.build import widest
+from baton.engine.gpu_ranks.build import device_parts, joined_by, load_part, use
 from baton.engine.gpu_ranks.launcher import follow_launches
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model

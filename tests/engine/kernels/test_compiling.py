@@ -44,7 +44,7 @@ def gpu_host(monkeypatch, tmp_path):
     (libcuda / "libcuda.so.1").write_bytes(b"")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    monkeypatch.setattr("baton.engine.gpu_ranks.build.find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr("baton.engine.loading.find_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(nvidia.CudaDriver, "is_active", staticmethod(lambda: True))
     monkeypatch.setattr(nvidia, "libcuda_dirs", lambda: [str(libcuda)])
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [str(libcuda)])
