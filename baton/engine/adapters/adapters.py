@@ -116,8 +116,8 @@ class Adapters:
             making.result()
 
     @property
-    def words(self) -> str:
-        """Return the words for the engine's start line."""
+    def summary(self) -> str:
+        """Return what the engine's start line says of it."""
         with self._lock:
             names, mebibytes = list(self._copies), sum(each.num_bytes for each in self._ready.values()) / (1 << 20)
         slots = "" if self._num_slots is None else f" of {self._num_slots} slots"

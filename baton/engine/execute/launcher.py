@@ -66,8 +66,8 @@ class Launcher:
         self.activations = activations_on(pool.device)
 
     @property
-    def words(self) -> str:
-        """Return the words for the engine's start line."""
+    def summary(self) -> str:
+        """Return what the engine's start line says of it."""
         library = native.library()
         return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
 
@@ -208,8 +208,8 @@ class GpuLauncher(Launcher):
                     logger.warning("steps run without CUDA graphs: %s", " ".join(str(error).split()))
 
     @property
-    def words(self) -> str:
-        share = "" if self._partition is None else f", {self._partition.words}"
+    def summary(self) -> str:
+        share = "" if self._partition is None else f", {self._partition.summary}"
         return f"on {torch.cuda.get_device_name(self.pool.device)}{share}, {self.num_graphs} graphs"
 
     @property

@@ -33,7 +33,7 @@ class Partition:
             ) from None
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return f"{self.num_processors} of {self.num_all} multiprocessors"
 
 

@@ -41,9 +41,9 @@ class LeadingLauncher(GpuLauncher):
         super().__init__(*arguments)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         assert isinstance(self.model.group, DistributedCollectives)
-        return f"{super().words}, {self.model.group.words}"
+        return f"{super().summary}, {self.model.group.summary}"
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,

@@ -72,7 +72,7 @@ class Ledger:
         self.num_blocks, self.window, self.parts = num_blocks, window, parts
         self.num_ids = num_ids = num_blocks if parts is None else parts.num_ids
         self.cache = PrefixCache(block_size)
-        self._words = [0] * num_ids
+        self._holders = [0] * num_ids
         self._generations = [0] * num_ids
         self._free = list(range(num_ids - 1, -1, -1))  # a stack: recently used memory is warm
         self._counts = [num_ids, 0, 0, 0, 0, 0]
@@ -128,7 +128,7 @@ class Ledger:
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Return how many of these only the cache holds: sharing them takes as many from `num_available`."""
-        return sum(self._words[block_id] == _WEIGHT[Holder.CACHED] for block_id in block_ids)
+        return sum(self._holders[block_id] == _WEIGHT[Holder.CACHED] for block_id in block_ids)
 
     # ---- promises ----
 
@@ -160,7 +160,7 @@ class Ledger:
             block_ids = [self._free.pop() for _ in range(num)]
             for block_id in block_ids:
                 self._generations[block_id] += 1
-                self._words[block_id] = _WEIGHT[holder]
+                self._holders[block_id] = _WEIGHT[holder]
             self._counts[Holder.FREE] -= num
             self._counts[holder] += num
             if self.parts is not None:
@@ -175,7 +175,7 @@ class Ledger:
                 return False
             weight = _WEIGHT[holder]
             for block_id in block_ids:
-                if not self._words[block_id]:
+                if not self._holders[block_id]:
                     raise LedgerError(f"share of free block {block_id}")
                 self._add(block_id, weight)
             if self.parts is not None:
@@ -239,14 +239,14 @@ class Ledger:
         name is taken: these blocks then stay private, unless they have parts which those lack. Raises LedgerError for blocks
         without a holder."""
         with self.lock:
-            if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
+            if any(self._holders[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that have no holder")
             if self._is_better(spans[-1], block_ids):
                 self._unname(self.cache.forget(spans[-1]))
             if not self.cache.insert(spans, block_ids):
                 return False
             for block_id in block_ids:
-                self._words[block_id] += _WEIGHT[Holder.CACHED]
+                self._holders[block_id] += _WEIGHT[Holder.CACHED]
             return True
 
     def block_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -263,19 +263,19 @@ class Ledger:
         """Raises AssertionError unless counts, words, free list, cache and promises agree."""
         with self.lock:
             counts = [0] * len(Holder)
-            for word in self._words:
+            for word in self._holders:
                 counts[bisect_right(_THRESHOLDS, word)] += 1
             assert counts == self._counts, f"counted {counts}, kept {self._counts}"
             assert sum(self._counts) == self.num_ids
             assert 0 <= self._reserved <= self.num_left, f"{self._reserved} reserved of {self.num_left}"
             if self.parts is not None:
-                is_held = [word > _COUNT_MASK for word in self._words]
+                is_held = [word > _COUNT_MASK for word in self._holders]
                 self.parts.check(is_held, self._free)
-            assert sorted(self._free) == [block_id for block_id, word in enumerate(self._words) if not word]
-            cached = {block_id for block_id, word in enumerate(self._words) if word & _COUNT_MASK}
+            assert sorted(self._free) == [block_id for block_id, word in enumerate(self._holders) if not word]
+            cached = {block_id for block_id, word in enumerate(self._holders) if word & _COUNT_MASK}
             assert cached == set(self.cache.blocks()), "cached blocks without a name, or names without blocks"
-            assert all(word & _COUNT_MASK <= 1 for word in self._words)
-            self.cache.check(lambda block_id: self._words[block_id] == _WEIGHT[Holder.CACHED])
+            assert all(word & _COUNT_MASK <= 1 for word in self._holders)
+            self.cache.check(lambda block_id: self._holders[block_id] == _WEIGHT[Holder.CACHED])
             if self.states is not None:
                 self.states.check_integrity()
 
@@ -291,7 +291,7 @@ class Ledger:
             for holder, block_ids in holdings:
                 for block_id in block_ids:
                     expected[block_id] += _WEIGHT[holder]
-            for block_id, word in enumerate(self._words):
+            for block_id, word in enumerate(self._holders):
                 held = word & ~_COUNT_MASK
                 assert held == expected[block_id], f"block {block_id}: counted {held:x}, held {expected[block_id]:x}"
 
@@ -332,13 +332,13 @@ class Ledger:
     # ---- one block ----
 
     def _expect(self, block_id: int, holder: Holder) -> None:
-        if not self._words[block_id] >> _BITS * (holder - 1) & _COUNT_MASK:
+        if not self._holders[block_id] >> _BITS * (holder - 1) & _COUNT_MASK:
             raise LedgerError(f"block {block_id} has no {holder.name.lower()} holder to give back")
 
     def _add(self, block_id: int, step: int, evicted: bool = False) -> None:
         """Changes a block's holders and keeps counts, free list and the cache's idle blocks in step with it."""
-        old = self._words[block_id]
-        new = self._words[block_id] = old + step
+        old = self._holders[block_id]
+        new = self._holders[block_id] = old + step
         before, after = bisect_right(_THRESHOLDS, old), bisect_right(_THRESHOLDS, new)
         if before == after:
             return

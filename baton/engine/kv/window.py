@@ -28,8 +28,8 @@ class Window:
         return self.part_bytes < self.block_bytes
 
     @property
-    def words(self) -> str:
-        """Return the words for the engine's start line."""
+    def summary(self) -> str:
+        """Return what the engine's start line says of it."""
         if not self.is_part:
             return ""
         percent = 100 * self.part_bytes // self.block_bytes

@@ -19,10 +19,10 @@ class Tier:
     machine: str  # as uname says
     needs: frozenset[str]  # of /proc/cpuinfo, besides those of the architecture's tiers before it
     flags: tuple[str, ...]  # of the compiler
-    words: str  # what a processor below the architecture's first tier lacks
+    features: str  # what a processor below the architecture's first tier lacks
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.words})"
+        return f"{self.name} ({self.features})"
 
 
 TIERS = (

@@ -66,7 +66,7 @@ class DistributedCollectives(Collectives):
             self.peers, self.why_no_peers = None, why or "another rank cannot"
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Return how ranks add, for the engine's start line."""
         return "sums in peers' memory" if self.peers is not None else f"sums by NCCL ({self.why_no_peers})"
 
@@ -153,7 +153,7 @@ class StageCollectives(DistributedCollectives):
         _wait(self._device)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return f"rows pass through {self.degree} stages"
 
     def pass_on(self, rows: Tensor) -> None:

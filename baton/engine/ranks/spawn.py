@@ -117,8 +117,8 @@ class Ranks:
         self._processes = list(processes)
 
     @property
-    def words(self) -> str:
-        """Return the words for the engine's start line."""
+    def summary(self) -> str:
+        """Return what the engine's start line says of it."""
         held, read = (
             "+".join(f"{num_bytes / (1 << 20):.1f}" for num_bytes in sizes)
             for sizes in (self.num_bytes, [report.read_bytes for report in self.reports])

@@ -337,7 +337,7 @@ def test_a_share_is_a_green_context(share, num_sms, monkeypatch):
     h200(monkeypatch, create)
     partition = sm_partition.Partition(torch.device("cuda", 1), share)
     assert asked == [{"num_sms": num_sms, "device_id": 1}] and partition.stream is stream
-    assert partition.words == f"{num_sms} of 132 multiprocessors"
+    assert partition.summary == f"{num_sms} of 132 multiprocessors"
 
 
 def test_where_there_are_none_it_is_one_line(monkeypatch):

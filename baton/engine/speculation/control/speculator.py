@@ -95,8 +95,8 @@ class Speculator:
         return sum(proposer.num_bytes for proposer in self.proposers.values())
 
     @property
-    def start_words(self) -> str:
-        """Return the words for the engine's start line; empty: it does not speculate."""
+    def summary(self) -> str:
+        """Return what the engine's start line says of it; empty: it does not speculate."""
         if not self.proposers:
             return ""
         width = "as many tokens as pay" if self._num_draft_tokens is None else f"{self._num_draft_tokens} tokens a step"
