@@ -17,11 +17,10 @@ from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.models.linears import Linears
 from baton.engine.models.read_layer import read_head, read_layer
 from baton.engine.parallel.collectives import Collectives
-from baton.engine.parallel.shard import Shard, refusal
+from baton.engine.parallel.shard import Shard, unfit_for_ranks
 from baton.engine.weights.formats.registry import AUTO, open_source
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
-from baton.engine.weights.on_gpu import refusal as refusal_on_gpu
-from baton.engine.weights.on_gpu import store
+from baton.engine.weights.on_gpu import store, unfit_on_gpu
 from baton.planning.devices import Device
 
 
@@ -63,7 +62,7 @@ class StoredForm:
 
     def _read(self, degree: int) -> HeldWeights:
         spec, dtype, shard = self._spec, self._dtype, Shard(0, degree)
-        if why := refusal(spec, shard) if degree > 1 else "":
+        if why := unfit_for_ranks(spec, shard) if degree > 1 else "":
             raise ModelError(f"tensor_parallel {degree}: {spec.folder}: {why}")
         names = spec.names.renamed
         source = open_source(spec.folder, AUTO, dtype, spec.num_heads, spec.num_kv_heads, names)
@@ -145,7 +144,7 @@ class WeightOnGpu(LinearKernel):
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, multiplies_fp8: bool):
         out, inputs = weight.shape
-        expanded = isinstance(weight, DenseWeight) or refusal_on_gpu(weight, dtype)
+        expanded = isinstance(weight, DenseWeight) or unfit_on_gpu(weight, dtype)
         if expanded or (isinstance(weight, Fp8Weight) and not multiplies_fp8):
             own = out * inputs * dtype.itemsize
         else:

@@ -323,7 +323,7 @@ def _log_start(settings: WorkerSettings, engine: Engine) -> None:
     log.info("%s", start_line(engine))
     for line in start_details(engine):
         log.debug("%s", line)
-    if (why := native.reason()) and engine.pool.device.type == "cpu":
+    if (why := native.unavailable()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
     elif engine.pool.device.type == "cpu" and engine.config.dtype == "fp16":
         log.warning("the native kernels do not compute in fp16: torch does, several times slower; give --dtype bf16")

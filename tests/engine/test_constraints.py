@@ -110,7 +110,7 @@ def check_kept(requests, records) -> int:
     return num_finished
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 @pytest.mark.parametrize("speculator", [dict(), dict(speculator="ngram", num_draft_tokens=4)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, dtype, speculator):
@@ -135,7 +135,7 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
     assert num_accepted(several) == num_accepted(single) and bool(num_accepted(several)) == bool(speculator)
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatch):
     """Nothing may follow the last proposal, and no stop token ends the answer; the rows behind it are of adapters and of none."""
     monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.MANY)
@@ -158,7 +158,7 @@ def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatc
     assert found[requests[0].key].answer()[0][1] is FinishReason.STOP and num_accepted(several) > 10
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 def test_a_mask_that_cannot_be_found_ends_its_step(folders, monkeypatch):
     """Within a call, where C++ has asked for it."""
     engine = load(folders[0])
@@ -369,7 +369,7 @@ def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
     check_empty(engine)
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, monkeypatch):
     """The bell that tells of a grammar ends the call."""
     monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)

@@ -108,7 +108,7 @@ def test_below_every_tier_there_is_no_library(monkeypatch):
     assert library is None and reason == f"this processor has no {TIERS[0]}"
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "tier",

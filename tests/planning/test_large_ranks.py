@@ -20,7 +20,7 @@ from baton.planning.memory import plan_memory
 from tests.planning.sparse_folder import read_on_meta, write_int4_llama
 from tests.support.native.ranked import collectives_of
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 SHAPE = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes" / "llama-3.1-70b"
 MACHINE = Device("test", "cpu", 1 << 40, 1e10, {"bf16": 1e11}, 1e9, 2)
 MAX_REAL_BYTES = 64 << 20  # rotary tables of the context, and shared memory of the ranks: no weight

@@ -33,7 +33,7 @@ def test_weights_are_those_that_the_engine_counts(form):
     assert held_weights(spec, form, on_cpu=True).kernel_bytes == model.weights.num_bytes
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.parametrize("form", ["none", "int8", "int4-g32"])
 def test_weights_of_a_rank_are_those_that_it_counts(form):
     spec, degree = read_spec(MODEL), 2

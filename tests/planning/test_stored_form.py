@@ -97,7 +97,7 @@ def test_a_gguf_file(kind, family, tmp_path):
     assert StoredForm(spec, GPUS["H100"]).held().other_bytes == table + norm_bytes(spec)
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.parametrize("name", ["gptq asymmetric, act-order", "fp8 in blocks"])
 def test_a_rank_has_the_bytes_of_the_plan(name, tmp_path):
     writer, options = PUBLISHED[name]

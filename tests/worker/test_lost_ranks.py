@@ -13,7 +13,7 @@ from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.process import children
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 OPTIONS = ("--num-blocks", "64", "--threads", "1")
 
 

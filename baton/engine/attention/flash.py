@@ -56,7 +56,7 @@ class FlashAttention2(Attention):
     def unfit(cls, shape: AttentionShape) -> str:
         if (
             reason := unfit_cuda(shape.device, (8, 0))
-            or missing("flash_attn", "flash_attn_varlen_func", "--no-build-isolation 'baton-llm[flash]'")
+            or unimportable("flash_attn", "flash_attn_varlen_func", "--no-build-isolation 'baton-llm[flash]'")
             or unfit_rows(shape)
         ):
             return reason
@@ -118,7 +118,7 @@ class FlashAttention3(FlashAttention2):
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
         reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
-        return reason or missing("flash_attn_interface", "flash_attn_with_kvcache") or unfit_rows(shape)
+        return reason or unimportable("flash_attn_interface", "flash_attn_with_kvcache") or unfit_rows(shape)
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
         return FlashPlan((FlashCall(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
@@ -147,7 +147,7 @@ class FlashAttention4(FlashAttention2):
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
         reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
-        return reason or missing("flash_attn.cute", "flash_attn_varlen_func", "flash-attn-4") or unfit_rows(shape)
+        return reason or unimportable("flash_attn.cute", "flash_attn_varlen_func", "flash-attn-4") or unfit_rows(shape)
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
         return FlashPlan((FlashCall(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
@@ -200,7 +200,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def missing(name: str, function: str, package: str = "") -> str:
+def unimportable(name: str, function: str, package: str = "") -> str:
     """Return why a module with this function cannot be imported; "" if it can, whatever an import of others' code raises. flash-attn 4
     alone leaves a `flash_attn` behind that has nothing of flash-attn 2."""
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
-from baton.engine.attention.flash import load, missing, unfit_rows
+from baton.engine.attention.flash import load, unfit_rows, unimportable
 from baton.engine.core.batch import ForwardBatch, SeqTable
 from baton.engine.kv.pool import KVPool
 
@@ -42,7 +42,7 @@ class FlashInferAttention(Attention):
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
-        absent = missing("flashinfer", "BatchPrefillWithPagedKVCacheWrapper", "flashinfer-python")
+        absent = unimportable("flashinfer", "BatchPrefillWithPagedKVCacheWrapper", "flashinfer-python")
         if reason := unfit_cuda(shape.device, (8, 0)) or absent or unfit_rows(shape):
             return reason
         if shape.head_dim not in HEAD_DIMS:

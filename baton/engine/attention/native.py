@@ -58,7 +58,7 @@ class NativeAttention(Attention):
         if shape.device.type != "cpu":
             return "computes on the CPU"
         if native.library() is None:
-            return native.reason()
+            return native.unavailable()
         if shape.head_dim % HEAD_DIM_MULTIPLE:
             return f"head_dim {shape.head_dim} is not a multiple of {HEAD_DIM_MULTIPLE}"
         return ""

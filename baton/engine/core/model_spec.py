@@ -289,7 +289,7 @@ class ModelSpec:
     def name(self) -> str:
         return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
-    def beyond_llama(self, experts: bool = False) -> str:
+    def differs_from_llama(self, experts: bool = False) -> str:
         """Return the first thing that a layer of the Llama family does not do, but for `experts`; "": all is as there."""
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")

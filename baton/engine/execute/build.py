@@ -35,7 +35,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingModel, SpreadPool
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from baton.engine.parallel.shard import Shard, refusal
+from baton.engine.parallel.shard import Shard, unfit_for_ranks
 from baton.engine.parallel.stage import cut_layers
 from baton.engine.ranks.process import Ready
 from baton.engine.ranks.spawn import Joining, OwnMemory, Ranks, SharedMemory, Started, start_ranks
@@ -81,7 +81,7 @@ def load_parts(
     if device.type == "cpu":
         if config.batch_invariant:
             fix_order_of_sums()
-        dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
+        dtype = cpu.compute_dtype(spec.dtype, native.unavailable()) if config.dtype == "auto" else config.dtype
         config = resolve(replace(config, dtype=dtype), spec)
         if config.num_ranks > 1:
             return _of_ranks(
@@ -118,7 +118,7 @@ def _of_ranks(
     """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads or
     its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
     degree = config.tensor_parallel
-    if why := refusal(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
+    if why := unfit_for_ranks(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
     if config.remote_stages and spec.state is not None:
         raise ValueError("remote_stages: states stay on one host; leave it out for this model, whose layers keep some")

@@ -25,7 +25,7 @@ ASKS = {
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 
-def refusal(config: dict, served: tuple[str, ...]) -> str:
+def explanation(config: dict, served: tuple[str, ...]) -> str:
     """Return one line on a config whose architecture is none of `served`."""
     found = str((config.get("architectures") or ["(none given)"])[0])
     has_experts = any(config.get(key) for key in EXPERTS)

@@ -36,7 +36,7 @@ from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import RankLost, num_bytes_for
 from baton.engine.parallel.distributed import DistributedCollectives, StageCollectives
-from baton.engine.parallel.shard import Shard, refusal
+from baton.engine.parallel.shard import Shard, unfit_for_ranks
 from baton.engine.parallel.stage import PipelineStage, cut_layers
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
 from baton.engine.ranks.spawn import OwnMemory, RankGrid, Ranks
@@ -68,7 +68,7 @@ def load_on_gpus(
     line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
     spec, make = read_spec(config.model), make or make_proposers
     shard = Shard(0, config.tensor_parallel, config.expert_parallel)
-    if why := unfit(config, spec) or (refusal(spec, shard) if config.tensor_parallel > 1 else ""):
+    if why := unfit(config, spec) or (unfit_for_ranks(spec, shard) if config.tensor_parallel > 1 else ""):
         raise ValueError(f"{_option(config)}: {why}")
     devices = devices_for(config)
     stages = cut_layers(spec, config.pipeline_parallel) if config.pipeline_parallel > 1 else [None] * len(devices)
@@ -100,7 +100,7 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
     if config.sm_share is not None:
         return "sm_share: ranks have their GPUs alone; leave it out"
     if native.library() is None:  # by which ranks tell each other what to compute
-        return f"ranks need the native kernels: {native.reason()}"
+        return f"ranks need the native kernels: {native.unavailable()}"
     if config.all_reduce == "fast" and config.batch_invariant:
         return "all_reduce fast adds in an order that the size of a step changes: give --no-batch-invariant as well"
     return ""

@@ -136,7 +136,7 @@ class GroupedExperts:
         """Return why these experts cannot be one product each; "" if they can."""
         if not spec.gated or spec.activation not in ("silu", "clamped_swiglu"):
             return f"activation {spec.activation}" + ("" if spec.gated else ", without a gate")
-        turns = (each.own_turns for each in down if isinstance(each, RowParallelLinear))
+        turns = (each.unfit_for_groups for each in down if isinstance(each, RowParallelLinear))
         return GroupedLinear.unfit(gate_up) or next(filter(None, turns), "") or GroupedLinear.unfit(_parts(down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class RowParallelLinear(LinearKernel):
         return self._collectives.sum(self.part(x, largest), x.dtype, self.bias)
 
     @property
-    def own_turns(self) -> str:
+    def unfit_for_groups(self) -> str:
         """Return what ranks do for this weight alone besides adding what their parts put out; "": nothing."""
         if self.order is not None:
             return "inputs of all ranks cross first"

@@ -37,7 +37,7 @@ class GpuLayers:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if reason := kernels.unavailable(attention.shape.device.type):
             return reason
-        if reason := spec.beyond_llama(experts=True):
+        if reason := spec.differs_from_llama(experts=True):
             return reason
         for layer in filter(None, layers):
             for part in filter(None, (layer.qkv, layer.output, layer.gate_up, layer.down)):

@@ -35,7 +35,7 @@ from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import PipelineLeader
-from baton.engine.parallel.shard import WHOLE, refusal
+from baton.engine.parallel.shard import WHOLE, unfit_for_ranks
 from baton.engine.parallel.stage import PipelineStage
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
@@ -78,7 +78,7 @@ def load_model(
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
     shard = WHOLE if collectives is None else collectives.shard
-    if why := refusal(spec, shard) if shard.degree > 1 else "":
+    if why := unfit_for_ranks(spec, shard) if shard.degree > 1 else "":
         raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
     attended = shard if spec.kv_layers else WHOLE
     heads = (

@@ -13,7 +13,7 @@ from baton.engine.families.config import Config, check_kinds
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
 from baton.engine.families.hybrid import bamba, falcon_h1, granite_hybrid, jamba, mamba2, nemotron_h, qwen3_next
 from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, llama4, mixtral, olmoe, qwen_moe
-from baton.engine.families.unserved import refusal
+from baton.engine.families.unserved import explanation
 from baton.gguf import GGUFError, is_gguf
 
 ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
@@ -120,7 +120,7 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
             return _read(architecture, Config(folder, config, generation))
         if architecture in AROUND:
             return _within(AROUND[architecture], folder, config, generation)
-    raise ValueError(refusal(config, (*ARCHITECTURES, *AROUND)))
+    raise ValueError(explanation(config, (*ARCHITECTURES, *AROUND)))
 
 
 def _read(architecture: str, config: Config) -> ModelSpec:

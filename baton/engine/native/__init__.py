@@ -2,9 +2,9 @@
 
 A wheel made by `make wheel` carries them. From a checkout the one of this machine is compiled, ahead of time by
 `python -m baton.engine.native`, otherwise by the first engine that wants it. Where neither can be had the engine computes
-on torch, and `reason()` says why.
+on torch, and `unavailable()` says why.
 """
 
-from baton.engine.native.build import NativeLibrary, library, reason
+from baton.engine.native.build import NativeLibrary, library, unavailable
 
-__all__ = ["NativeLibrary", "library", "reason"]
+__all__ = ["NativeLibrary", "library", "unavailable"]

@@ -9,4 +9,4 @@ try:
     library = native.library()
 except ValueError as error:  # of BATON_ISA
     sys.exit(f"native kernels: {error}")
-print(f"native kernels: {library.path}" if library is not None else f"no native kernels: {native.reason()}")
+print(f"native kernels: {library.path}" if library is not None else f"no native kernels: {native.unavailable()}")

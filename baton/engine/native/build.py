@@ -62,7 +62,7 @@ def library() -> NativeLibrary | None:
     return _load()[0]
 
 
-def reason() -> str:
+def unavailable() -> str:
     """Return why there is no library; "" if there is one."""
     return _load()[1]
 

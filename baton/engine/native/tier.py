@@ -103,6 +103,6 @@ def tiles_permitted() -> bool:
 
 
 def missing() -> str:
-    """Return why this machine has no tier; "" if it has one."""
+    """Return why this machine, on which none is `available`, has no tier."""
     lowest = next(iter(tiers_for(platform.machine())), None)
     return f"this processor has no {lowest}" if lowest else f"there are no kernels for {platform.machine()}"

@@ -32,7 +32,7 @@ WHOLE = Shard(0, 1)
 VECTOR = 16  # elements of what is summed
 
 
-def refusal(spec: ModelSpec, shard: Shard) -> str:
+def unfit_for_ranks(spec: ModelSpec, shard: Shard) -> str:
     """Return why a model cannot be cut as `shard` says; "" if it can."""
     degree = shard.degree
     if spec.state is not None and (why := _undivided(spec.state, degree)):

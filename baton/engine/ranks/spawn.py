@@ -272,7 +272,7 @@ def start_ranks(
     where layers are shared and there is no native library, and where nobody can join."""
     degree, (hidden_size, dtype) = config.tensor_parallel, sizes
     if degree > 1 and native.library() is None:
-        raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.reason()}")
+        raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.unavailable()}")
     if config.remote_stages and joining is None:
         raise ValueError("remote_stages: there is no port where ranks of other hosts could join")
     rows = OwnMemory(config.num_rows * hidden_size * dtype.itemsize)

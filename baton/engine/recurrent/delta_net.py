@@ -28,7 +28,7 @@ from baton.engine.recurrent.native import (
     address,
     convolution,
     meeting,
-    odd_size,
+    unfit_sizes,
 )
 
 LENGTH_EPS = 1e-6  # added to squared lengths of queries and keys
@@ -95,7 +95,7 @@ class DeltaNetMixer(Mixer[DeltaNetSpec]):
 
 def unfit(spec: DeltaNetSpec) -> str:
     """Return why the native kernel cannot compute this; "" if it can."""
-    return odd_size(linear_key_head_dim=spec.key_dim, linear_value_head_dim=spec.value_dim)
+    return unfit_sizes(linear_key_head_dim=spec.key_dim, linear_value_head_dim=spec.value_dim)
 
 
 def _native_layer(

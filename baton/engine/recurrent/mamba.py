@@ -19,7 +19,7 @@ from baton.engine.layers.activation import by_rows
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.parallel.state_part import StatePart
 from baton.engine.recurrent.mixer import Mixer, convolved
-from baton.engine.recurrent.native import INT, POINTER, Convolution, address, convolution, odd_size
+from baton.engine.recurrent.native import INT, POINTER, Convolution, address, convolution, unfit_sizes
 from baton.engine.recurrent.plan import NUM_NEW, NUM_PENDING
 
 
@@ -103,7 +103,7 @@ class MambaMixer(Mixer[MambaSpec]):
 
 def unfit(spec: MambaSpec) -> str:
     """Return why the native kernel cannot compute this; "" if it can."""
-    return odd_size(inner_size=spec.inner_size)
+    return unfit_sizes(inner_size=spec.inner_size)
 
 
 def _native_layer(part: StatePart[MambaSpec], own: MambaParameters, kind: int) -> _Mamba:

@@ -27,7 +27,7 @@ from baton.engine.recurrent.native import (
     address,
     convolution,
     meeting,
-    odd_size,
+    unfit_sizes,
 )
 from baton.engine.weights.leaves import MAX_LEAVES
 
@@ -93,7 +93,7 @@ class Mamba2Mixer(Mixer[Mamba2Spec]):
 def unfit(spec: Mamba2Spec) -> str:
     """Return why the native kernel cannot compute this; "" if it can."""
     normed = {"size of a norm": spec.inner_size // spec.norm_groups} if spec.norm_groups else {}
-    return odd_size(state_size=spec.state_size, inner_size=spec.inner_size, conv_size=spec.conv_size, **normed)
+    return unfit_sizes(state_size=spec.state_size, inner_size=spec.inner_size, conv_size=spec.conv_size, **normed)
 
 
 def _native_layer(

@@ -50,8 +50,8 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def odd_size(**sizes: int) -> str:
+def unfit_sizes(**sizes: int) -> str:
     """Return why native kernels cannot compute with these sizes, by name; "" if they can."""
     if native.library() is None:
-        return native.reason()
+        return native.unavailable()
     return next((f"{name} {size} is not a multiple of {VECTOR}" for name, size in sizes.items() if size % VECTOR), "")

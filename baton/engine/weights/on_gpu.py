@@ -37,7 +37,7 @@ class Stored:
         return self.scales is not None and (self.scales.shape[1] > 1 or self.offsets is not None)
 
 
-def refusal(weight: Weight, dtype: torch.dtype) -> str:
+def unfit_on_gpu(weight: Weight, dtype: torch.dtype) -> str:
     """Return why the kernels cannot apply a weight in this compute dtype; "" if they can."""
     if dtype not in DTYPES:
         return f"computes in bf16, fp16 and fp32, not in {dtype}"
@@ -61,7 +61,7 @@ def refusal(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def store(weight: Weight, dtype: torch.dtype) -> Stored:
-    """A weight that `refusal` has nothing against."""
+    """A weight that `unfit_on_gpu` has nothing against."""
     num_out, num_in = weight.shape
     if isinstance(weight, DenseWeight):
         return Stored("dense", weight.values.to(dtype).contiguous(), num_out, num_in, 64, num_in)

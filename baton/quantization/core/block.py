@@ -65,7 +65,7 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def unfit(spec: ModelSpec) -> str:
     """Return what of a model's layers a Block does not compute; "": it computes them."""
-    if reason := spec.beyond_llama():
+    if reason := spec.differs_from_llama():
         return reason
     if spec.names != TensorNames() or any(order_of_head(rope, spec.head_dim) for rope in spec.ropes):
         return "q, k, v as this family stores them"

@@ -17,7 +17,7 @@ from tests.support.worker.device_ranks import FOLDER, OPTIONS
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="real devices are another test's"),
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
     pytest.mark.long,  # six processes that import torch
 ]
 EOS = (0, 4)

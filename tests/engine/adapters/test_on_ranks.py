@@ -16,7 +16,7 @@ from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 
 pytestmark = pytest.mark.usefixtures("born_ranks")
-needs_native = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+needs_native = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 RANKS, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 SAMPLED = {"temperature": 0.9, "top_k": 50, "logprobs": 2}
 

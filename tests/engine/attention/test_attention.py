@@ -133,7 +133,7 @@ def test_auto_takes_the_first_that_fits_and_says_why(monkeypatch):
         assert backend.name == "sdpa"
         assert reasons == ON_CPU | {"native": "head_dim 24 is not a multiple of 16", "reference": "sdpa was chosen"}
     monkeypatch.setattr("baton.engine.native.library", lambda: None)
-    monkeypatch.setattr("baton.engine.native.reason", lambda: "no compiler")
+    monkeypatch.setattr("baton.engine.native.unavailable", lambda: "no compiler")
     backend, reasons = choose("auto", fits)
     assert backend.name == "sdpa" and reasons == ON_CPU | {"native": "no compiler", "reference": "sdpa was chosen"}
     with pytest.raises(ValueError, match="'native': no compiler; what fits: sdpa, reference"):

@@ -60,7 +60,7 @@ def threads_come_back():
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.usefixtures("threads_come_back")
 def test_scratch_of_threads_that_have_ended_is_not_counted():
     """OpenMP ends a thread at each smaller number, soon, and makes another one at each larger. Three threads stay, whose scratch grows

@@ -22,7 +22,7 @@ from tests.support.engine.toys import Collector, make_request, run
 
 VOCAB = 256
 
-pytestmark = pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+pytestmark = pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_an_engine_alone_has_the_threads_that_can_run_at_once(tmp_path, monkeypa
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_bits_are_those_of_one_thread(tmp_path, monkeypatch, dtype):
     """While the number changes with nearly every call."""

@@ -41,7 +41,7 @@ from tests.support.native.ranked import lose_last_rank
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real devices are tested by test_on_gpus.py"),
     pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
     pytest.mark.usefixtures("born_ranks"),
 ]
 CPU = torch.device("cpu")
@@ -359,6 +359,6 @@ def test_a_rank_that_ends_before_it_has_met_the_others(folder, devices, monkeypa
 
 def test_without_the_native_kernels_it_is_one_line(folder, devices, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "reason", lambda: "no compiler is here")
+    monkeypatch.setattr(native, "unavailable", lambda: "no compiler is here")
     with pytest.raises(ValueError, match=r"tensor_parallel 2: ranks need the native kernels: no compiler is here"):
         load_on_gpus(config_of(folder, 2))

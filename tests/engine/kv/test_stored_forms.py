@@ -130,7 +130,7 @@ def folder(request, tmp_path_factory):
 
 def needs(kernels: str) -> None:
     if kernels == "native" and native.library() is None:
-        pytest.skip(native.reason())
+        pytest.skip(native.unavailable())
 
 
 @pytest.mark.parametrize("form", STORED)

@@ -30,7 +30,7 @@ def weight_of(name: str, dtype: torch.dtype):
 def test_ranks_add_up_to_the_bits_of_one_device(kernel, name, dtype):
     torch.manual_seed(0)
     weight, bias = weight_of(name, dtype), torch.randn(SHAPE[0]).to(dtype)
-    refused = quantized.refusal(weight) if kernel is QuantizedLinear else packed.refusal(weight, dtype)
+    refused = quantized.unfit(weight) if kernel is QuantizedLinear else packed.unfit(weight, dtype)
     if refused and kernel is not DenseLinear:
         pytest.skip(refused)
     order, outliers = getattr(weight, "order", None), getattr(weight, "outliers", None)

@@ -41,8 +41,8 @@ def rounding(name: str) -> str:
 def test_against_the_dequantized_weight(name, shape, dtype):
     torch.manual_seed(0)
     weight, bias, x = FORMS[name](shape), torch.randn(shape[0]).to(dtype), torch.randn(15, shape[1]).to(dtype)
-    if packed.refusal(weight, dtype):
-        pytest.skip(packed.refusal(weight, dtype))
+    if packed.unfit(weight, dtype):
+        pytest.skip(packed.unfit(weight, dtype))
     y = PackedLinear(weight, bias, dtype)(x)
     assert y.dtype == dtype and y.shape == (15, shape[0])
     assert error(y, reference(weight, x, bias)) < TOLERANCE[rounding(name)]
@@ -195,9 +195,9 @@ def test_without_the_library_int8_rows_stay_and_other_forms_are_expanded(name, m
     make, reasons = choose("auto", True, BF16)
     weight, x = FORMS[name]((64, 96)), torch.randn(5, 96).bfloat16()
     kernel = make(weight, None)
-    stays = name == "int8-dynamic" and not quantized.refusal(weight)
+    stays = name == "int8-dynamic" and not quantized.unfit(weight)
     assert kernel.name == ("fbgemm" if stays else "dense") and reasons["native"] == "BATON_NATIVE=off"
-    assert stays or reasons["fbgemm"] == quantized.refusal(weight) != ""
+    assert stays or reasons["fbgemm"] == quantized.unfit(weight) != ""
     assert error(kernel(x), reference(weight, x)) < (0.04 if rounding(name) == "e4m3" else 0.01)
     assert choose("fbgemm", True, BF16)[0](weight, None).name == kernel.name
     with pytest.raises(ValueError, match="BATON_NATIVE=off"):

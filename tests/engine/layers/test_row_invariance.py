@@ -82,8 +82,8 @@ def test_linear_of_every_form(name, shape, form, threads):
     torch.manual_seed(0)
     in_features, out_features = shape
     weight, x = FORMS[name]((out_features, in_features)), torch.randn(512, in_features).to(DTYPES[form])
-    if packed.refusal(weight, x.dtype):
-        pytest.skip(packed.refusal(weight, x.dtype))
+    if packed.unfit(weight, x.dtype):
+        pytest.skip(packed.unfit(weight, x.dtype))
     kernel = PackedLinear(weight, torch.randn(out_features).to(x.dtype), x.dtype)
     assert_rows_equal(kernel, x, rows=(*range(1, 65), 512) if threads == 1 else ROWS)
 

@@ -22,7 +22,7 @@ from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.linear.triton import GpuLinear
 from baton.engine.weights.forms import DenseWeight, pack_int4
 from baton.engine.weights.leaves import combined, inputs_of, leaves_of
-from baton.engine.weights.on_gpu import levels_of, packed_by, refusal
+from baton.engine.weights.on_gpu import levels_of, packed_by, unfit_on_gpu
 from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,8 +68,8 @@ def rounding(name: str) -> str:
 @pytest.mark.parametrize("name", FORMS)
 def test_every_path_of_every_form(name):
     weight, bias = FORMS[name](SHAPE), torch.randn(SHAPE[0]).to(BF16)
-    if refusal(weight, BF16):
-        pytest.skip(refusal(weight, BF16))
+    if unfit_on_gpu(weight, BF16):
+        pytest.skip(unfit_on_gpu(weight, BF16))
     for exact in (True, False):
         kernel = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, exact)
         for path in kernel.paths:

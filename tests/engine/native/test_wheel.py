@@ -16,7 +16,7 @@ from tests.support.process import ROOT
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
 ]
 # Prints the library's path, and the bits of products, attention and layers of a whole answer.
 ANSWER = """

@@ -12,7 +12,7 @@ from baton.engine.parallel.distributed import DistributedCollectives, add_tree
 from baton.engine.parallel.shard import Shard
 from tests.support.native.ranked import collectives_of, distributed_of, together
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 SIZE = 48
 DTYPES = [torch.float32, torch.bfloat16]
 

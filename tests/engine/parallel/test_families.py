@@ -12,7 +12,7 @@ from tests.support.engine.folders import FAMILIES, LONGROPE, SMALL, THETA, Hand,
 from tests.support.engine.published import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 TOLERANCE = 1e-4
 ROOM = {"hidden_size": 64, "head_dim": 16}  # of which every rank of 4 gets whole vectors
 MOE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}

@@ -12,7 +12,7 @@ from tests.support.engine.toys import Collector, check_handed_over, hand_over, m
 from tests.support.models import TINY, make_model
 
 pytestmark = [
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
     pytest.mark.long,  # 16 processes beside this one
 ]
 SHAPES = {

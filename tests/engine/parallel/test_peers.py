@@ -18,7 +18,7 @@ from tests.support.native.ranked import collectives_of, distributed_of, together
 
 pytestmark = [
     pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
 ]
 MAX_ROWS = 4
 

@@ -20,7 +20,7 @@ from tests.support.models import TINY, make_model
 from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
 
 pytestmark = [
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
     pytest.mark.usefixtures("born_ranks"),
 ]
 NUM_TOKENS = 24

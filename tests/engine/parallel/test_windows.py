@@ -11,7 +11,7 @@ from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
 
 pytestmark = [
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
     pytest.mark.usefixtures("born_ranks"),
 ]
 SHAPES = {

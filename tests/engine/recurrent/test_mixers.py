@@ -74,7 +74,7 @@ def make_mixer(spec: StateSpec, dtype: torch.dtype) -> Mixer:
 
 def without_kernels(monkeypatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "reason", lambda: "switched off here")
+    monkeypatch.setattr(native, "unavailable", lambda: "switched off here")
 
 
 @pytest.fixture(params=SPECS)
@@ -87,7 +87,7 @@ def mixer(request, spec, monkeypatch):
     if request.param == "torch":
         without_kernels(monkeypatch)
     elif native.library() is None:
-        pytest.skip(native.reason())
+        pytest.skip(native.unavailable())
     made = make_mixer(spec, torch.float32)
     assert made.name == request.param
     return made
@@ -158,7 +158,7 @@ def whole(
 
 def test_native_is_near_torch(spec, monkeypatch):
     if native.library() is None:
-        pytest.skip(native.reason())
+        pytest.skip(native.unavailable())
     ours = whole(make_mixer(spec, torch.float32), [70])
     without_kernels(monkeypatch)
     torch.testing.assert_close(ours, whole(make_mixer(spec, torch.float32), [70]), atol=1e-4, rtol=1e-4)
@@ -190,7 +190,7 @@ def test_proposals_change_no_bit(mixer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_two_bytes(dtype, name):
     if native.library() is None:
-        pytest.skip(native.reason())
+        pytest.skip(native.unavailable())
     mixer = make_mixer(SPECS[name], dtype)
     expected, steps = whole(mixer, [50], dtype), Steps(mixer, [50], dtype)
     steps.step([17])

@@ -10,7 +10,7 @@ from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
 from tests.engine.sampling.sample_rows import FILTERS, MIXED, SHAPES, any_row, every_row, make_rows
 
-pytestmark = pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+pytestmark = pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 
 
 def drawn(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:

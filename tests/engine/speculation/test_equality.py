@@ -214,7 +214,7 @@ def test_a_thousand_prompts(folders, dtype):
         check_same(serve(engine, requests)[0], plain, plain)
 
 
-@pytest.mark.skipif(bool(native.reason()), reason=native.reason())
+@pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 @pytest.mark.parametrize("name", ["draft", "ngram", "auto"])
 def test_what_proposes_nothing_leaves_calls_of_several_steps(folders, monkeypatch, name):
     """While all proposers rest, steps are as cheap as without them; the tokens are the same."""

@@ -64,7 +64,7 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
         assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.usefixtures("born_ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_the_first_of_two_ranks(kind, model, heads):
@@ -112,7 +112,7 @@ def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason())
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable())
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "draft"])
 def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, heads, tmp_path):
     """Sequences of all ages in one batch, in fp32, where both add up to the same tokens."""

@@ -16,7 +16,7 @@ from tests.support.process import Process, children
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(native.library() is None, reason=native.reason() or "there"),
+    pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
 ]
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--max-num-batched-tokens", "128", "--strict-numerics")
 RANKS = ("--tensor-parallel", "2")

@@ -133,15 +133,15 @@ def _packed(name: str, values: list[int], argtypes, reached, before: list[bytes]
 
 
 def _linears() -> None:
-    from baton.engine.layers.linear.packed import PackedLinear, refusal
+    from baton.engine.layers.linear.packed import PackedLinear, unfit
     from baton.engine.weights.leaves import leaves_of
     from tests.support.engine.weight_forms import FORMS, dense_weight
 
     for dtype in (torch.float32, torch.bfloat16):
         weights = {name: make((72, 96)) for name, make in FORMS.items()} | {"dense": dense_weight((72, 96), dtype)}
         for name, weight in weights.items():
-            if refusal(weight, dtype):
-                print("left out:", name, dtype, refusal(weight, dtype))
+            if unfit(weight, dtype):
+                print("left out:", name, dtype, unfit(weight, dtype))
                 continue
             kernel = PackedLinear(weight, torch.randn(72).to(dtype), dtype)
             for num_rows in (1, 6, 9):

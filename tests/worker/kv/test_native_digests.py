@@ -20,7 +20,7 @@ RANGES = (Range(0, NUM_TOKENS, 0, 3), Range(64, 192, 1, 3), Range(256, NUM_TOKEN
 @pytest.fixture
 def native_kernels():
     if (kernels := memory_kernels()) is None:
-        pytest.skip(native.reason())
+        pytest.skip(native.unavailable())
     return kernels
 
 

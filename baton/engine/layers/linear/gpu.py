@@ -7,7 +7,7 @@ from baton.engine import kernels
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.dense import FastLinear
 from baton.engine.weights.forms import DenseWeight, Weight
-from baton.engine.weights.on_gpu import refusal
+from baton.engine.weights.on_gpu import unfit_on_gpu
 
 KERNELS = ("triton", "fast")
 
@@ -40,7 +40,7 @@ class GpuChoice:
             return FastLinear(weight, bias, self._dtype, partial=partial)
         from baton.engine.layers.linear import triton  # an extra
 
-        if why := refusal(weight, self._dtype):
+        if why := unfit_on_gpu(weight, self._dtype):
             weight = DenseWeight(weight.dequantize())
             self.reasons["triton, as it is stored"] = f"{why}: expanded to the compute dtype"
         kernel = triton.GpuLinear(weight, bias, self._dtype, self._exact, leaves, partial, num_outputs)

@@ -20,8 +20,15 @@ from torch import Tensor
 
 from baton.engine import native
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.layers.linear.panels import E4M3_PER_ROW, INT8_PER_ROW, PANEL, SCALE_KINDS, Panels, pack
-from baton.engine.layers.linear.panels import refusal as refusal_of_form
+from baton.engine.layers.linear.panels import (
+    E4M3_PER_ROW,
+    INT8_PER_ROW,
+    PANEL,
+    SCALE_KINDS,
+    Panels,
+    pack,
+    unfit_for_panels,
+)
 from baton.engine.weights.forms import Weight
 
 X_KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -48,7 +55,7 @@ def _apply():
 
 def unavailable() -> str:
     """Return why this machine has no native linear kernels; "" if it has them."""
-    return native.reason()
+    return native.unavailable()
 
 
 class PackedLinear(LinearKernel):
@@ -115,6 +122,6 @@ class PackedLinear(LinearKernel):
         return y
 
 
-def refusal(weight: Weight, dtype: torch.dtype) -> str:
+def unfit(weight: Weight, dtype: torch.dtype) -> str:
     """Return why there is no native kernel for this weight here; "" if there is one."""
-    return unavailable() or refusal_of_form(weight, dtype)
+    return unavailable() or unfit_for_panels(weight, dtype)

@@ -62,7 +62,7 @@ class Panels:
         return words.view(torch.bfloat16 if self.kind == BF16 else torch.float32)[..., : self.num_in]
 
 
-def refusal(weight: Weight, dtype: torch.dtype) -> str:
+def unfit_for_panels(weight: Weight, dtype: torch.dtype) -> str:
     """Return why the native kernels cannot apply this weight in this compute dtype; "" if they can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"computes in fp32 and bf16, not in {dtype}"
@@ -80,7 +80,7 @@ def refusal(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack(weight: Weight, dtype: torch.dtype, leaves: int = 1) -> Panels:
-    """Packs a weight that `refusal` has nothing against; `dtype` is the compute dtype. Sums end at each leaf of its
+    """Packs a weight that `unfit_for_panels` has nothing against; `dtype` is the compute dtype. Sums end at each leaf of its
     inputs (weights/leaves.py)."""
     if isinstance(weight, DenseWeight):
         panels = _pack_dense(weight, dtype)

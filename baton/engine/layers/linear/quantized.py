@@ -30,7 +30,7 @@ class QuantizedLinear(LinearKernel):
     scaled_by_row = True
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
-        """A weight that `refusal` has nothing against, bias [out_features]; dtype of x and y."""
+        """A weight that `unfit` has nothing against, bias [out_features]; dtype of x and y."""
         assert isinstance(weight, IntWeight)
         self._num_bytes = weight.values.nbytes + weight.scales.nbytes + (0 if bias is None else bias.nbytes)
         self._scales, self._bias = weight.scales.flatten(), None if bias is None else bias.float()
@@ -54,7 +54,7 @@ class QuantizedLinear(LinearKernel):
         return (y if self._bias is None else y + self._bias).to(self._dtype_of_y)
 
 
-def refusal(weight: Weight) -> str:
+def unfit(weight: Weight) -> str:
     """Return why torch has no integer product for this weight; "" if it has one."""
     if ENGINE not in torch.backends.quantized.supported_engines:
         return f"this torch was built without {ENGINE}"

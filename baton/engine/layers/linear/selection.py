@@ -51,16 +51,16 @@ class LinearChoice:
         if self._name in ("dense", "fast"):
             return self._name
         if self._name != QuantizedLinear.name:
-            refusal = packed.refusal(weight, self._dtype)
-            if not refusal:
+            why = packed.unfit(weight, self._dtype)
+            if not why:
                 return "native"
             if self._name == "native":
-                raise ValueError(f"linear kernel 'native': {refusal}")
-            self.reasons["native"] = refusal
-        refusal = quantized.refusal(weight)
-        if not refusal:
+                raise ValueError(f"linear kernel 'native': {why}")
+            self.reasons["native"] = why
+        why = quantized.unfit(weight)
+        if not why:
             return QuantizedLinear.name
-        self.reasons[QuantizedLinear.name] = refusal
+        self.reasons[QuantizedLinear.name] = why
         return "dense" if "fast" in self.reasons else "fast"
 
 

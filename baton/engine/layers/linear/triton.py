@@ -48,7 +48,7 @@ class GpuLinear(LinearKernel):
         partial: bool = False,
         num_outputs: int = 0,
     ):
-        """weight and bias are on the device; dtype: of x and y. `refusal` has nothing against the weight. `leaves`: of an
+        """weight and bias are on the device; dtype: of x and y. `unfit_on_gpu` has nothing against the weight. `leaves`: of an
         exact sum; of a faster one the inputs are one. `num_outputs`: of the weight of which ranks have some outputs each
         (0: all of them are here), so that a rank's sums are those of one process."""
         self.batch_invariant = exact

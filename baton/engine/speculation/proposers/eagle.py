@@ -110,7 +110,7 @@ class Eagle(Proposer):
         """None where the layer or the target cannot be run by the native kernels."""
         model, spec = self.model, self.model.spec
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, (WINDOW,), model.dtype, model.device)
-        if not isinstance(model.fused, FusedLayers) or NativeAttention.unfit(shape) or spec.beyond_llama():
+        if not isinstance(model.fused, FusedLayers) or NativeAttention.unfit(shape) or spec.differs_from_llama():
             return None
         spec, layers, attention = replace(spec, intermediate_size=self._inner), [self._layer], NativeAttention(shape)
         if FusedLayers.unfit(spec, layers, attention) or not isinstance(self._project, PackedLinear):
