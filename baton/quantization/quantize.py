@@ -15,19 +15,21 @@ from tqdm import tqdm
 
 from baton.engine.core.model_errors import read_json
 from baton.engine.core.model_spec import ModelSpec
+from baton.engine.kv.pool import DTYPES
 from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
 from baton.engine.models.registry import read_spec
+from baton.engine.weights.formats.base import EMBED, HEAD
 from baton.engine.weights.formats.registry import quantization_config
+from baton.engine.weights.formats.rounded import GROUPS
 from baton.quantization.core import linears
 from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
-from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
+from baton.quantization.schemes import SCHEMES, Form, Scheme, Settings
 from baton.quantization.stored import config_of, tensors_of
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_EMBEDDING, _FINAL_NORM, _HEAD = f"{EMBED}.weight", "model.norm.weight", f"{HEAD}.weight"
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,16 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
         if unfit(job.spec):
             _round_as_stored(job, weights, writer, progress)
             return
-        embedding = weights.read(EMBEDDING, (job.spec.vocab_size, job.spec.hidden_size))
+        embedding = weights.read(_EMBEDDING, (job.spec.vocab_size, job.spec.hidden_size))
         activations = [F.embedding(sample, embedding).float() for sample in samples or ()]
         longest = max((len(sample) for sample in samples or ()), default=1)
         rope, config = Rope(job.spec.ropes[0], job.spec.head_dim, longest), None
         for index in tqdm(range(job.spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
             form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
             config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)
-        writer.add({EMBEDDING: embedding, FINAL_NORM: weights.read(FINAL_NORM, (job.spec.hidden_size,))})
-        if not job.spec.tied or HEAD in weights:
-            writer.add({HEAD: weights.read(HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
+        writer.add({_EMBEDDING: embedding, _FINAL_NORM: weights.read(_FINAL_NORM, (job.spec.hidden_size,))})
+        if not job.spec.tied or _HEAD in weights:
+            writer.add({_HEAD: weights.read(_HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
         writer.finish(job.spec.folder, read_json(job.spec.folder / "config.json") | {"quantization_config": config})
 
 
@@ -111,7 +113,7 @@ def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, p
         if name not in rounded:
             tensor, stored = weights.read(name), weights.stored_name(name)
             writer.add({stored: tensor})
-            if tensor.dim() == 2 and name.endswith(".weight") and name not in (EMBEDDING, HEAD):
+            if tensor.dim() == 2 and name.endswith(".weight") and name not in (_EMBEDDING, _HEAD):
                 # Other linears, as whoever reads the folder may take them, by the names that we ask for too.
                 kept += [each.removesuffix(".weight") for each in dict.fromkeys((name, stored))]
     assert config is not None, "a model has layers"

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.weights.forms import Fp8Weight, IntWeight
+from baton.engine.weights.round import FP8_MAX
 from baton.quantization.core.block import Block, LayerWeights, Stage
 from baton.quantization.core.grid import fit
 from baton.quantization.methods import awq, gptq, outliers, smoothquant
-
-GROUPS = (32, 64, 128)
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 Form = IntWeight | Fp8Weight
 

@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.tiles import narrow
+from baton.engine.kernels.tiles import ROUND, narrow
 from baton.engine.weights.on_gpu import MAX_GROUP
 
 BLOCK = MAX_GROUP
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds half to even below 2^22
 E4M3_MAX = tl.constexpr(448.0)
 
 

@@ -21,7 +21,7 @@ from baton.engine.layers.norm import Norm, RMSNorm
 from baton.engine.layers.rope import Rope
 from baton.engine.layers.row_parallel import RowParallelLinear
 from baton.engine.models.experts import Experts
-from baton.engine.models.gpu_layers import INTERPRETED, GpuLayers
+from baton.engine.models.gpu_layers import INTERPRETED_ATTENTION, GpuLayers
 from baton.engine.models.layer import Layer
 from baton.engine.parallel.collectives import Collectives, check
 from baton.engine.parallel.shard import WHOLE, Shard
@@ -220,7 +220,7 @@ def fuse(
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
         return FusedLayers(spec, layers, attention, ropes, collectives), {"torch": "fused was chosen"}
-    if attention.shape.device.type == "cpu" and attention.name not in INTERPRETED:
+    if attention.shape.device.type == "cpu" and attention.name not in INTERPRETED_ATTENTION:
         return None, reasons
     if reason := "adapters add to the layers" if adapted else GpuLayers.unfit(spec, layers, attention):
         return None, reasons | {"triton": reason}

@@ -15,7 +15,7 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.rope import Rope
 from baton.engine.models.layer import Layer
 
-INTERPRETED = ("triton", "triton-fast")  # attention with which the interpreter runs the layers too, on a CPU
+INTERPRETED_ATTENTION = ("triton", "triton-fast")  # attention with which the interpreter runs the layers too, on a CPU
 
 
 class GpuLayers:

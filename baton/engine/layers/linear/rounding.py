@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3_MAX = 448.0
+from baton.engine.weights.round import FP8_MAX
 
 
 def rounded_to_e4m3(
@@ -23,9 +23,9 @@ def rounded_to_e4m3(
 
 
 def _scales(largest: Tensor) -> Tensor:
-    return (largest / E4M3_MAX).clamp_(min=1e-12)
+    return (largest / FP8_MAX).clamp_(min=1e-12)
 
 
 def _through_e4m3(values: Tensor, scale: float | Tensor | None) -> Tensor:
     scales = scale if scale is not None else _scales(values.abs().amax(dim=-1, keepdim=True))
-    return (values / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales
+    return (values / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scales

@@ -18,7 +18,7 @@ struct Draft {
   const Linear* project;
   const void *embedding_norm, *features_norm, *target_norm;
 };
-struct Lack {
+struct Unread {
   int64_t num_tokens;  // to be read, at least one
   int64_t num_rows;    // whose KV is there once they are read
   int64_t position;    // of the first, as it is rotated
@@ -82,9 +82,9 @@ void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const voi
 
 using namespace baton;
 
-// token_ids: what the sequences lack, one after the other; hidden: the target's rows beside them, null for a model of
+// token_ids: those of `unread`, one after the other; hidden: the target's rows beside them, null for a model of
 // its own. drafted [num_seqs][width].
-extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* lacks, int64_t num_seqs,
+extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Unread* unread, int64_t num_seqs,
                             const int64_t* token_ids, const void* hidden, int64_t width, int64_t* drafted,
                             int64_t num_threads) {
   static thread_local Scratch memory;
@@ -92,7 +92,7 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* la
   static thread_local std::vector<Sequence> seqs;
   const Model& model = *draft->model;
   int64_t rows = 0;
-  for (int64_t s = 0; s < num_seqs; s++) rows += lacks[s].num_tokens;
+  for (int64_t s = 0; s < num_seqs; s++) rows += unread[s].num_tokens;
   const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2), num_out = draft->head->num_out;
   const int64_t logit_bytes = num_out * (model.kind == FP32 ? 4 : 2);
   char* x = scratch(memory, 4 * rows * bytes + num_seqs * (bytes + logit_bytes));
@@ -101,14 +101,14 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* la
   for (int64_t pass = 0; pass < width; pass++) {
     int64_t row = 0;
     for (int64_t s = 0; s < num_seqs; s++) {
-      const Lack& lack = lacks[s];
-      const int64_t count = pass ? 1 : lack.num_tokens, end = lack.num_rows + pass;
-      const int64_t first = lack.position + (pass ? lack.num_tokens + std::min(pass, lack.num_wanted - 1) - 1 : 0);
-      seqs[s] = {row, count, end, lack.block_ids};
+      const Unread& own = unread[s];
+      const int64_t count = pass ? 1 : own.num_tokens, end = own.num_rows + pass;
+      const int64_t first = own.position + (pass ? own.num_tokens + std::min(pass, own.num_wanted - 1) - 1 : 0);
+      seqs[s] = {row, count, end, own.block_ids};
       for (int64_t i = 0; i < count; i++, row++) {
         const int64_t at = end - count + i;
         positions[row] = first + i;
-        slots[row] = lack.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
+        slots[row] = own.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
       }
     }
     enter(*draft, row, pass ? guesses.data() : token_ids, pass ? features : hidden, !pass, entering, x, num_threads);

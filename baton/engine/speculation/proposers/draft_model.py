@@ -25,7 +25,7 @@ from baton.engine.models.loader import load_model, weight_files
 from baton.engine.models.registry import read_spec
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
-from baton.engine.speculation.proposers.native_draft import Lack, Passes
+from baton.engine.speculation.proposers.native_draft import Passes, UnreadTokens
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, MakeLauncher, PassLauncher, Proposer
 from baton.protocol import MAX_DRAFT_TOKENS
 from kvtransfer.layout import KVLayout
@@ -146,13 +146,13 @@ class DraftModel(Proposer):
 
     def _guess(self, chunks: Sequence[tuple[Draftee, int]], counts: Sequence[int]) -> list[list[int]]:
         """The likeliest tokens, all in one call."""
-        lacks, token_ids = [], []
+        unread, token_ids = [], []
         for (draftee, lack), count in zip(chunks, counts, strict=True):
             reading = draftee.state
             first = reading.num_computed
-            lacks.append(Lack(lack, first + lack, first, count, reading.table.data_ptr()))
+            unread.append(UnreadTokens(lack, first + lack, first, count, reading.table.data_ptr()))
             token_ids += draftee.token_ids[reading.begin + first :]
-        return self._passes(lacks, token_ids)
+        return self._passes(unread, token_ids)
 
     def _draw(self, asks: Sequence[DraftRequest], drafts: list[list[int]], served: list[int], chunks: list) -> None:
         """Pass by pass."""

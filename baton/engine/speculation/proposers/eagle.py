@@ -32,7 +32,7 @@ from baton.engine.models.layer import Layer
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.heads_folder import HeadsFolder
-from baton.engine.speculation.proposers.native_draft import EntryLayer, Lack, Passes
+from baton.engine.speculation.proposers.native_draft import EntryLayer, Passes, UnreadTokens
 from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
 from baton.engine.weights.forms import DenseWeight
 from baton.protocol import MAX_DRAFT_TOKENS
@@ -167,18 +167,20 @@ class Eagle(Proposer):
 
     def _guess(self, active: Sequence[tuple[Draftee, list[int], int]]) -> None:
         """The likeliest tokens, all in one call."""
-        hidden, token_ids, lacks = [], [], []
+        hidden, token_ids, unread = [], [], []
         for draftee, _, count in active:
             context, first = draftee.state, draftee.state.pending[0][1]
             num_new = context.num_pending
             self._make_room(context, num_new)
             context.num_rows += num_new
-            lacks.append(Lack(num_new, context.num_rows, first, count, self._slots.data_ptr() + 8 * context.slot))
+            unread.append(
+                UnreadTokens(num_new, context.num_rows, first, count, self._slots.data_ptr() + 8 * context.slot)
+            )
             hidden += [rows for rows, _ in context.pending]
             token_ids += draftee.token_ids[first + 1 : first + 1 + num_new]
             context.pending.clear()
         rows = hidden[0].contiguous() if len(hidden) == 1 else torch.cat(hidden)
-        for (_, draft, _), guessed in zip(active, self._passes(lacks, token_ids, rows), strict=True):
+        for (_, draft, _), guessed in zip(active, self._passes(unread, token_ids, rows), strict=True):
             draft += guessed
 
     def _draw(self, active: list[tuple[Draftee, list[int], int]]) -> None:

@@ -42,8 +42,9 @@ class EntryLayer(NamedTuple):
     target_norm: Tensor
 
 
-class Lack(NamedTuple):
-    """The tokens of one sequence that the draft has not read. Its K and V are in blocks in the order of its rows."""
+class UnreadTokens(NamedTuple):
+    """The tokens of one sequence that the draft has not read, `Unread` of native/layers/draft.cpp. Its K and V are in blocks in
+    the order of its rows."""
 
     num_tokens: int  # at least one
     num_rows: int  # once they are read
@@ -74,19 +75,21 @@ class Passes:
         """Return whether everything that a pass is made of is native."""
         return isinstance(layers, FusedLayers) and model.spec.embedding_scale == 1 and has_native_ends(model)
 
-    def __call__(self, lacks: Sequence[Lack], token_ids: list[int], hidden: Tensor | None = None) -> list[list[int]]:
+    def __call__(
+        self, unread: Sequence[UnreadTokens], token_ids: list[int], hidden: Tensor | None = None
+    ) -> list[list[int]]:
         """Guesses for each sequence. `token_ids`: what they lack, one after the other; `hidden`: the target's rows
         [len(token_ids), hidden_size] beside them, where there is an entry. KV of all but the last guess is written;
         every sequence has room for as many as the one that wants the most."""
-        width = max(lack.num_wanted for lack in lacks)
-        ids, drafted = array("q", token_ids), array("q", bytes(8 * width * len(lacks)))
-        table = array("q", [number for lack in lacks for number in lack])
+        width = max(each.num_wanted for each in unread)
+        ids, drafted = array("q", token_ids), array("q", bytes(8 * width * len(unread)))
+        table = array("q", [number for each in unread for number in each])
         self._run(
-            ctypes.addressof(self._draft), ctypes.addressof(self._pool), table.buffer_info()[0], len(lacks),
+            ctypes.addressof(self._draft), ctypes.addressof(self._pool), table.buffer_info()[0], len(unread),
             ids.buffer_info()[0], None if hidden is None else hidden.data_ptr(), width, drafted.buffer_info()[0],
             torch.get_num_threads(),
         )  # fmt: skip
-        return [list(drafted[i * width : i * width + lack.num_wanted]) for i, lack in enumerate(lacks)]
+        return [list(drafted[i * width : i * width + each.num_wanted]) for i, each in enumerate(unread)]
 
 
 class _Head(ctypes.Structure):
