@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from baton.engine.speculation.control.costs import Curve, Typical
+from baton.engine.speculation.control.costs import CostCurve, RunningMedian
 
 
 def test_a_small_size_that_was_dear_once_is_not_believed_against_larger_ones():
-    curve = Curve()
+    curve = CostCurve()
     for _ in range(3):
         curve.add(1, 3.0)
     for _ in range(300):
@@ -17,7 +17,7 @@ def test_a_small_size_that_was_dear_once_is_not_believed_against_larger_ones():
 
 
 def test_disturbed_steps_change_little():
-    chance, plain, curve = random.Random(0), Typical(), Curve()
+    chance, plain, curve = random.Random(0), RunningMedian(), CostCurve()
     for index in range(200):
         disturbed = 5.0 if chance.random() < 0.15 else 1.0
         plain.add(disturbed)
@@ -27,7 +27,7 @@ def test_disturbed_steps_change_little():
 
 
 def test_tiles_of_rows_are_found():
-    curve = Curve()
+    curve = CostCurve()
     assert not curve.is_known
     for index in range(200):
         size = 1 + index % 40
@@ -36,7 +36,7 @@ def test_tiles_of_rows_are_found():
     tiles = [0.25 * -(-(1 + size) // 4) for size in range(1, 16)]
     assert [curve.at(size) for size in range(1, 16)] == pytest.approx(tiles)
     assert curve.at(64) == pytest.approx(4.1, rel=0.1)
-    curve = Curve()
+    curve = CostCurve()
     for _ in range(5):
         curve.add(2, 1.0), curve.add(4, 2.0)
     assert [curve.at(size) for size in (2, 3, 4, 8)] == [1.0, 1.5, 2.0, 4.0]

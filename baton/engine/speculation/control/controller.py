@@ -46,7 +46,7 @@ EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
 
 
-class Account:
+class TimeCorrection:
     """Running median of actual over predicted step time, for the steps of one proposer. Tokens are not counted: a
     proposer rated too high stays on and is corrected by its acceptance; counted here that would turn it off for
     good."""
@@ -117,7 +117,7 @@ class Controller:
         self.lately: dict[str, AcceptanceRate] = {}
         self.plan = DraftPlan(0)
         self.step = 0
-        self._accounts: dict[tuple[str, int], Account] = {}
+        self._corrections: dict[tuple[str, int], TimeCorrection] = {}
         self._states: defaultdict[str, ProposerState] = defaultdict(ProposerState)
         self._timed_at = 0  # step
         # Verifying steps since plain ones were measured, by the batch in powers of two.
@@ -173,11 +173,11 @@ class Controller:
         self._states[name].rest(self.step, self.plan.num_seqs, True)
 
     def widths(
-        self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
+        self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], has_drafts: bool = False,
         num_reads: float = 0.0, num_unread: Sequence[int] = (), num_left: int = 1,
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
-        `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
+        `own`: their acceptance; `limits`: their room for tokens; `has_drafts`: as many proposals are there, and
         what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
         make; `num_unread`: those that each has; none where it is not given; `num_left`: tokens that the one with
         the most left is expected to make."""
@@ -188,7 +188,7 @@ class Controller:
         rates = [acceptance.rate(prior) for acceptance in own]
         if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECIDED_FOR:
             all_right = math.prod(acceptance.mean(prior) for acceptance in own)
-            state.best = self._best_width(name, rates, all_right, limits, plain_s, is_drafted, num_reads, num_left)
+            state.best = self._best_width(name, rates, all_right, limits, plain_s, has_drafts, num_reads, num_left)
             state.decided_at = self.step
         if state.best:
             best = state.choose_width()
@@ -200,9 +200,9 @@ class Controller:
         else:
             read = self.costs.read_s(name) / plain_s
             reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
-            widths = self._try(name, state, own, limits, plain_s, is_drafted, reads)
-            state.rest(self.step, num_seqs, is_drafted)
-        self._foresee(name, rates, widths, is_drafted)
+            widths = self._try(name, state, own, limits, plain_s, has_drafts, reads)
+            state.rest(self.step, num_seqs, has_drafts)
+        self._foresee(name, rates, widths, has_drafts)
         return widths
 
     def note_step(
@@ -231,12 +231,12 @@ class Controller:
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
         foreseen_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
         for name in asked:
-            state, account = self._states[name], self._account(name, num_seqs)
+            state, correction = self._states[name], self._correction(name, num_seqs)
             if num_proposed:
                 state.note_worth(self._worth(least_made, num_made / num_seqs) - spent)
             if num_proposed and plan.is_known:
-                account.add(spent, foreseen_spent)
-                spent = min(spent, foreseen_spent / account.trust)  # it may have been disturbed
+                correction.add(spent, foreseen_spent)
+                spent = min(spent, foreseen_spent / correction.trust)  # it may have been disturbed
             if state.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
                 state.note_try(spent - 1 - gained, num_proposed > 0)
@@ -259,8 +259,8 @@ class Controller:
 
     # ---- private ----
 
-    def _account(self, name: str, num_seqs: int) -> Account:
-        return self._accounts.setdefault((name, num_seqs.bit_length()), Account())
+    def _correction(self, name: str, num_seqs: int) -> TimeCorrection:
+        return self._corrections.setdefault((name, num_seqs.bit_length()), TimeCorrection())
 
     def _extra_s(self, plan: DraftPlan) -> float:
         is_known = plan.num_proposals and self.costs.extra_is_known(plan.last)
@@ -270,23 +270,26 @@ class Controller:
         """Return the whole steps that are saved, and this one, where the slowest sequence makes `least` tokens."""
         return least + self.refill.rate * (mean - least)
 
-    def _best_width(self, name, rates, all_right, limits, plain_s, is_drafted, num_reads, num_left) -> int:
+    def _best_width(
+        self, name: str, rates: Sequence[float], all_right: float, limits: Sequence[int], plain_s: float, has_drafts: bool,
+        num_reads: float, num_left: int,
+    ) -> int:  # fmt: skip
         """The width that is worth most per second, all sequences at that width, at their limit or above the floor.
         `all_right`: the chance that a proposal is right for each of them."""
-        if not self._is_known(name, is_drafted):
+        if not self._is_known(name, has_drafts):
             return 0
         plan = self.plan
         num_seqs, num_proposals = plan.num_seqs, plan.num_proposals
         extra, most, shortest, draft_s = self.costs.extra_curve(name, num_seqs), max(limits), min(limits), 0.0
-        if not is_drafted:
+        if not has_drafts:
             draft, more = self.costs.draft_curve(name, len(rates))
             most = min(most, 2 * draft.largest)
         read_s = self.costs.read_s(name) * num_reads
         fixed_s = plain_s + plan.draft_s
         total, least = plan.rest(len(rates))
         total += len(rates)
-        gain = GAIN if is_drafted else DRAFT_GAIN
-        best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
+        gain = GAIN if has_drafts else DRAFT_GAIN
+        best, best_speed = 0, gain / (plain_s * self._correction(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
         chance_of_all = 1.0
         at_once = 1.0 if num_seqs > 1 else math.inf  # one alone is its own slowest
@@ -302,7 +305,7 @@ class Controller:
             chance_of_all *= all_right if width <= shortest else 0.0
             at_once += chance_of_all
             worth = self._worth(_of_slowest(min(least, *tokens), at_once, num_left), total / num_seqs)
-            if not is_drafted:
+            if not has_drafts:
                 draft_s = more * draft.at(width)
             speed = worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
             if speed > best_speed:
@@ -311,33 +314,36 @@ class Controller:
                 break
         return best
 
-    def _foresee(self, name: str, rates: Sequence[float], widths: Sequence[int], is_drafted: bool) -> None:
+    def _foresee(self, name: str, rates: Sequence[float], widths: Sequence[int], has_drafts: bool) -> None:
         plan, asked = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
         plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in asked]
         plan.num_proposals += sum(width for _, width in asked)
         if asked:
             plan.last = name
-        if asked and not self._is_known(name, is_drafted):
+        if asked and not self._is_known(name, has_drafts):
             plan.is_known = False
-        elif asked and not is_drafted:
+        elif asked and not has_drafts:
             plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
 
-    def _try(self, name, state, own, limits, plain_s, is_drafted, reads) -> list[int]:
+    def _try(
+        self, name: str, state: ProposerState, own: Sequence[AcceptanceRate], limits: Sequence[int], plain_s: float,
+        has_drafts: bool, reads: Sequence[float],
+    ) -> list[int]:  # fmt: skip
         """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same until
         the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
-        widths, width = [0] * len(own), state.width * (DRAFTED if is_drafted else 1)
+        widths, width = [0] * len(own), state.width * (DRAFTED if has_drafts else 1)
         if not state.is_trying:
-            if not state.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, is_drafted)):
+            if not state.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, has_drafts)):
                 return widths
-            state.num_to_try = 1 if is_drafted else TRY_STEPS
+            state.num_to_try = 1 if has_drafts else TRY_STEPS
         chosen = [index for index, acceptance in enumerate(own) if acceptance in state.tried]
         if not chosen:
             num = 1
             while num < len(own) and state.can_pay(
                 self.step,
                 sum(reads[index] for index in order[: 2 * num])
-                + self._price(name, 2 * num, width, plain_s, is_drafted),
+                + self._price(name, 2 * num, width, plain_s, has_drafts),
             ):
                 num *= 2
             chosen = order[:num]
@@ -346,15 +352,15 @@ class Controller:
             widths[index] = min(width, limits[index])
         return widths
 
-    def _price(self, name: str, num: int, width: int, plain_s: float, is_drafted: bool) -> float:
+    def _price(self, name: str, num: int, width: int, plain_s: float, has_drafts: bool) -> float:
         """Return the plain steps that a try with `num` sequences takes beyond one."""
-        if not self._is_known(name, is_drafted):
+        if not self._is_known(name, has_drafts):
             return 0.5 + 0.1 * num * width
-        draft_s = 0.0 if is_drafted else self.costs.draft_s(name, num, width)
+        draft_s = 0.0 if has_drafts else self.costs.draft_s(name, num, width)
         return (self.costs.extra_s(name, self.plan.num_seqs, num * width) + draft_s) / plain_s
 
-    def _is_known(self, name: str, is_drafted: bool) -> bool:
-        return self.costs.extra_is_known(name) and (is_drafted or self.costs.draft_is_known(name))
+    def _is_known(self, name: str, has_drafts: bool) -> bool:
+        return self.costs.extra_is_known(name) and (has_drafts or self.costs.draft_is_known(name))
 
     def _floor(self, name: str, plain_s: float) -> float:
         """The chance below which one more proposal takes longer to verify than it saves; none where the batch waits for

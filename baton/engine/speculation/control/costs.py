@@ -16,7 +16,7 @@ FIRST_PLAIN = 4  # of plain steps: all is held against them
 WRONG = 1.5  # times as much, or as little, as a plain step was taken for
 
 
-class Typical:
+class RunningMedian:
     """The median of the last durations: plain steps are rare while it pays to speculate, and some are disturbed."""
 
     __slots__ = ("_last", "_every", "count", "value")
@@ -37,7 +37,7 @@ class Typical:
         self.value = sorted(self._last)[(len(self._last) - 1) // 2]
 
 
-class Curve:
+class CostCurve:
     """Seconds by size, through what is typical of each: kernels take rows in tiles, so that the fifth may be dear and
     the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Beyond twice
     the largest size so far it gives no value: a batch that grows, grows by as much and looks again."""
@@ -48,7 +48,7 @@ class Curve:
         self.count = self.largest = 0
         self.slope = self._base = 0.0
         self._small: list[float] = []  # of the sizes from 0 on
-        self._sizes: dict[float, Typical] = {}  # above SMALL two in an octave
+        self._sizes: dict[float, RunningMedian] = {}  # above SMALL two in an octave
         self._seen_at: dict[float, int] = {}  # count
 
     def add(self, size: int, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Curve:
         if size > SMALL:
             half = 1 << (size.bit_length() - 2)  # of its octave
             middle = size - size % half + (half - 1) / 2
-        self._sizes.setdefault(middle, Typical(LAST_OF_SIZE, every=4)).add(seconds)
+        self._sizes.setdefault(middle, RunningMedian(LAST_OF_SIZE, every=4)).add(seconds)
         self._seen_at[middle] = self.count
         if self.count < OFTEN or self.count % 4 == 0:
             self._fit()
@@ -128,15 +128,15 @@ class Costs:
     nearest that is."""
 
     def __init__(self):
-        self.plain: dict[int, Typical] = {}
+        self.plain: dict[int, RunningMedian] = {}
         # Of a verifying step beyond a plain one by its proposals, for each proposer: behind a model that has drafted the caches
         # are cold. Shared, tries of heads made prompt lookup look three times as dear as it is.
-        self.extra: dict[str, dict[int, Curve]] = {}
-        self.drafts: dict[str, dict[int, Curve]] = {}  # of each proposer, by width
-        self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
+        self.extra: dict[str, dict[int, CostCurve]] = {}
+        self.drafts: dict[str, dict[int, CostCurve]] = {}  # of each proposer, by width
+        self.reads: dict[str, RunningMedian] = {}  # of each proposer, seconds for a token that it has to read first
 
     def add_plain(self, num_seqs: int, seconds: float, times: int) -> None:
-        plain = self.plain.setdefault(bucket := num_seqs.bit_length(), Typical())
+        plain = self.plain.setdefault(bucket := num_seqs.bit_length(), RunningMedian())
         before = plain.value
         plain.add(seconds, times)
         if max(before, plain.value) > WRONG * min(before, plain.value):
@@ -149,16 +149,16 @@ class Costs:
         if (plain := self.plain.get(bucket)) is not None:
             # To verify a token is never dearer than a plain step.
             extra_s = min(max(0.0, seconds - plain.value), (1 + num_proposals) * plain.value)
-            self.extra.setdefault(name, {}).setdefault(bucket, Curve()).add(num_proposals, extra_s)
+            self.extra.setdefault(name, {}).setdefault(bucket, CostCurve()).add(num_proposals, extra_s)
 
     def add_draft(self, name: str, num_seqs: int, width: int, seconds: float) -> None:
         bucket = num_seqs.bit_length()
         if (plain_s := self.plain_s(num_seqs)) is not None:  # a draft is never larger than its target
             seconds = min(seconds, (1 + width) * plain_s)
-        self.drafts.setdefault(name, {}).setdefault(bucket, Curve()).add(width, seconds)
+        self.drafts.setdefault(name, {}).setdefault(bucket, CostCurve()).add(width, seconds)
 
     def add_read(self, name: str, num_tokens: int, seconds: float) -> None:
-        self.reads.setdefault(name, Typical()).add(seconds / num_tokens)
+        self.reads.setdefault(name, RunningMedian()).add(seconds / num_tokens)
 
     def read_s(self, name: str) -> float:
         """For a token; 0 where it was never measured."""
@@ -178,7 +178,7 @@ class Costs:
     def extra_s(self, name: str, num_seqs: int, num_proposals: int) -> float:
         return self.extra_curve(name, num_seqs).at(num_proposals)
 
-    def extra_curve(self, name: str, num_seqs: int) -> Curve:
+    def extra_curve(self, name: str, num_seqs: int) -> CostCurve:
         curves = self.extra[name]
         return curves[_nearest(curves, num_seqs.bit_length())]
 
@@ -186,14 +186,14 @@ class Costs:
         curve, more = self.draft_curve(name, num_seqs)
         return more * curve.at(width)
 
-    def draft_curve(self, name: str, num_seqs: int) -> tuple[Curve, float]:
+    def draft_curve(self, name: str, num_seqs: int) -> tuple[CostCurve, float]:
         """By width, and times how much: a guess above what it may be where it was measured with fewer sequences."""
         curves, bucket = self.drafts[name], num_seqs.bit_length()
         nearest = _nearest(curves, bucket)
         return curves[nearest], BATCHING ** max(0, bucket - nearest)
 
 
-def _nearest(curves: dict[int, Curve], bucket: int) -> int | None:
+def _nearest(curves: dict[int, CostCurve], bucket: int) -> int | None:
     """The bucket whose curve is known."""
     if (curve := curves.get(bucket)) is not None and curve.is_known:
         return bucket

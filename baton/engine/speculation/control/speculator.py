@@ -266,7 +266,7 @@ class Speculator:
             for track in self._tracks[proposer.name].values():
                 self._close(proposer, track)
 
-    def _widths(self, name: str, seqs: list[Sequence], limits: list[int], is_drafted: bool) -> list[int]:
+    def _widths(self, name: str, seqs: list[Sequence], limits: list[int], has_drafts: bool) -> list[int]:
         """See Controller.widths; requests with a width of their own have that."""
         fixed = [self._fixed(seq) for seq in seqs]
         widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
@@ -276,14 +276,14 @@ class Speculator:
         free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
         own = [self._track(name, seqs[index]).acceptance for index in free]
         free_limits = [limits[index] for index in free]
-        unread = [0 if is_drafted else self._num_unread(name, seqs[index]) for index in free]
+        unread = [0 if has_drafts else self._num_unread(name, seqs[index]) for index in free]
         num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
         num_seqs = len(self._decoding)
         num_left = max((self._num_left(seqs[index]) for index in free), default=1)
-        chosen = self.controller.widths(name, num_seqs, own, free_limits, is_drafted, num_reads, unread, num_left)
+        chosen = self.controller.widths(name, num_seqs, own, free_limits, has_drafts, num_reads, unread, num_left)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
-        if not is_drafted and not any(widths):
+        if not has_drafts and not any(widths):
             self._rest(self.proposers[name])
         return widths
 
