@@ -12,8 +12,8 @@ def load(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
     make: MakeProposers | None, joining: Joining | None, rank_program: str | None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of an engine on whatever computes it; arguments as of load_parts. `rank_program`: what
-    other ranks on GPUs run, in place of gpu_ranks/build.py's."""
+    """Load the parts of an engine on whatever computes it; arguments as of load_parts. `rank_program`: what other
+    ranks on GPUs run, in place of gpu_ranks/build.py's."""
     if find_device(config.device).type == "cuda":
         kernels.prepare()
         if config.num_ranks > 1:

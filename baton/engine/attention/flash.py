@@ -208,8 +208,7 @@ def unimportable(name: str, function: str, package: str = "") -> str:
             return ""
     except ModuleNotFoundError:
         pass
-    except (
-        Exception
-    ) as error:  # built for another torch, without the libraries that it opens, in a folder that it may not write
+    # Built for another torch, without the libraries that it opens, in a folder that it may not write.
+    except Exception as error:
         return f"{name} does not load: {' '.join(str(error).split())}"
     return f"{name} is not installed" + (f": pip install {package}" if package else "")

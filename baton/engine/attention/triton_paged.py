@@ -2,9 +2,10 @@
 
 Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
 not. Where there are enough sequences to fill it, the splits of those that are much longer than the others are dealt out to
-programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the
-fast form has a small tile for decode, a large one for chunks, and as many splits as the load needs, of a length that
-each sequence's own sets on the device: a graph is made for the longest context, and read by short ones.
+programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one tile
+for both, so that a row has the same bits either way; the fast form has a small tile for decode, a large one for chunks,
+and as many splits as the load needs, of a length that each sequence's own sets on the device: a graph is made for the
+longest context, and read by short ones.
 """
 
 from collections.abc import Sequence

@@ -20,9 +20,8 @@ SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mt
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")
 MAX_POOL_BYTES = 4 << 30
-POOL_SHARE = (
-    0.125  # of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it
-)
+# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it.
+POOL_SHARE = 0.125
 
 
 def _knob(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:

@@ -103,9 +103,8 @@ class PrefillDone:
     prefill_s: float
     num_cached_tokens: int
     num_chunks: int
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # of each token of the prompt but the first, where they are asked for
+    # Of each token of the prompt but the first, where they are asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: tuple[float, ...] = ()  # the vector of a request with `pooling`, which has no first tokens
     waits: Waits = Waits()  # of queue_s
 

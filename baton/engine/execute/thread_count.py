@@ -69,9 +69,8 @@ class ThreadCount:
         """`num_threads`: those that the engine has; `is_measured`: a short step may be computed by one fewer."""
         self._num_threads, self._is_measured = num_threads, is_measured
         self._cores: SharedCores | None = None
-        self._choices: dict[
-            tuple[int, int], _CallTimes
-        ] = {}  # by the number of threads, and that of rows in powers of two
+        # By the number of threads, and that of rows in powers of two.
+        self._choices: dict[tuple[int, int], _CallTimes] = {}
         self._choice: _CallTimes | None = None  # of the call that runs
         self._num_rows, self._begun = 0, 0.0
 

@@ -15,8 +15,9 @@ weights, so that 4 and 8-bit integers are multiplied as they are, exactly in bf1
 
 `multiply` cuts the inputs into segments whose number depends on the weight's shape alone. Either a program takes one
 segment and leaves a partial sum that `add_segments` adds in order, or it takes all of them in that order (TREE: a power
-of two, neighbours and then their sums, as weights/leaves.py tells): the same arithmetic, so that a row's bits do not depend on which way was taken for how many rows, nor, in one tile shape, on the
-rows beside it. The torch twin of all is `dequantize()` of weights/forms.py.
+of two, neighbours and then their sums, as weights/leaves.py tells): the same arithmetic, so that a row's bits do not
+depend on which way was taken for how many rows, nor, in one tile shape, on the rows beside it. The torch twin of all is
+`dequantize()` of weights/forms.py.
 """
 
 import triton

@@ -10,9 +10,9 @@ ENGINE = Path(__file__).parents[1]
 SOURCES = (
     "kernels/linear.py", "kernels/grouped.py", "kernels/low_rank.py", "kernels/paged_attention.py", "kernels/rows.py",
     "kernels/kv_write.py", "kernels/tiles.py", "kernels/quantize.py", "kernels/state/inputs.py", "kernels/state/folds.py",
-    "kernels/state/chunks.py", "kernels/state/softplus.py", "kernels/state/finish.py", "recurrent/gpu.py", "attention/triton_paged.py", "parallel/add_ranks.py",
-    "layers/linear/triton.py", "layers/grouped.py", "adapters/gpu_low_rank.py", "models/gpu_layers.py",
-    "weights/on_gpu.py",
+    "kernels/state/chunks.py", "kernels/state/softplus.py", "kernels/state/finish.py", "recurrent/gpu.py",
+    "attention/triton_paged.py", "parallel/add_ranks.py", "layers/linear/triton.py", "layers/grouped.py",
+    "adapters/gpu_low_rank.py", "models/gpu_layers.py", "weights/on_gpu.py",
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ class RowParallelLinear(LinearKernel):
     """The sum of what the ranks' parts of a weight put out, and then the bias. All ranks call it together."""
 
     def __init__(self, part: LinearKernel, bias: Tensor | None, order: Tensor | None, collectives: Collectives):
-        """`part`: of this rank's inputs, without bias, y in fp32, or rounded where sums are fast; `order`: int64, which of the inputs of all ranks they are; None:
-        those that this rank is called with."""
+        """`part`: of this rank's inputs, without bias, y in fp32, or rounded where sums are fast; `order`: int64,
+        which of the inputs of all ranks they are; None: those that this rank is called with."""
         self.part, self.order, self._collectives = part, order, collectives
         self.bias = None if bias is None else bias.float().contiguous()
         self.name, self.batch_invariant, self.row_multiple = part.name, part.batch_invariant, part.row_multiple

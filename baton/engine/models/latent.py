@@ -82,8 +82,8 @@ class LatentOutput(LinearKernel):
 def read_latent(
     spec: ModelSpec, prefix: str, order: Tensor | None, source: WeightSource, linears: Linears, own: range
 ) -> tuple[LatentProjection, LatentOutput]:
-    """Return the attention's products of one layer, for the heads `own`: the kept row is every rank's. `order`: of the elements of a row, so that a rope turns halves.
-    Raises ModelError for a tensor that is missing or differs."""
+    """Return the attention's products of one layer, for the heads `own`: the kept row is every rank's. `order`: of the
+    elements of a row, so that a rope turns halves. Raises ModelError for a tensor that is missing or differs."""
     latent, num_heads, hidden = spec.latent, spec.num_heads, spec.hidden_size
     assert latent is not None
     turned = turning(latent, order)

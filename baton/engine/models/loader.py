@@ -66,7 +66,8 @@ def load_model(
     stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None, stages: StageCollectives | None = None,
 ) -> Model:  # fmt: skip
     """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
-    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage; `stages`: where each has a device.
+    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage;
+    `stages`: where each has a device.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.

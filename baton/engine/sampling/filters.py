@@ -35,7 +35,8 @@ def probability_limits(params: SamplingParams) -> tuple[float, float]:
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Return the indices, int64 [k], of the best of scores [vocab_size] whose probabilities first reach `top_p`, as transformers cuts: from the worst up.
+    """Return the indices, int64 [k], of the best of scores [vocab_size] whose probabilities first reach `top_p`, as
+    transformers cuts: from the worst up.
 
     Among equal scores at the cut the higher ids stay (transformers leaves that to an unstable sort). Probabilities are
     whole numbers of 2^-40 of the best one's, so that no order of adding decides.

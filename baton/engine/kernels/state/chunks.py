@@ -3,8 +3,8 @@ bits that it has in decode. Mamba-2 by arXiv 2405.21060, the gated delta rule by
 
 A step's rows of a sequence that begin at a multiple of CHUNK go by whole chunks; the rest of them is folded behind that, token
 by token (folds.py). So the bits of a token do not depend on what else is in its step, nor on how a prompt was cut at
-multiples of CHUNK. Products are of tf32, which has more bits than the rows of bf16 that the inputs are made of. Decays are exponents of sums over the tokens between,
-never above 0.
+multiples of CHUNK. Products are of tf32, which has more bits than the rows of bf16 that the inputs are made of. Decays
+are exponents of sums over the tokens between, never above 0.
 """
 
 import triton
