@@ -57,6 +57,7 @@ def scales_of(weight, args) -> dict:
 
 
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+ASYMMETRIC = INT4 | dict(symmetric=False)
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
 TOKEN = dict(num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True)
@@ -69,7 +70,7 @@ FP8_GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dyn
     ("layout", "weights", "activations"),
     [
         ("pack-quantized", INT4, None),
-        ("pack-quantized", INT4 | dict(symmetric=False), None),
+        ("pack-quantized", ASYMMETRIC, None),
         ("pack-quantized", INT4 | dict(group_size=64), None),
         ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=True), None),
         ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=False), None),
@@ -91,6 +92,14 @@ def test_integers(tmp_path, layout, weights, activations):
         assert isinstance(weight, IntWeight) and weight.bits == weights["num_bits"]
         assert weight.activations == ("dynamic" if activations else "none")
         assert (weight.offsets is None) == weights["symmetric"]
+    assert_same_logits(tmp_path, model, meanings)
+
+
+def test_zero_points_of_one_word(tmp_path):
+    """Of k and v, which have 4 outputs. (Of 8 outputs of 4 bits the library cannot read it itself.)"""
+    model = published.dense_folder(tmp_path, num_attention_heads=16, num_key_value_heads=1, head_dim=4)
+    meanings = write_compressed(tmp_path, "pack-quantized", ASYMMETRIC | dict(num_bits=8))
+    assert_reads(tmp_path, meanings)
     assert_same_logits(tmp_path, model, meanings)
 
 
@@ -123,7 +132,6 @@ def test_ignored_modules(tmp_path):
 
 
 DOWN = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
-ASYMMETRIC = INT4 | dict(symmetric=False)
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,8 @@ def listed(module: str, patterns: Iterable[str] | None) -> bool:
 
 def unpack_int32(packed: Tensor, bits: int) -> Tensor:
     """int32 [rows, n] to the unsigned integers it holds, uint8 [rows, n * 32 / bits], low bits first (bits: 4 | 8)."""
-    octets = packed.contiguous().view(torch.uint8)
+    # By one dimension: [n, 1] is contiguous for torch whatever the stride of its 1, and then no view as bytes.
+    octets = packed.reshape(-1).view(torch.uint8).unflatten(0, (len(packed), -1))
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)

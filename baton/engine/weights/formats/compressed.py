@@ -113,7 +113,7 @@ class CompressedTensorsFormat(Format):
         if not packed:
             return self.tensors.read(name, None, (torch.int8,)).reshape(-1, shape[1]).expand(shape).float()
         words = self.tensors.read(name, (-(-shape[0] * bits // 32), shape[1]), (torch.int32,))
-        return unpack_int32(words.t().contiguous(), bits).t()[: shape[0]].float() - 2 ** (bits - 1)
+        return unpack_int32(words.t(), bits).t()[: shape[0]].float() - 2 ** (bits - 1)
 
     def _packed(self, module: str, shape: tuple[int, int], bits: int) -> Tensor:
         """As IntWeight stores it: bytes of 4 bits are the same, those of 8 differ by their sign bit."""

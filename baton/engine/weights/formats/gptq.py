@@ -94,4 +94,4 @@ def group_order(source: Format, name: str, in_features: int, group: int) -> Tens
 
 def _along_inputs(packed: Tensor, bits: int) -> Tensor:
     """int32 [in * bits / 32, out] to uint8 [out, in]."""
-    return unpack_int32(packed.t().contiguous(), bits)
+    return unpack_int32(packed.t(), bits)
