@@ -160,6 +160,8 @@ class FusedLayers:
             return "attention is gated"
         if spec.temperature is not None:
             return "attention has a temperature"
+        if spec.activation not in _ACTIVATIONS:
+            return f"activation is {spec.activation}"
         if any(layer.experts is not None and not layer.experts.is_plain for layer in spec.layers):
             return "experts are chosen by more than the softmax of their scores"
         for layer in filter(None, layers):

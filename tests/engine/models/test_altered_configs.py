@@ -14,7 +14,7 @@ from baton.engine.models.loader import load_model
 from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, Hand, config_class, random_ids, randomize
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
-ACTIVATIONS = {"gelu_pytorch_tanh", "relu", "silu"}
+ACTIVATIONS = {"gelu_pytorch_tanh", "relu", "relu2", "silu"}
 # What transformers itself reads past (the first), and where it clamps what its authors and others do not.
 NOT_AS_THERE = {("gemma3", "attn_logit_softcapping"), ("nemotron-3-latent", "time_step_min")}
 # Of training and of how transformers runs and writes; ids and sizes of a vocabulary, which the prompt is of.

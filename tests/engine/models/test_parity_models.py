@@ -99,6 +99,13 @@ def test_logits_and_greedy(family, attention):
     assert len(set(answers["long"])) > 3, "the model repeats itself, the comparison says little"
 
 
+def test_an_activation_without_a_kernel(tmp_path):
+    """Which any family may have, and torch computes."""
+    reference, ids = make_folder(tmp_path, "llama3", hidden_act="relu2", hidden_size=64), random_ids(60, 4)
+    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama3.1", "llama-yarn", "llama-linear", "mistral", "qwen2-window"])
 def test_old_config_spelling(tmp_path, name):
     """`rope_scaling` beside `rope_theta`, and no layer_types: what folders from before transformers 5 have."""
