@@ -84,6 +84,21 @@ def test_every_path_of_every_form(name):
 
 
 @pytest.mark.parametrize("exact", [True, False])
+def test_outliers_do_not_widen_the_scale_of_their_row(exact):
+    """LLM.int8: the other inputs keep their precision on every path. In fp32, where y itself is not rounded."""
+    weight, x = int_weight(SHAPE, 8, activations="dynamic", num_outliers=3), torch.randn(19, SHAPE[1])
+    x[:, weight.outliers.columns] *= 60
+    truth, others = reference(weight, x), reference(weight, x.index_fill(1, weight.outliers.columns, 0))
+    kernel = GpuLinear(on_device(weight), None, torch.float32, exact)
+    assert kernel.rounding is None  # no kernel before it rounds its rows
+    for path in kernel.paths:
+        if path != "int_mm" or DEVICE.type == "cuda":
+            kernel.use([(math.inf, path)])
+            off = (kernel(x.to(DEVICE)).double().cpu() - truth).norm() / others.norm()
+            assert off < TOLERANCE["int8"], path
+
+
+@pytest.mark.parametrize("exact", [True, False])
 def test_offsets_of_whole_rows(exact):
     """Which the scale of the row does not meet."""
     weight, x = int_weight(SHAPE, 4, asym=True), torch.randn(3, SHAPE[1]).to(BF16)

@@ -125,8 +125,10 @@ class GpuLinear(LinearKernel):
         return self._order is not None or self._outliers is not None
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        y = self._path(x.shape[0])(self._ordered(x), largest)
-        return y if self._outliers is None else y + self._outliers(x[:, self._columns])
+        if self._outliers is None:
+            return self._path(x.shape[0])(self._ordered(x), largest)
+        others = x.index_fill(1, self._columns, 0)  # the scale of a rounded row is theirs
+        return self._path(x.shape[0])(self._ordered(others), largest) + self._outliers(x[:, self._columns])
 
     def of_rounded(self, x: RoundedRows) -> Tensor:
         """Return the product with rows that were rounded as `rounding` says."""
