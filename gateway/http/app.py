@@ -58,7 +58,7 @@ _MAX_VECTOR_BYTES = 32 << 20  # of an answer: 2,048 vectors of 2,048 numbers in 
 _MAX_LOGPROBS = 2_500_000  # of an answer in one object: one prompt of 8 choices may have 2,424,832
 _MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
 # Of an answer, to scripts of pages, which by themselves see none of these.
-_SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
+_SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 T = TypeVar("T")
 
 

@@ -94,9 +94,11 @@ def rename(path: str, names: Mapping[str, str]) -> str:
 
 
 def headers_of(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Return the headers that go with an error: what to show, or when to come back."""
+    """Return the headers that go with an error: what to show, or when to come back, or that nobody should."""
     if error.code is Code.UNAUTHENTICATED:
         return [(b"www-authenticate", b"Bearer")]
+    if status_of(error) == 504:
+        return [(b"x-should-retry", b"false")]  # OpenAI's and Anthropic's clients would have it computed twice more
     if error.retry_after_s is None:
         return []
     return [

@@ -25,6 +25,7 @@ from tests.support.pace import patience
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ASK = json.dumps({"prompt": [20, 21, 22], "max_tokens": 2}).encode()
 _ID_NAMES, _RETRY_NAMES = {"x-request-id", "request-id"}, {"retry-after", "retry-after-ms"}
+_NO_RETRY_NAMES = {"x-should-retry"}
 
 
 async def said(c, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -404,9 +405,10 @@ async def test_pages_see_the_id_of_a_request_and_when_to_come_again(served):
     async with served(http_origins=("https://app.example",)) as (c, _):
         ask = with_length(ASK).replace(b"host:", b"origin: https://app.example\r\nhost:")
         answers = [decoded(await said(c, ask))]
+        answers.append(decoded(await said(c, ask.replace(b"host:", b"x-request-timeout: 0\r\nhost:"))))
         c.gateway.handler.is_draining = True
         answers.append(decoded(await said(c, ask)))
-    for (status, headers, _), names in zip(answers, (_ID_NAMES, _RETRY_NAMES), strict=True):
+    for (status, headers, _), names in zip(answers, (_ID_NAMES, _NO_RETRY_NAMES, _RETRY_NAMES), strict=True):
         assert names <= headers.keys(), status
         assert names <= set(headers["access-control-expose-headers"].split(", "))
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import anthropic
+import openai
 import pytest
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from gateway.http.anthropic.request import read_messages
 from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.writing import to_bytes
 from tests.gateway.http.clients.test_openai_client import over_grpc
+from tests.gateway.http.conftest import openai_client
 from tests.support.pace import patience
 
 ASK = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "a quick fox"}]}
@@ -130,6 +132,20 @@ async def test_errors_are_told_in_its_form(asked, change, error, kind, word):
         with pytest.raises(error) as caught:
             await client.messages.create(**{**ASK, **change})
         assert caught.value.body["error"]["type"] == kind and word in caught.value.body["error"]["message"]
+
+
+async def test_what_was_too_late_is_not_sent_again(asked):
+    """By their own rules clients send a 504 twice more: each time all was computed until the deadline."""
+    late = {"extra_headers": {"x-request-timeout": "0"}}
+    async with asked() as (c, client), openai_client(c, max_retries=2) as other:
+        for create, error in (
+            (client.with_options(max_retries=2).messages.create, anthropic.APIStatusError),
+            (other.chat.completions.create, openai.APIStatusError),
+        ):
+            with pytest.raises(error, match="deadline") as caught:
+                await create(**ASK, **late)
+            assert caught.value.status_code == 504
+            assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
 async def test_overload_and_shutting_down(asked):
