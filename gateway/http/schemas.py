@@ -30,7 +30,7 @@ def _parts(*kinds: str, **others: Json) -> Json:
 
 
 def _content(*kinds: str, besides: Sequence[Json] = (), **others: Json) -> Json:
-    notes: Json = {"annotations": {}, "logprobs": {}}  # on an earlier answer, of which any may come back
+    notes: Json = {"annotations": {}, "logprobs": {}, "parsed": {}}  # on an earlier answer, of which any may come back
     return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others), *besides)]}
 
 
@@ -126,7 +126,8 @@ _ITEMS = _conversation(
     closed(
         ["type", "call_id", "name", "arguments"],
         type={"const": "function_call"},
-        **{name: STRING.schema for name in CALL_FIELDS if name != "type"},
+        **{name: STRING.schema for name in CALL_FIELDS if name not in ("type", "parsed_arguments")},
+        parsed_arguments={},
     ),
     closed(
         ["type", "call_id", "output"],
@@ -184,7 +185,7 @@ _CALL = closed(
     id=STRING.schema,
     index={"type": "integer"},
     type={"const": "function"},
-    function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
+    function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema, parsed_arguments={}),
 )
 _ASSISTANT_CONTENT = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
 _TEXT_OR_NULL = {"type": ["string", "null"]}
@@ -198,6 +199,7 @@ _MESSAGES = _conversation(
         reasoning=_TEXT_OR_NULL,
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
         tool_call_id=_TEXT_OR_NULL,
+        parsed={},
         id=_TEXT_OR_NULL,  # of a result, as `extra` is
         extra=OBJECT,
     ),

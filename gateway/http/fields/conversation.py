@@ -24,7 +24,7 @@ TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
 TOOL_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
-_PART = {"type", "text", "cache_control", "annotations", "logprobs"}
+_PART = {"type", "text", "cache_control", "annotations", "logprobs", "parsed"}
 THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "data")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 

@@ -29,7 +29,8 @@ CONVERSATION = (
     "add_generation_prompt", *(option.name for option in REASONING_OPTIONS if "." not in option.name), *_OBJECTS,
 )  # fmt: skip
 _REASONING = ("reasoning", "reasoning_content")
-_MESSAGE = {"role", "name", "content", "tool_calls", "tool_call_id", *_REASONING}
+# `parsed`, and `parsed_arguments` of a call, are what OpenAI's clients make of an answer, and repeat it.
+_MESSAGE = {"role", "name", "content", "parsed", "tool_calls", "tool_call_id", *_REASONING}
 _RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the call, and for notes of its own
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
 REPEATED = ("role", "tool_calls", *_REASONING)
@@ -116,7 +117,7 @@ def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], t
 
 def _call(where: str, call: object) -> pb.ToolCall:
     fields = read_object(where, call, {"id", "type", "function", "index"})
-    function = read_object(f"{where}.function", fields.get("function"), {"name", "arguments"})
+    function = read_object(f"{where}.function", fields.get("function"), {"name", "arguments", "parsed_arguments"})
     return pb.ToolCall(
         id=read_as(f"{where}.id", STRING, fields.get("id", "")),
         name=read_as(f"{where}.function.name", STRING, function.get("name")),

@@ -10,11 +10,11 @@ from gateway.http.fields.kinds import STRING
 from gateway.http.fields.reading import read_as, read_list, read_object, without_nulls
 from gateway.request.messages import MAX_MESSAGES
 
-# Of an item of a response's input; an answer comes back with all of them.
+# Of an item of a response's input; an answer comes back with all of them, and with what its client has parsed.
 ITEM_ROLES = ("system", "developer", "user", "assistant")
 ITEM_PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")
-CALL_FIELDS = ("type", "call_id", "name", "namespace", "arguments", "id", "status")
+CALL_FIELDS = ("type", "call_id", "name", "namespace", "arguments", "parsed_arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 _MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
 

@@ -2,12 +2,14 @@
 
 import json
 
+import jsonschema
 import pytest
 
 from baton.service.errors import InvalidRequest
 from gateway.http.anthropic.request import read_messages
 from gateway.http.openai.conversations import CONVERSATION
 from gateway.http.openai.requests import read_chat, read_tokenize
+from gateway.http.openapi import document
 from gateway.http.responses.request import INCLUDED, read_input_tokens, read_response
 from gateway.http.wire.errors import rename
 
@@ -64,6 +66,36 @@ def test_parts_of_reasoning_that_cannot_be_are_told_by_their_place(message, fiel
     with pytest.raises(InvalidRequest) as caught:
         read_chat({"messages": [message]})
     assert caught.value.field == field
+
+
+def valid(path, body):
+    """Return the body, which is as the document has it."""
+    schema = json.loads(json.dumps(document()))["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    jsonschema.validate(body, schema)
+    return body
+
+
+PARSED, ARGUMENTS = {"legs": 4}, '{"legs": 4}'
+
+
+def test_what_clients_have_parsed_of_an_answer_may_come_back_in_a_chat():
+    """As OpenAI's `parse` returns it, for Python and for Node."""
+    function = {"name": "find", "arguments": ARGUMENTS, "parsed_arguments": PARSED}
+    call = {"id": "c", "type": "function", "function": function}
+    message = {"role": "assistant", "content": ARGUMENTS, "parsed": PARSED, "tool_calls": [call]}
+    body = valid("/v1/chat/completions", {"messages": [*CHAT["messages"], message]})
+    said = read_chat(body).requests[0].messages.messages[1]
+    assert (said.content, said.tool_calls[0].arguments) == (ARGUMENTS, ARGUMENTS)
+
+
+def test_what_clients_have_parsed_of_an_answer_may_come_back_in_a_response():
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": ARGUMENTS, "parsed": PARSED}]}
+    call = {"call_id": "c", "name": "find", "arguments": ARGUMENTS, "parsed_arguments": PARSED}
+    body = valid("/v1/responses", {"input": [{"type": "message", **message}, {"type": "function_call", **call}]})
+    (said,) = read_response(body).requests[0].messages.messages
+    assert (said.content, said.tool_calls[0].arguments) == (ARGUMENTS, ARGUMENTS)
 
 
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Foxes are red."}}
