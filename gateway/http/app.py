@@ -246,6 +246,7 @@ class HttpApi:
         boxes: Sequence[list[pb.GenerateRequest]],
         num_at_once: int = 1,
     ) -> None:
+        call.open_stream(form.error_event, form.ping)
         usages, begun = list[pb.Usage](), set[int]()
         for box in boxes:
             if box[0].WhichOneof("input") == "messages":
@@ -257,7 +258,7 @@ class HttpApi:
             if message.HasField("usage"):
                 usages.append(message.usage)
             if not call.has_begun:
-                await call.begin_stream(form.error_event)
+                await call.begin_stream()
             data = form.chunk(prompt, message)
             if data := data if isinstance(data, bytes) else await data:
                 await call.write(data)

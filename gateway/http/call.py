@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
-from baton.service.net.http_server import ABORT, LAST_PART_S
+from baton.service.net.http_server import ABORT, FLOW, LAST_PART_S
 from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
@@ -23,6 +23,8 @@ from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read
+_FIRST_SILENCE_S = 30.0  # until a stream has to begin: so long an error has a status
+_SILENCE_S = 15.0  # of a stream; usual proxies end one after 60, clients for Node after 300
 _ID_HEADERS = (b"x-request-id", b"request-id")  # where clients of OpenAI look for a request's id, and Anthropic's
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -54,6 +56,7 @@ class HttpCall:
         self._has_read_all = False
         self._is_gone = False
         self._to_event = event
+        self._ping, self._ping_at = b"", None
         self._scope, self._receive, self._send, self._to_error = scope, receive, send, to_error
 
     async def run(self, guard: Guard, method: str, serve: Callable[["HttpCall"], Coroutine[Any, Any, None]]) -> None:
@@ -113,13 +116,19 @@ class HttpCall:
         await self._begin(status, (*own, *headers))
         await self.end(body)
 
-    async def begin_stream(self, to_event: Callable[[Json], bytes]) -> None:
-        """Begin an answer of events. `to_event`: from the body of an error to the event that it ends with."""
-        self._to_event = to_event
+    def open_stream(self, to_event: Callable[[Json], bytes], ping: bytes) -> None:
+        """Have an answer of events, before anything is waited for. `to_event`: from the body of an error to the event that it
+        ends with; `ping`: what is sent where nothing else is, so that neither client nor proxy takes it for dead."""
+        self._to_event, self._ping = to_event, ping
+        self._ping_at = _time() + _FIRST_SILENCE_S
+
+    async def begin_stream(self) -> None:
+        """Begin the answer of events."""
         await self._begin(200, _STREAM_HEADERS)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the answer; waits for a client that reads more slowly."""
+        """Send a part of a stream; waits for a client that reads more slowly."""
+        self._ping_at = _time() + _SILENCE_S
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -205,11 +214,28 @@ class HttpCall:
             watching.cancel()
 
     async def _watch(self, task: asyncio.Task) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        """Cancel the task when the client hangs up, and until then let no stream be silent."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._ping_at):
+                    if (await self._receive())["type"] == "http.disconnect":
+                        break
+            except TimeoutError:
+                await self._break_silence()
         if not self._has_ended:
             self._is_gone = True
             task.cancel()
+
+    async def _break_silence(self) -> None:
+        """Send a ping, unless something was written meanwhile. A client that has not read what was written needs none; and
+        where there is room nothing is waited for, so that no other part of the answer comes between."""
+        if self._ping_at is None or _time() < self._ping_at:
+            return
+        self._ping_at = _time() + _SILENCE_S
+        if not self._scope["extensions"][FLOW].write_paused:
+            if not self.has_begun:
+                await self.begin_stream()
+            await self.write(self._ping)
 
 
 class WriteTimeout:
@@ -238,6 +264,11 @@ async def _send_within(seconds: float, scope: Scope, send: Send, message: Messag
     except TimeoutError:
         scope["extensions"][ABORT]()
         raise ClientGone from None
+
+
+def _time() -> float:
+    """Return the time of the event loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _peer(scope: Scope) -> str:

@@ -20,7 +20,9 @@ from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
 from baton.system import num_unacknowledged
 
-ABORT = "baton.abort"  # extension of a request's scope: ends the connection at once
+# Extensions of a request's scope: what ends the connection at once, and its FlowControl, which says whether what was written
+# waits for room.
+ABORT, FLOW = "baton.abort", "baton.flow"
 LAST_PART_S = 30.0  # for a client to read the end of an answer
 
 # From the connection, or the first byte after an answer, to the end of a request's head; a body that was not waited for
@@ -129,7 +131,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # pyright: ignore[reportGeneralTypeIssues]
+        self.scope["extensions"] = {ABORT: self.transport.abort, FLOW: self.flow}  # pyright: ignore[reportGeneralTypeIssues]
         self._begin_head()
         self._has_begun_head = True
 

@@ -19,6 +19,8 @@ _MOST = sys.float_info.max
 class MessageForm:
     """The form of one answer."""
 
+    ping = named_event("ping", {"type": "ping"})
+
     def __init__(self, body: ParsedBody, model: str, values: Mapping[str, Any] = {}):
         """`values`: of the body, which may ask for the edits of the conversation, of which there are none, and that
         reasoning be not displayed."""

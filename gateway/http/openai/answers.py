@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.forms import LEAST_LOGPROB, SequenceDecoder, TokenTexts, token_logprobs
-from gateway.http.wire.writing import Data, Json, event, to_bytes_in_turns, to_text
+from gateway.http.wire.writing import COMMENT, Data, Json, event, to_bytes_in_turns, to_text
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -24,6 +24,7 @@ class AnswerForm:
     """The form of one answer. `ChatForm` and `CompletionForm` say what a choice looks like."""
 
     names: _ObjectNames
+    ping = COMMENT
 
     def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
         self._body, self._model, self._tokens = body, model, tokens

@@ -44,7 +44,9 @@ def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Itera
 
 
 class StreamForm(Protocol):
-    """What the events of an answer look like."""
+    """What the events of an answer look like. `ping`: what says nothing."""
+
+    ping: bytes
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
         """Return the events for a message to the prompt of that number; empty, where it says nothing here."""

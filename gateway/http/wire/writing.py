@@ -9,6 +9,7 @@ Json = dict[str, Any]
 Data = bytes | Awaitable[bytes]
 """What is sent: written at once, or while others run."""
 
+COMMENT = b": \n\n"  # of a stream: readers of events pass over it
 _AT_ONCE = 32  # tokens: 4 ms
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 # They end a line to some readers of streams, as to Python's; JSON has them in strings alone.

@@ -489,7 +489,8 @@ def unread(monkeypatch, num_read: int) -> tuple[HttpCall, asyncio.Event]:
 async def test_a_client_that_does_not_read_the_end_is_hung_up_on(monkeypatch):
     """The last part of an answer that is served waits until there is room in its connection."""
     call, has_hung_up = unread(monkeypatch, 2)
-    await call.begin_stream(event)
+    call.open_stream(event, b"")
+    await call.begin_stream()
     await call.write(b"data: 1\n\n")
     with pytest.raises(ClientGone):
         await asyncio.wait_for(call.end(b"data: [DONE]\n\n"), patience(20))

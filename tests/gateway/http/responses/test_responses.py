@@ -4,7 +4,7 @@ import json
 import shutil
 import tracemalloc
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import jsonschema
 import openai
@@ -369,7 +369,12 @@ async def outputs(handler: RequestHandler) -> list[list[dict]]:
     """Return the items of an answer in one object, and those that its stream ends with."""
     asked = {"input": "hi", "request_id": "1", "include": [LOGPROBS]}
     whole, stream = (
-        AsyncMock(values={**asked, "stream": streams}, has_begun=True, context=CallContext(time_left_s=9.0))
+        AsyncMock(
+            values={**asked, "stream": streams},
+            has_begun=True,
+            context=CallContext(time_left_s=9.0),
+            open_stream=Mock(),
+        )
         for streams in (False, True)
     )
     await HttpApi(handler).responses(whole)
