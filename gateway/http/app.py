@@ -319,6 +319,7 @@ def make_app(
         route("/rerank", api.rerank, "Score"),  # as vLLM has it too, and LiteLLM asks alone
         route("/v2/rerank", api.cohere_rerank, "Score"),
         route("/v1/models", api.models, "ListModels", "GET"),
+        route("/v1/models/", api.models, "ListModels", "GET"),  # is no model without a name
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),
         route("/detokenize", api.detokenize, "Detokenize"),

@@ -147,8 +147,8 @@ def document() -> Json:
         "documents": {**TEXTS.schema, "minItems": 1, "maxItems": MAX_INPUTS},
         "top_n": {"type": "integer", "minimum": 1},
     }
-    options: Json = {"return_documents": BOOLEAN.schema, "user": STRING.schema}
-    rerank = _body({**ranked, **options}, ["query", "documents"], RERANK)
+    ranked["return_documents"] = BOOLEAN.schema
+    rerank = _body({**ranked, "user": STRING.schema}, ["query", "documents"], RERANK)
     rank = {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)}
     cohere = _body(ranked, ["query", "documents"], COHERE_RERANK)
     text: Json = {"model": STRING.schema, "prompt": STRING.schema, "add_special_tokens": BOOLEAN.schema}

@@ -30,7 +30,7 @@ def _parts(*kinds: str, **others: Json) -> Json:
 
 
 def _content(*kinds: str, besides: Sequence[Json] = (), **others: Json) -> Json:
-    notes: Json = {"annotations": {}, "logprobs": {}, "parsed": {}}  # on an earlier answer, of which any may come back
+    notes: Json = {name: {} for name in ("annotations", "logprobs", "parsed", "id", "index")}  # nobody reads them
     return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others), *besides)]}
 
 
@@ -241,7 +241,13 @@ def prompts(most: int) -> Json:
 _NAMED_SCHEMA = closed(
     ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
 )
-FORMAT = closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA, schema=JSON_SCHEMA.schema)
+FORMAT = closed(
+    ["type"],
+    type={"enum": FORMAT_TYPES},
+    json_schema=_NAMED_SCHEMA,
+    schema=JSON_SCHEMA.schema,
+    value=JSON_SCHEMA.schema,
+)
 STRUCTURED = {
     **closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
     "minProperties": 1,

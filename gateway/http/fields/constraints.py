@@ -15,6 +15,8 @@ from gateway.http.fields.tables import BARE_CONSTRAINTS, CONSTRAINTS, FORMAT_TYP
 _BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
 CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
+# A schema beside either type, as llama.cpp and others have it, and TGI, whose word Hugging Face's client sends to all.
+_BESIDE = ("schema", "value")
 _read_object = partial(read_object, keeps_empty_lists=True)  # no choice at all is an error of its own
 
 
@@ -45,13 +47,13 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
 
 def _of_format(value: object) -> dict[str, Any]:
     """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
-    fields = _read_object("response_format", value, {"type", "json_schema", "schema"})
+    fields = _read_object("response_format", value, {"type", "json_schema", *_BESIDE})
     kind = _kind("response_format", fields)
-    if "schema" in fields:  # where llama.cpp and others have it, of both types
-        if kind == "text" or "json_schema" in fields:
-            other = "type text" if kind == "text" else "json_schema"
-            raise InvalidRequest("response_format.schema", f"is given beside {other}")
-        return {"response_format.schema": fields["schema"]}
+    for name in _BESIDE:
+        if name in fields:
+            if others := {"type text"} if kind == "text" else fields.keys() - {"type", name}:
+                raise InvalidRequest(f"response_format.{name}", f"is given beside {min(others)}")
+            return {f"response_format.{name}": fields[name]}
     if kind != "json_schema":
         if "json_schema" in fields:
             raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")

@@ -23,8 +23,8 @@ CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
 TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
 TOOL_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
-# Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
-_PART = {"type", "text", "cache_control", "annotations", "logprobs", "parsed"}
+# Of a part: what was read is found again without being asked, and notes on an earlier answer, or of LangChain, are not read.
+_PART = {"type", "text", "cache_control", "annotations", "logprobs", "parsed", "id", "index"}
 THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "data")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
@@ -38,10 +38,10 @@ def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) 
 
 def read_part(where: str, part: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
     """Return the text of a part of one of these types. `others`: fields that it may have, and that its text does not need."""
-    given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
-    unknown = given.difference(_PART, others)
-    if not isinstance(part, dict) or "type" not in given or part["type"] not in kinds or unknown:
+    if not isinstance(part, dict) or part.get("type") not in kinds:
         raise InvalidRequest(where, f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here')
+    if unknown := {name for name in part.keys() - _PART if name not in others and part[name] is not None}:
+        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
     return read_as(f"{where}.text", STRING, part.get("text"))
 
 

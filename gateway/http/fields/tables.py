@@ -110,6 +110,7 @@ FORMATS = (
     Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
     Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("response_format.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("response_format.value", "constraint.json_schema", JSON_SCHEMA),
     Field("text.format.type", "constraint.json_object", TRUE),
     Field("text.format.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("output_config.format.schema", "constraint.json_schema", JSON_SCHEMA),

@@ -32,6 +32,7 @@ _REASONING = ("reasoning", "reasoning_content")
 # `parsed`, and `parsed_arguments` of a call, are what OpenAI's clients make of an answer, and repeat it.
 _MESSAGE = {"role", "name", "content", "parsed", "tool_calls", "tool_call_id", *_REASONING}
 _RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the call, and for notes of its own
+_MAY_BE_EMPTY = ("assistant", "tool")  # programs in Go leave out a text that is
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
 REPEATED = ("role", "tool_calls", *_REASONING)
 
@@ -72,7 +73,7 @@ def _message(where: str, message: object) -> pb.Message:
     role, content = fields.get("role"), fields.get("content")
     parts = content if role == "assistant" and isinstance(content, list) else []
     calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"), MAX_CALLS)
-    content = "" if content is None and calls else content
+    content = "" if content is None and role in _MAY_BE_EMPTY else content
     text, thought = _read_parts(f"{where}.content", parts) if parts else (read_content(f"{where}.content", content), "")
     return pb.Message(
         role=read_as(f"{where}.role", STRING, role),

@@ -68,8 +68,10 @@ def read_rerank(values: Mapping[str, Any]) -> ParsedRerank:
 
 
 def read_cohere_rerank(values: Mapping[str, Any]) -> ParsedRerank:
-    """Read the body of /v2/rerank. Raises InvalidRequest."""
-    return _rerank(values, COHERE_RERANK, ())
+    """Read the body of /v2/rerank, whose answer has no documents, whether LiteLLM asks for them or not. Raises
+    InvalidRequest."""
+    read_value(values, "return_documents", BOOLEAN, False)
+    return _rerank(values, COHERE_RERANK, ("return_documents",))
 
 
 def _rerank(values: Mapping[str, Any], table: Sequence[Field], others: Collection[str]) -> ParsedRerank:

@@ -31,7 +31,8 @@ from gateway.http.wire.writing import Json
 from gateway.request.messages import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes back as the text that it is
+# Beside logprobs: reasoning comes back as the text that it is, and no search is made.
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results")
 SUMMARIES = ("summary", "generate_summary")
 ELSEWHERE = ("web_search", "image_generation")  # how types of tools begin that a service runs, not the client
 _NAMES = {

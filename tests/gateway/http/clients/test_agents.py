@@ -202,11 +202,11 @@ def test_the_part_of_an_answer_may_repeat_its_message(calls):
 
 
 def test_parts_of_others_repeat_nothing():
-    for message in (
-        {"role": "user", "content": [REPEATING]},
-        {"role": "assistant", "content": [{**REPEATING, "a": 1}]},
+    for message, field in (
+        ({"role": "user", "content": [REPEATING]}, "reasoning_content"),
+        ({"role": "assistant", "content": [{**REPEATING, "a": 1}]}, "a"),
     ):
-        with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\]: only parts"):
+        with pytest.raises(InvalidRequest, match=rf"messages\[0\]\.content\[0\]\.{field}: is not supported here"):
             read_chat({"messages": [message]})
 
 

@@ -38,6 +38,7 @@ async def test_models(served):
         assert (model.id, model.owned_by) == ("fake", "baton") and model.model_dump()["max_model_len"] == 1024
         assert model.model_dump()["root"] == "fake"  # where `vllm bench serve` finds the name of a tokenizer
         assert (await client.models.retrieve("fake")).id == "fake"
+        assert (await client.get("/models/", cast_to=object))["object"] == "list"
 
 
 async def test_an_adapter_has_its_own_name_and_that_of_its_model(served, monkeypatch):
@@ -345,7 +346,7 @@ async def test_rerank(served, monkeypatch):
         (only,) = (await client.post("/rerank", body=body, cast_to=object))["results"]
         assert only["index"] == best[0] and "document" not in only
         cohere = client.with_options(base_url=str(client.base_url).replace("/v1/", "/v2/"))
-        told = await cohere.post("/rerank", body={**body, "top_n": 2, "return_documents": None}, cast_to=object)
+        told = await cohere.post("/rerank", body={**body, "top_n": 2, "return_documents": True}, cast_to=object)
         assert told["results"] == [
             {"index": each["index"], "relevance_score": each["relevance_score"]} for each in whole["results"][:2]
         ]

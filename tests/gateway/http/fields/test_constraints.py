@@ -32,6 +32,10 @@ FORMS = {
         {"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}},
         pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
     ),
+    "response_format.value": (
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
     "text.format.type": ({"text": {"format": {"type": "json_object"}}}, pb.Constraint(json_object=True)),
     "text.format.schema": (
         {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}},
@@ -129,6 +133,8 @@ def test_a_format_of_a_message_has_one_of_its_two_names():
             {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
             "response_format.schema",
         ),
+        ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "value": {}}}, "response_format.value"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}},

@@ -98,6 +98,31 @@ def test_what_clients_have_parsed_of_an_answer_may_come_back_in_a_response():
     assert (said.content, said.tool_calls[0].arguments) == (ARGUMENTS, ARGUMENTS)
 
 
+def test_a_part_may_have_an_id():
+    """As LangChain's `create_text_block` makes it."""
+    part = {"type": "text", "text": "hi", "id": "lc_1", "index": 0}
+    body = valid("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+    assert read_chat(body).requests[0].messages == read_chat(CHAT).requests[0].messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "assistant"}, {"role": "assistant", "reasoning_content": "So."}, {"role": "tool", "content": None}],
+)
+def test_an_answer_and_a_result_without_content_say_nothing(message):
+    """As programs in Go send what is empty."""
+    asked = [{"messages": [*CHAT["messages"], each]} for each in (message, {**message, "content": ""})]
+    absent, empty = (read_chat(valid("/v1/chat/completions", body)).requests[0].messages for body in asked)
+    assert absent == empty and absent.messages[1].content == ""
+
+
+def test_sources_of_a_search_that_nobody_makes_may_be_asked_for():
+    """As the AI SDK does by itself beside the tool `web_search`."""
+    tools = [{"type": "web_search"}, {"type": "function", "name": "find", "parameters": {}}]
+    body = {"input": "hi", "tools": tools, "include": ["web_search_call.action.sources", "web_search_call.results"]}
+    assert [tool.name for tool in read_response(valid("/v1/responses", body)).requests[0].messages.tools] == ["find"]
+
+
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Foxes are red."}}
 
 
