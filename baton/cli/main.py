@@ -53,8 +53,10 @@ def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:
     role, _, plain = name.rpartition(".")
     if role and plain in flags:  # a setting that gateway or workers have through a flag of the command itself
         return f"; did you mean --{plain}?"
-    nearest = difflib.get_close_matches(name, flags, 1, 0.6)
-    return f"; did you mean --{nearest[0]}?" if nearest else ""
+    plain_last = sorted(flags, key=lambda flag: "." not in flag)  # of one name they count
+    by_name = {flag if role else flag.rpartition(".")[2]: flag for flag in plain_last}
+    nearest = difflib.get_close_matches(name, by_name, 1, 0.6)
+    return f"; did you mean --{by_name[nearest[0]]}?" if nearest else ""
 
 
 if __name__ == "__main__":

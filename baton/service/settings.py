@@ -191,15 +191,20 @@ def read_table(file: Path | str) -> dict[str, Any]:
 
 
 def from_table(
-    cls: type, table: Mapping[str, object], where: Path | str, skip: Collection[str] = ()
+    cls: type,
+    table: Mapping[str, object],
+    where: Path | str,
+    skip: Collection[str] = (),
+    beside: Collection[str] = (),
 ) -> dict[str, Sourced]:
-    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it. Raises SettingsError."""
+    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it, `beside` are names that it may
+    have too. Raises SettingsError."""
     fields = {name: field for name, field in flat_fields(cls).items() if name not in skip}
     values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in fields:
-            raise SettingsError(f"{where}: unknown setting {key!r}{_nearest(name, fields)}")
+            raise SettingsError(f"{where}: unknown setting {key!r}{_nearest(name, [*beside, *fields])}")
         values[name] = Sourced(_parse(*fields[name], value, f"{where}: {key}"), f"{where}: {key}")
     return values
 
@@ -224,7 +229,7 @@ def is_in_environment(name: str, env: Mapping[str, str] | None = None) -> bool:
     return bool((os.environ if env is None else env).get(variable(name)))
 
 
-def _nearest(name: str, fields: Mapping[str, object]) -> str:
+def _nearest(name: str, fields: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name, fields, 1, 0.6)
     return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(fields)}"
 

@@ -147,7 +147,10 @@ class GatewaySettings(Exposure):
             raise ValueError(f"--max-start-wait-s {self.max_start_wait_s}: must be 0 or more, and below 3600")
         is_protected = bool(self.tls and self.credentials)
         self.check_exposure(
-            self._listens, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials"
+            self._listens,
+            self.admin,
+            is_protected,
+            "--tls-cert, --tls-key, --tls-ca and --credentials, which `baton certs` makes",
         )
         self._check_doors()
         if not 0 <= self.trace_sample <= 1:

@@ -350,7 +350,8 @@ def refuse_head(is_too_large: bool, path: str) -> Response:
 
 
 def _refuse_host(host: str, path: str) -> Response:
-    return _error_response(BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST"), path)
+    told = "is not this one: --admin-hosts (of `baton up` --gateway.admin-hosts) lists its names"
+    return _error_response(BadCall("host", told, "UNKNOWN_HOST"), path)
 
 
 async def _elsewhere(request: Request, raised: Exception) -> Response:

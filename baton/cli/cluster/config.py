@@ -8,10 +8,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve, worker_settings
-from baton.protocol import ROLES, model_setting
+from baton.cli.cluster.up_settings import (
+    Resolved,
+    UpSettings,
+    add_up_flags,
+    gateway_settings,
+    options_of,
+    resolve,
+    worker_settings,
+)
+from baton.protocol import ROLES
 from baton.service.arguments import add_command
-from baton.service.settings import SettingsError, flat_values, is_in_environment, load_settings, variable
+from baton.service.settings import SettingsError, flat_values, is_in_environment, variable
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
@@ -61,9 +69,7 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
         if own and found.num_workers[role]:  # `baton up` refuses options of a role that has no worker
             yield f"\n[{role}_worker]"
             yield from _section(own)
-    told = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
-    told |= {"http": found.up.http} if found.up.http else {}
-    settings = load_settings(GatewaySettings, told)
+    settings = gateway_settings(found)
     yield "\n[gateway]"
     yield from _section(_with_sources(flat_values(settings), GatewaySettings, "gateway.", found, flags))
 

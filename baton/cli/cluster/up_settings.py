@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
-from baton.protocol import ROLES, named_models
+from baton.protocol import ROLES, model_setting, named_models
+from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import (
@@ -109,6 +111,7 @@ class UpSettings:
 
     def __post_init__(self) -> None:
         self._check_together()
+        self._check_addresses()
         if None not in self.models and self.served_model_name:
             raise ValueError("--served-model-name has no effect: --model gives names")
         if len(self.models) > 1 and self.launcher == "ray":
@@ -133,6 +136,20 @@ class UpSettings:
             raise ValueError("--together serves one model; --model names several")
         if self.launcher != "local":
             raise ValueError(f"--together is one process of this machine; leave --launcher {self.launcher} out")
+
+    def _check_addresses(self) -> None:
+        taken: dict[str, str] = {}
+        for name in ("listen", "http", "control", "admin"):
+            address = getattr(self, name)
+            if address is None:
+                continue
+            try:
+                _, port = split_address(address)
+            except ListenError as error:
+                raise ValueError(f"--{name}: {error}") from None
+            if port and address in taken:
+                raise ValueError(f"--{name} {address}: is --{taken[address]} too; give each its own port")
+            taken[address] = name
 
 
 # Tables of the file, the prefix of the flags that say the same, and what they set.
@@ -187,10 +204,22 @@ def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings
     return load_settings(WorkerSettings, values, env, defaults={"model": model})
 
 
+def gateway_settings(found: Resolved) -> GatewaySettings:
+    """Return the settings of the gateway, checked as it would. Raises SettingsError, which names flags of `baton up`."""
+    told = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
+    told |= {"http": found.up.http} if found.up.http else {}
+    try:
+        return load_settings(GatewaySettings, told)
+    except SettingsError as error:
+        flags = "|".join(name.replace("_", "-") for name in options_of(GatewaySettings))
+        raise SettingsError(re.sub(rf"--({flags})(?![\w-])", r"--gateway.\1", str(error))) from None
+
+
 def make_plan(args: argparse.Namespace) -> StackPlan:
     """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
     SettingsError or StartError."""
     found = resolve(args)
+    gateway_settings(found)
     up, models = found.up, {name: _present(path, found.up) for name, path in found.models.items()}
     gateway = dict(found.gateway)
     fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)  # whose URL may have a password
@@ -279,7 +308,8 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
         for field, each in from_table(cls, section, f"{args.config}: [{name}]", skip).items():
             found[prefix + field] = each
     own = {key: table.pop(key) for key in list(table) if key.replace("-", "_") in flat_fields(UpSettings)}
-    found |= from_table(UpSettings, own, args.config) | from_table(WorkerSettings, table, args.config, _NOT_OPTIONS)
+    found |= from_table(UpSettings, own, args.config)
+    found |= from_table(WorkerSettings, table, args.config, _NOT_OPTIONS, beside=flat_fields(UpSettings))
 
     def is_overridden(name: str) -> bool:
         bare = name.rpartition(".")[2]

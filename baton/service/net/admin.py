@@ -107,7 +107,7 @@ def json_response(value: object, status: int = 200) -> Response:
 def _refuse_host(host: str, path: str) -> Response:
     if not host:
         return json_response({"error": "a request names its Host once"}, 400)
-    told = f"{without_port(host)[:100]} is not this host: --admin-hosts lists its names"
+    told = f"{without_port(host)[:100]} is not this host: --admin-hosts (of `baton up` --gateway.admin-hosts) lists its names"
     return json_response({"error": told}, 421)
 
 

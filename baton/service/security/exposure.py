@@ -25,7 +25,9 @@ class Exposure:
     )
     open_admin: bool = option("serve --admin beyond loopback, as plain HTTP that anyone who reaches it may read", False)
     admin_hosts: tuple[str, ...] = option(
-        "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
+        "host names, besides IP addresses and localhost, under which --admin, and a gateway's --http without keys, may be asked",
+        (),
+        metavar="NAME,...",
     )
     reflection: bool = option(
         "allow gRPC reflection to authenticated callers (on by itself on loopback without TLS and keys)", False

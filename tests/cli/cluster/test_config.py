@@ -202,7 +202,7 @@ def test_what_is_printed_is_a_file_that_says_the_same(capsys, monkeypatch, flags
 @pytest.mark.parametrize(
     "file, words",
     [
-        ("decoed = 2", ["up.toml", "decoed"]),
+        ("decoed = 2", ["up.toml", "decoed", "did you mean decode?"]),
         ("[gateway]\nsplitt = 'never'", ["up.toml: [gateway]", "splitt", "split"]),
         ("gateway = 1", ["up.toml", "[gateway]"]),
         ("decode = 0", ["--decode", "up.toml: decode"]),
@@ -239,12 +239,32 @@ def test_a_mistyped_flag_gets_its_nearest_and_the_usage_of_its_command(capsys):
         (["bench", "--duration", "8"], "--duration 8\n"),  # dashes are no likeness: it had been --version
         (["up", "--gateway.redis", "URL"], "--gateway.redis URL; did you mean --redis?\n"),
         (["up", "--gateway.splt", "auto"], "--gateway.splt auto; did you mean --gateway.split?\n"),
+        (["up", "--split", "always"], "--split always; did you mean --gateway.split?\n"),
+        (["up", "--prefill-workers", "h:1"], "--prefill-workers h:1; did you mean --prefill?\n"),
     ],
 )
 def test_what_is_suggested_is_alike(capsys, argv, ending):
     with pytest.raises(SystemExit):
         main(argv)
     assert capsys.readouterr().err.endswith(f"unrecognized arguments: {ending}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--listen", "0.0.0.0:50051"], "or say --gateway.insecure"),
+        (["--listen", "0.0.0.0:50051", "--insecure"], "or say --gateway.insecure"),  # of workers
+        (["--listen", "0.0.0.0:50051", "--gateway.insecure"], "need --gateway.cluster-secret"),
+        (["--http", "0.0.0.0:8000"], "--http 0.0.0.0:8000: beyond loopback this needs --gateway.tls-cert, "),
+        (["--admin", "0.0.0.0:9464", "--open-admin"], "or say --gateway.open-admin"),
+        (["--listen", "50051"], "--listen: '50051' is not HOST:PORT"),
+        (["--http", "127.0.0.1:50051"], "--http 127.0.0.1:50051: is --listen too"),
+    ],
+)
+def test_what_the_gateway_would_refuse_is_told_by_flags_of_the_stack(flags, told):
+    with pytest.raises(SettingsError) as raised:
+        plan(*flags)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_help_fits_one_screen_and_help_all_has_every_flag(capsys):

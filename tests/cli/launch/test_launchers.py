@@ -15,6 +15,7 @@ from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerB
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts, PortError
 from baton.cli.launch.stack import _all_serve
+from baton.service.net.server import listening_socket
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
 from kvtransfer.memory.cuda_runtime import CudaRuntime
@@ -70,6 +71,14 @@ async def remote(launcher, tls: Tls | None = None, access: Access = Access()):
 def test_what_is_no_address_is_not_held(address):
     with pytest.raises(PortError, match="is not HOST:PORT"):
         HeldPorts().hold(address)
+
+
+def test_of_a_port_that_is_taken_it_is_said_what_to_do():
+    ports, others = HeldPorts(), HeldPorts()
+    address = others.hold("127.0.0.1:0")
+    with listening_socket(address), pytest.raises(PortError, match="stop what listens there or choose another"):
+        ports.hold(address)
+    others.release_all()
 
 
 def test_a_port_of_ipv6_is_held():

@@ -2,7 +2,7 @@
 
 import socket
 
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.server import ListenError, listening_socket
 
 
 class PortError(Exception):
@@ -19,13 +19,9 @@ class HeldPorts:
         """Return HOST:PORT with its port number (0: the system chooses). A bound socket that never listens keeps the port, and still
         lets a process listen on it. Raises PortError."""
         try:
-            family, kind, _, _, where = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
-                probe.listen(1)
+            with listening_socket(address) as probe:
                 where = probe.getsockname()
-            held = socket.socket(family, kind)
+            held = socket.socket(probe.family, probe.type)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(where)
         except ListenError as error:
