@@ -4,17 +4,20 @@ Serve the shipped model with the shipped adapter, which indents by tabs: baton u
 
 import sys
 
-from baton.client import Client
+from baton.client import CallError, Client
 
 PROMPT = "def read_lines(path):"
 
 
 def main(target: str = "127.0.0.1:50051") -> None:
     with Client(target) as client:
-        (model,) = client.list_models()
-        for name in (model.name, *(f"{model.name}:{adapter}" for adapter in model.adapters)):
-            answer = client.generate(PROMPT, model=name, max_tokens=32, temperature=0)
-            print(f"{name}: {PROMPT + answer.choices[0].text!r}", end="\n\n")
+        try:
+            (model,) = client.list_models()
+            for name in (model.name, *(f"{model.name}:{adapter}" for adapter in model.adapters)):
+                answer = client.generate(PROMPT, model=name, max_tokens=32, temperature=0)
+                print(f"{name}: {PROMPT + answer.choices[0].text!r}", end="\n\n")
+        except CallError as error:
+            sys.exit(f"{target}: {error}")
 
 
 if __name__ == "__main__":

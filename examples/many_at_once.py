@@ -6,7 +6,7 @@ call's timeout."""
 import asyncio
 import sys
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, CallError
 
 PROMPTS = [f"def function_{i}(" for i in range(16)]
 
@@ -14,8 +14,12 @@ PROMPTS = [f"def function_{i}(" for i in range(16)]
 async def main(target: str = "127.0.0.1:50051") -> None:
     async with AsyncClient(target, timeout_s=60) as client:
         calls = (client.generate(prompt, max_tokens=16) for prompt in PROMPTS)
-        for prompt, answer in zip(PROMPTS, await asyncio.gather(*calls), strict=True):
-            print(repr(prompt + answer.choices[0].text))
+        try:
+            answers = await asyncio.gather(*calls)
+        except CallError as error:
+            sys.exit(f"{target}: {error}")
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        print(repr(prompt + answer.choices[0].text))
 
 
 if __name__ == "__main__":

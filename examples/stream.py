@@ -4,13 +4,16 @@ With several gateways, give all of them with commas between: when one dies in mi
 
 import sys
 
-from baton.client import Client
+from baton.client import CallError, Client
 
 
 def main(target: str = "127.0.0.1:50051") -> None:
     with Client(target, timeout_s=30) as client:
-        for message in client.stream("def read_lines(path):", max_tokens=48, temperature=0):
-            print(message.text, end="", flush=True)
+        try:
+            for message in client.stream("def read_lines(path):", max_tokens=48, temperature=0):
+                print(message.text, end="", flush=True)
+        except CallError as error:
+            sys.exit(f"{target}: {error}")
     # The last message has the usage, and the phases that the time went to.
     print(f"\n{message.usage.output_tokens} tokens, the first after {message.timing.ttft_s * 1000:.1f} ms")
 

@@ -6,14 +6,17 @@ decode) arrive at that collector under this trace id; without a collector the sa
 import secrets
 import sys
 
-from baton.client import Client
+from baton.client import CallError, Client
 
 
 def main(target: str = "127.0.0.1:50051", trace_id: str = "") -> None:
     trace_id = trace_id or secrets.token_hex(16)
     metadata = [("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-01")]
     with Client(target, timeout_s=30) as client:
-        answer = client.generate("import ", max_tokens=16, metadata=metadata)
+        try:
+            answer = client.generate("import ", max_tokens=16, metadata=metadata)
+        except CallError as error:
+            sys.exit(f"{target}: {error}")
     print(f"trace {trace_id}")
     for field, value in answer.timing.ListFields():
         if field.name == "bound_s":  # the same time once more, by what was waited for

@@ -1,5 +1,6 @@
 """How a gateway is reached: TLS, a key, and the settings of channels."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class ConnectionSettings:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For a call that is sent now. Raises TypeError."""
+        """For a call that is sent now. Raises TypeError, ValueError."""
         return _authorization(self.api_key() if callable(self.api_key) else self.api_key)
 
     @property
@@ -68,9 +69,12 @@ class ConnectionSettings:
 
 
 def _authorization(key: object) -> tuple[tuple[str, str], ...]:
-    """`key`: what a caller gave, or his function returned."""
+    """`key`: what a caller gave, or his function returned. Raises TypeError, ValueError."""
     if key is None:
         return ()
     if not isinstance(key, str):
         raise TypeError(f"api_key: give a str, or a plain function that returns one, not a {type(key).__name__}")
+    key = key.strip()  # files of keys end with a newline
+    if not re.fullmatch("[!-~]+", key):  # gRPC would say "Illegal header value", with its own stack
+        raise ValueError("api_key: is no key: give one word of printable ASCII")
     return (("authorization", f"Bearer {key}"),)

@@ -175,6 +175,20 @@ def test_a_key_that_is_no_string_is_not_sent(gateways, ask):
     fetching.close()
 
 
+@pytest.mark.parametrize("key", ["", "two words", "[keys.k1]\ntenant = 'main'\n", "k\u00e4y"])
+def test_what_can_be_no_key_is_not_sent(gateways, ask, key):
+    (gateway,) = gateways(1)
+    with pytest.raises(ValueError, match="api_key: is no key"):
+        ask(gateway.target, "a", api_key=key)
+    assert not gateway.requests
+
+
+def test_a_key_that_was_read_from_a_file_ends_with_a_newline(gateways, ask):
+    (gateway,) = gateways(1)
+    ask(gateway.target, "a", api_key="secret\n")
+    assert gateway.metadata[-1]["authorization"] == "Bearer secret"
+
+
 def test_a_refused_client_waits_as_long_as_is_asked(gateways, ask):
     (gateway,) = gateways(1)
     gateway.script = [(0, Overloaded("full", 0.3))]

@@ -37,6 +37,18 @@ def test_every_example_is_run_here():
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["stream.py", "chat.py", "many_at_once.py", "trace.py", "many_models.py", "adapters.py"]
+)
+def test_nobody_there_is_a_line(name):
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "127.0.0.1:9"], capture_output=True, text=True, timeout=90
+    )
+    assert (
+        ended.returncode == 1 and ended.stderr.startswith("127.0.0.1:9: UNAVAILABLE") and ended.stderr.count("\n") == 1
+    )
+
+
 def test_stream(gateway):
     assert "48 tokens, the first after" in run("stream.py", gateway)
 

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import ipaddress
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -23,6 +24,7 @@ NAMES = {
     RANK: (f"rank.{DOMAIN}", WORKER_NAME),
     OPERATOR: (f"operator.{DOMAIN}",),
 }
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 # Of an authority: it outlives the certificates that it signs, so that they can be renewed.
 _AUTHORITY_DAYS = 3650
 CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         check_tenant(args.tenant)
     except ValueError as error:
         return _fail(f"--tenant {args.tenant}: {error}", 2)
+    if (wrong := next((host for host in args.host if not _is_host(host)), None)) is not None:
+        return _fail(f"--host {wrong}: give a host name or an IP address, without a port", 2)
     if args.out.exists():
         return _fail(f"--out {args.out} exists; choose another folder", 1)
     temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         _write_all(temporary, args)
         temporary.rename(args.out)
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}", 1)
+        return _fail(f"{error.filename or args.out}: {error.strerror}", 1)
     except ValueError as error:
         return _fail(str(error), 2)
     except OverflowError:
@@ -240,6 +244,13 @@ def _names_in(path: Path) -> list[str]:
     extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
     names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name) for kind in (x509.DNSName, x509.IPAddress) for name in names.get_values_for_type(kind)]
+
+
+def _is_host(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return bool(_HOST_NAME.fullmatch(text))
 
 
 def _general_name(name: str):

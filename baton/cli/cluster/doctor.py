@@ -334,7 +334,8 @@ async def _requests(target: str, access: Access, report: Findings) -> bool:
             models = [info.name for info in await client.list_models()]
         except CallError as error:
             wrong = await asyncio.to_thread(wrong_access, target, error.code(), error.message, access)
-            report.fail("request", target, *(wrong or (str(error), "look into the gateway's log")))
+            advice = "look into the gateway's log" if error.reason else "start it, or correct --target"  # gRPC's own
+            report.fail("request", target, *(wrong or (str(error), advice)))
             return False
         return all(await asyncio.gather(*(_request(client, target, model, models, report) for model in models)))
 

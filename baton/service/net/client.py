@@ -1,5 +1,6 @@
 """Channels to other processes of the cluster."""
 
+import re
 import socket
 import ssl
 from typing import Any
@@ -28,7 +29,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _PROBE_S = 2.0
-_TLS_OF_BOTH = "TLS for certificates"
+_TLS_OF_BOTH, _NO_ADDRESS = "TLS for certificates", "no address"
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
@@ -94,20 +95,45 @@ def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, acces
         return "asks for a certificate", f"give {pair}, as `baton certs` makes them for operators"
     if spoken == "plain text" and access.tls_ca is not None:
         return "speaks no TLS", "leave --tls-ca out, or correct the address"
+    if spoken == _NO_ADDRESS:
+        return "is not HOST:PORT", "give a port, and no http:// before the host"
+    return _wrong_handshake(details or "", access) if spoken.startswith("TLS") else None
+
+
+def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
+    """Return what has failed of a handshake, which gRPC tells in words of its own."""
+    if "Hostname Verification Check failed" in details:
+        if access.tls_cert is not None:  # then a role is asked for, wherever it is
+            return "shows the certificate of another role", "correct the address"
+        return (
+            "shows a certificate without this name",
+            "`baton certs --out NEW --renew DIR --host HOST` makes one with it",
+        )
+    if found := re.search("CERTIFICATE_VERIFY_FAILED: ([a-z ]+)", details):
+        return f"shows a certificate that --tls-ca does not prove ({found[1]})", "give the ca.crt of its authority"
+    if "Failed to create security handshaker" in details:
+        files = "--tls-ca" if access.tls_cert is None else "--tls-ca, --tls-cert and --tls-key"
+        return f"cannot be asked with {files}", "give PEM files, a key that belongs to its certificate"
     return None
 
 
 def _probe(target: str) -> str:
-    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing."""
+    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address."""
     try:
-        with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
+        host_and_port = split_address(target)
+    except ListenError:
+        return _NO_ADDRESS
+    if target.startswith(("http://", "https://")):
+        return _NO_ADDRESS
+    try:
+        with socket.create_connection(host_and_port, timeout=_PROBE_S) as sock:
             try:
                 tls = _to_any().wrap_socket(sock)
             except OSError:  # also of a server that waits for the rest of something else
                 return "plain text"
             with tls:
                 return "TLS" if _is_greeted(tls) else _TLS_OF_BOTH
-    except (OSError, ListenError, ValueError):
+    except (OSError, ValueError):
         return "nothing"
 
 

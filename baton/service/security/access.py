@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -89,7 +90,18 @@ def read_access(args: argparse.Namespace) -> Access:
     for name, value in vars(access).items():
         if value is not None:
             _check_is_readable(f"--{name.replace('_', '-')}", value)
+    _check_key(access)
     return access
+
+
+def _check_key(access: Access) -> None:
+    """Raises SettingsError."""
+    try:
+        key = access.api_key
+    except UnicodeDecodeError:
+        key = ""
+    if key is not None and not re.fullmatch("[!-~]+", key):  # the credentials file beside it, or a certificate
+        raise SettingsError(f"--api-key-file {access.api_key_file}: holds no key, which is one word of printable ASCII")
 
 
 def _check_is_readable(flag: str, path: Path) -> None:

@@ -1,5 +1,6 @@
 """`baton certs`: the files it writes, their permissions, and that nothing is ever written over."""
 
+import errno
 import shutil
 import subprocess
 import time
@@ -88,6 +89,21 @@ def test_wrong_use(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 6 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("host", ["10.0.0.1:50051", "http://a.example", "a,b", "a b", "", "a.example.", "-a"])
+def test_what_is_no_host_gets_no_certificate(tmp_path, capsys, host):
+    assert baton(["certs", "--out", str(tmp_path / "x"), f"--host={host}"]) == 2
+    assert capsys.readouterr().err == f"baton certs: --host {host}: give a host name or an IP address, without a port\n"
+
+
+def test_a_full_disk_is_named_by_the_folder(tmp_path, capsys, monkeypatch):
+    def fill(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")  # of a write: it names no file
+
+    monkeypatch.setattr(certs, "write", fill)
+    assert baton(["certs", "--out", str(tmp_path / "x")]) == 1
+    assert capsys.readouterr().err == f"baton certs: {tmp_path / 'x'}: No space left on device\n"
+
+
 def names_in(tls) -> list[str]:
     argv = ["openssl", "x509", "-in", tls.cert, "-noout", "-ext", "subjectAltName"]
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -96,7 +112,7 @@ def names_in(tls) -> list[str]:
 
 def test_hosts_of_the_gateway(tmp_path):
     """They stay when certificates are renewed, whose authority may be kept without them."""
-    made = install(tmp_path / "certs", "--host", "llm.example.net", "--host", "192.0.2.7")
+    made = install(tmp_path / "certs", "--host", "llm.example.net", "--host", "192.0.2.7", "--host", "*.a.example")
     names = names_in(made.tls("gateway"))
     assert {"DNS:llm.example.net", "IP Address:192.0.2.7"} < set(names)
     renewed = install(tmp_path / "new", "--renew", str(made.folder), "--host", "b.example.net", "--host", "192.0.2.7")

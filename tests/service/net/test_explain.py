@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from baton.service.net.client import explain_failure
 from baton.service.security.access import Access
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import fleet_pb2_grpc
+from tests.support.pace import patience
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -65,6 +67,14 @@ def test_nothing_listens():
     assert told == f"nothing listens at {target}: is `baton up` running?"
 
 
+@pytest.mark.parametrize("target", ["localhost", "127.0.0.1", "http://127.0.0.1:50051", "https://h:1"])
+def test_what_is_no_address(target, capsys):
+    told = explain_failure(target, UNAVAILABLE, "x", Access())
+    assert told == f"{target} is not HOST:PORT: give a port, and no http:// before the host"
+    assert main(["doctor", "--target", target]) == 1
+    assert capsys.readouterr().out.count("is not HOST:PORT: give a port") == 2
+
+
 def test_tls_on_one_side_only(targets, certs):
     assert "speaks TLS: give --tls-ca" in explain_failure(targets["tls"], UNAVAILABLE, "x", Access())
     trusting = Access(tls_ca=certs / "ca.crt")
@@ -83,6 +93,43 @@ def test_no_certificate_at_the_port_of_certificates(targets, certs, capsys):
     assert explain_failure(targets["both"], UNAVAILABLE, "gone", operator) == f"{targets['both']}: UNAVAILABLE: gone"
     assert main(["top", "--once", "--target", targets["both"], "--tls-ca", str(certs / "ca.crt")]) == 1
     assert "asks for a certificate: give --tls-cert" in capsys.readouterr().err
+
+
+@contextmanager
+def showing(certs: Path, role: str, address: str, *, asks_for_one: bool):
+    """Yield the address of a server that shows the certificate of a role."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    pair = ((certs / f"{role}.key").read_bytes(), (certs / f"{role}.crt").read_bytes())
+    authority = (certs / "ca.crt").read_bytes() if asks_for_one else None
+    port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], authority, asks_for_one))
+    server.start()
+    yield f"{address.rpartition(':')[0]}:{port}"
+    server.stop(0)
+
+
+def fails_at(target: str, access: Access) -> str:
+    with access.channel(target, blocking=True) as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary("/a/b")(b"", timeout=patience(10))
+    return explain_failure(target, raised.value.code(), raised.value.details(), access)
+
+
+def test_a_handshake_that_fails_is_told_in_our_words(targets, certs, tmp_path):
+    assert main(["certs", "--out", str(tmp_path / "other")]) == 0
+    (tmp_path / "text").write_text("text")
+    told = fails_at(targets["tls"], Access(tmp_path / "other" / "ca.crt"))
+    assert "that --tls-ca does not prove (unable to get local issuer certificate): give the ca.crt of its" in told
+    assert "cannot be asked with --tls-ca: give PEM files" in fails_at(targets["tls"], Access(tmp_path / "text"))
+    mixed = Access(certs / "ca.crt", certs / "operator.crt", tmp_path / "other" / "operator.key")
+    assert "with --tls-ca, --tls-cert and --tls-key: give PEM files" in fails_at(targets["both"], mixed)
+
+
+def test_the_certificate_of_another_name(certs):
+    with showing(certs, "gateway", "127.0.0.2:0", asks_for_one=False) as target:
+        told = fails_at(target, Access(certs / "ca.crt"))
+    assert told.startswith(f"{target} shows a certificate without this name: `baton certs --out NEW --renew DIR --host")
+    operator = Access(*(certs / name for name in ("ca.crt", "operator.crt", "operator.key")))
+    with showing(certs, "decode", "127.0.0.1:0", asks_for_one=True) as target:
+        assert fails_at(target, operator) == f"{target} shows the certificate of another role: correct the address"
 
 
 def test_no_credential():
@@ -107,6 +154,11 @@ def test_what_a_server_says_is_printable():
 def test_commands_say_it(command, capsys):
     assert main([*command, "127.0.0.1:9"]) == 1
     assert "nothing listens at 127.0.0.1:9: is `baton up` running?" in capsys.readouterr().err
+
+
+def test_doctor_finds_nobody(capsys):
+    assert main(["doctor", "--target", "127.0.0.1:9"]) == 1
+    assert "gateway's log" not in (told := capsys.readouterr().out) and told.count("start it, or correct --target") == 2
 
 
 def test_doctor_says_it(targets, certs, capsys):

@@ -32,6 +32,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     assert str(raised.value) == f"--{name} {tmp_path / 'gone'}: cannot be read: No such file or directory"
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"[keys.k1]\ntenant = 'main'\n", b"-----BEGIN CERTIFICATE-----\n", b"\xff\xfe"]
+)
+def test_a_file_without_a_key_is_named(tmp_path, content):
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(SettingsError) as raised:
+        read(tmp_path, "api-key-file", tmp_path / "key")
+    assert str(raised.value).startswith(f"--api-key-file {tmp_path / 'key'}: holds no key")
+
+
 @pytest.mark.parametrize("argv", [["top", "--once"], ["drain", "127.0.0.1:1"], ["scale", "decode=1"], ["doctor"]])
 def test_a_command_that_is_given_a_folder_says_so(tmp_path, capsys, argv):
     assert main([*argv, f"--tls-ca={tmp_path}"]) == 2
