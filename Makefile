@@ -128,7 +128,7 @@ $(STAMPS):
 	@mkdir -p $@
 
 $(STAMPS)/venv: | $(STAMPS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is not there, or older than Python 3.11" >&2; exit 2; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "install python3-venv" >&2; exit 2; }
 	@touch $@
 

@@ -4,12 +4,16 @@ import os
 from pathlib import Path
 
 _POINTER = b"version https://git-lfs"
-_VOCABULARIES = ("tekken.json", "tokenizer.model")  # of which transformers makes a tokenizer.json
+# Of which transformers makes what is read here.
+_SOURCES = {
+    "tokenizer.json": ("tekken.json", "tokenizer.model"),
+    "model.safetensors": ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+}
 
 
 def why_not_itself(path: Path) -> str | None:
     """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared leaves them, or
-    Git LFS's pointer, as a clone without it does; or of what a tokenizer.json that is not there can be made. None: the file itself, or
+    Git LFS's pointer, as a clone without it does; or of what one that is not there can be made. None: the file itself, or
     none that can be read."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which is not there; fetch the model again"
@@ -17,7 +21,7 @@ def why_not_itself(path: Path) -> str | None:
         with open(path, "rb") as file:
             is_pointer = file.read(len(_POINTER)) == _POINTER
     except FileNotFoundError:
-        beside = (name for name in _VOCABULARIES if path.name == "tokenizer.json" and (path.parent / name).exists())
+        beside = (name for name in _SOURCES.get(path.name, ()) if (path.parent / name).exists())
         return next((f"is not there; make it of {name}, as docs/models.md says (Weights)" for name in beside), None)
     except OSError:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 from importlib import import_module
@@ -23,6 +24,25 @@ COMMANDS = {  # and where each is below baton.cli
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `baton top | head`
+        _leave_stdout()
+        return 0
+    except KeyboardInterrupt:  # of a command that has no more to say about it, or is still imported
+        print(" ".join(["baton", *argv[:1]]) + ": interrupted", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _leave_stdout()
+        print(f"baton {argv[0]}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run(argv: list[str]) -> int:
     parser = make_parser("baton", "Large language models over gRPC, prefill and decode on separate workers.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # The command that is called alone: what the others import would keep it waiting.
@@ -37,14 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         subparser = subparsers.choices[argv[0]]
         subparser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest_flag(unknown[0], subparser)}")
-    try:
-        return args.run(args)
-    except BrokenPipeError:  # of `baton top | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-        return 0
-    except KeyboardInterrupt:  # of a command that has no more to say about it
-        print(f"baton {argv[0]}: interrupted", file=sys.stderr)
-        return 1
+    return args.run(args)
+
+
+def _leave_stdout() -> None:
+    """Write no more to it: the interpreter flushes once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:

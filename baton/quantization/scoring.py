@@ -67,7 +67,10 @@ def score(
     pool = pool_type(layout, -(-window // BLOCK_SIZE), num_states=int(layout.state is not None))
     nats, choices = [], []
     total = sum(len(ids) - 1 for ids in texts)
-    with tqdm(total=total, unit="token", desc="score", disable=not progress) as bar, torch.inference_mode():
+    with (
+        tqdm(total=total, unit="token", desc="score", disable=None if progress else True) as bar,
+        torch.inference_mode(),
+    ):
         for ids in texts:
             for begin, first, end in windows(len(ids), window):
                 for rows, logits in _Window(model, pool, ids[begin : end - 1]).chunks(first - 1 - begin):

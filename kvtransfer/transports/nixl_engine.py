@@ -82,7 +82,9 @@ class NixlAgent:
         """Takes most of a second; a segment on a GPU must be on the thread's device. Raises TransferFailed, one line."""
         package = find_package()
         if package is None:
-            raise TransferFailed("NIXL is not installed: pip install 'baton-llm[nixl]', or choose other --transports")
+            raise TransferFailed(
+                "NIXL is not installed: pip install nixl-cu13 (nixl-cu12 for CUDA 12), or choose other --transports"
+            )
         self.segment = segment
         self._peers: dict[bytes, _Peer] = {}  # by metadata
         try:

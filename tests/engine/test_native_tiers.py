@@ -122,6 +122,17 @@ def test_tiers_that_this_machine_lacks_compile(tier, tmp_path, monkeypatch):
     assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
 
 
+@pytest.mark.skipif(
+    not (build.available() and shutil.which(os.environ.get("CXX", "g++"))), reason="nothing is compiled here"
+)
+def test_where_nothing_can_be_written_it_is_said_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("BATON_NATIVE", "on")
+    library, reason = build._load.__wrapped__()
+    assert library is None and reason.endswith("; BATON_CACHE=DIR names a folder that can be written")
+
+
 def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch):
     """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still. And this test, for
     ever: what is said while pytest's captures are read is lost, and `threads` waited for the one that `lock` kept waiting."""

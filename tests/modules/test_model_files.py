@@ -138,6 +138,17 @@ def test_of_what_a_tokenizer_can_be_made(folder, vocabulary):
             assert str(caught.value) == f"{path}: {told}"
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_of_what_weights_can_be_made(folder, name):
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "quantize_config.json").unlink()
+    path = folder / "model.safetensors"
+    path.rename(folder / name)
+    with pytest.raises(ModelError) as caught:
+        weights(folder)
+    assert str(caught.value) == f"{path}: is not there; make it of {name}, as docs/models.md says (Weights)"
+
+
 def test_a_tokenizer_that_cannot_be_read_is_there(folder):
     path = folder / "tokenizer.json"
     path.unlink()

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
                 _print_text(stream)
     except CallError as error:
         return say_failed("generate", explain(error, args.target, access), 1)
+    except UnicodeEncodeError as error:  # of a terminal, or as PYTHONIOENCODING says
+        return say_failed("generate", f"stdout is not UTF-8: {error}", 1)
     except ValueError as error:
         return say_failed("generate", f"--target {error}", 2)
     except BrokenPipeError:  # of `baton generate | head`: the command itself ends it

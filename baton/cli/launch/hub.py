@@ -37,7 +37,7 @@ def find_model(given: Path) -> Path:
         import huggingface_hub
     except ModuleNotFoundError:
         raise StartError(
-            f"{given} is no folder here; to download it from a hub: pip install 'baton-llm[hub]'", 2
+            f"{given} is no folder here; to download it from a hub: pip install huggingface-hub", 2
         ) from None
     from huggingface_hub import constants, errors
 

@@ -48,7 +48,7 @@ def download(url: str) -> Path:
     try:
         import obstore
     except ModuleNotFoundError:
-        raise StartError(f"{url}: to download it: pip install 'baton-llm[object-store]'", 2) from None
+        raise StartError(f"{url}: to download it: pip install obstore", 2) from None
     _refuse_plain_text(url)
     file = PurePosixPath(urlsplit(url).path).name if url.endswith(".gguf") else None
     folder_url = url.rpartition("/")[0] if file else url

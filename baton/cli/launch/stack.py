@@ -158,7 +158,7 @@ class Stack:
         try:  # here: it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
         except ModuleNotFoundError:
-            raise StartError("--launcher ray needs Ray: pip install 'baton-llm[ray]'", 2) from None
+            raise StartError("--launcher ray needs Ray: pip install ray", 2) from None
         return RayLauncher(programs[0], gateways, plan.ray_address, plan.resources, plan.access)
 
     async def _serve_control(self, launcher: WorkerLauncher) -> str:

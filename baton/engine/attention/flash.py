@@ -56,7 +56,7 @@ class FlashAttention2(Attention):
     def unfit(cls, shape: AttentionShape) -> str:
         if (
             reason := unfit_cuda(shape.device, (8, 0))
-            or unimportable("flash_attn", "flash_attn_varlen_func", "--no-build-isolation 'baton-llm[flash]'")
+            or unimportable("flash_attn", "flash_attn_varlen_func", "--no-build-isolation flash-attn==2.8.3.post2")
             or unfit_rows(shape)
         ):
             return reason

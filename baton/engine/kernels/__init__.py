@@ -11,7 +11,7 @@ def unavailable(device: str) -> str:
     """Return why there are no Triton kernels on `device` (cuda | cpu); "" if there are."""
     if device != "cuda" and not INTERPRETED:
         return "needs a CUDA device"
-    return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install 'baton-llm[gpu]'"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install triton"
 
 
 def prepare() -> None:

@@ -87,6 +87,12 @@ def test_refused(gateway):
     assert done.stderr.count("\n") == 1 and "INVALID_ARGUMENT" in done.stderr and "stopping.max_tokens" in done.stderr
 
 
+def test_a_terminal_that_is_not_utf_8(gateway, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run("x", "--target", gateway.target)
+    assert done.returncode == 1 and done.stderr.startswith("baton generate: stdout is not UTF-8: 'ascii' codec")
+
+
 def test_nobody_there():
     done = run("x", "--target", "127.0.0.1:9")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "127.0.0.1:9" in done.stderr

@@ -152,7 +152,7 @@ def test_without_a_gpu_or_a_module(monkeypatch):
     reason = "the device has compute capability 10.0, needs 9.0 to below 10.0"
     assert BACKENDS["flash3"].unfit(shape_of(device=CUDA)) == BACKENDS["flash4"].unfit(shape_of(device=CUDA)) == reason
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import of it fails
-    reason = "flash_attn is not installed: pip install --no-build-isolation 'baton-llm[flash]'"
+    reason = "flash_attn is not installed: pip install --no-build-isolation flash-attn==2.8.3.post2"
     assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == reason
     # What flash-attn 4 leaves there where it is alone: a package without functions.
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))

@@ -316,4 +316,4 @@ def test_what_it_cannot_do_is_said(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert BACKENDS["triton"].unfit(on_gpu) == "the device has compute capability 8.6, needs 8.9"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert BACKENDS["triton"].unfit(on_gpu) == "triton is not installed: pip install 'baton-llm[gpu]'"
+    assert BACKENDS["triton"].unfit(on_gpu) == "triton is not installed: pip install triton"

@@ -124,7 +124,7 @@ def _memory(say: Say, name: str, free: str, total: str) -> None:
 def _compiling(say: Say, probe: Probe) -> None:
     """What Triton needs: itself, a C compiler, Python's headers, libcuda, and a folder to keep kernels in."""
     has_triton = probe.has_module("triton")
-    say("triton", has_triton, "installed" if has_triton else "pip install 'baton-llm[gpu]'")
+    say("triton", has_triton, "installed" if has_triton else "pip install triton")
     compiler = probe.program("gcc") or probe.program("cc") or probe.program("clang")
     say("C compiler", compiler is not None, compiler or "Triton builds its launchers with one: install gcc")
     header = probe.header()
