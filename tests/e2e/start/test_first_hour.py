@@ -48,8 +48,8 @@ def walk(lines: list[str], folder: Path, then: str = "") -> str:
 
 
 def test_the_readme(tmp_path):
-    lines = commands("README.md", ".venv/bin/baton up")
-    assert len(lines) == 2
+    lines = commands("README.md", ". .venv/bin/activate")
+    assert len(lines) == 3
     told = walk(lines, tmp_path)
     assert re.match(r"ready grpc=127\.0\.0\.1:50051 .*\n", told) and len(told.partition("\n")[2].split()) > 5
 
