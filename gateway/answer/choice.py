@@ -160,7 +160,7 @@ class Choice:
         """Return the content of `text`; keep reasoning and calls if they are new."""
         found = [parser.push(text)]
         if self.finish_reason:
-            found.append(parser.finish())
+            found.append(parser.finish(self.finish_reason == STOP and not self._matched_stop))
         for each in found:
             for part in each.calls:
                 if not (self._has_whole_call and self._ends_with_call):

@@ -1,6 +1,7 @@
 """One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and calls come
 out, calls whose arguments are JSON in parts. One that the answer's end cuts off is never whole: a client must not run half
-of one. What turns out to be no call is content, also where a part of it was out as a call's."""
+of one. What turns out to be no call is content, also where a part of it was out as a call's, and so is one that the model
+itself left without an end."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ class AnswerParser:
         self._spellings = str.maketrans(dict(spellings))
         self._source, self._sink = AnswerSource(), CallSink(self._spellings)
         self._said, self._thought = list[str](), list[str]()
+        self._is_whole = False
         self._reading = self._run()
 
     def push(self, piece: str) -> Parsed:
@@ -39,9 +41,10 @@ class AnswerParser:
         self._source.add(piece)
         return self._take()
 
-    def finish(self) -> Parsed:
-        """Take the end of the answer; return the rest."""
-        self._source.has_ended = True
+    def finish(self, is_whole: bool) -> Parsed:
+        """Take the end of the answer; return the rest. `is_whole`: the model ended it, so that a call without
+        an end is none."""
+        self._source.has_ended, self._is_whole = True, is_whole
         return self._take()
 
     def _take(self) -> Parsed:
@@ -146,14 +149,17 @@ class TaggedParser(AnswerParser):
         source.good = begin = source.at
         try:
             yield from reader.read(source, opener)
-        except Malformed:
+        except (Malformed, Cut) as error:
+            if isinstance(error, Cut):
+                source.at = len(source.text)
+                if opener and not self._is_whole:
+                    return True
             self._num_again += source.at - source.good
             source.at = source.good
             if self._num_again > MAX_READ_AGAIN:
                 self._openers.clear()
-        except Cut:
-            source.at = len(source.text) if opener else source.good
-            return bool(opener) or source.good > begin
+        if source.good == begin:
+            source.at = begin  # an empty section
         return source.good > begin
 
 

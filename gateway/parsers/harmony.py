@@ -66,7 +66,9 @@ class HarmonyParser(AnswerParser):
         begin = self._source.at
         try:
             yield from self._call(name)
-        except Malformed:
+        except (Malformed, Cut) as error:
+            if isinstance(error, Cut) and not self._is_whole:
+                raise
             self._source.at = begin
             yield from self._text(self._say)
 

@@ -1,14 +1,11 @@
 """Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments come in parts,
 where the name stands before them."""
 
-import re
 from collections.abc import Generator
 from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
 from gateway.parsers.reading import AnswerSource, Malformed, Reading
-
-_NAME = re.compile(r"[\w.-]+")
 
 
 def call_of(value: Any) -> ParsedCall:
@@ -108,12 +105,13 @@ class MistralReader(ObjectReader):
         if (yield from source.peek()) == "[":
             yield from self.objects(source)
             return
-        name, behind = yield from source.until(self.spelled["[ARGS]"], self.spelled["[CALL_ID]"], "{")
+        name = yield from source.name()
+        behind = yield from source.expect(self.spelled["[ARGS]"], self.spelled["[CALL_ID]"], "{")
         if behind == "{":
             source.at -= 1
         elif behind == self.spelled["[CALL_ID]"]:
             yield from source.until(self.spelled["[ARGS]"])
-        yield from self.arguments(source, _checked(name))
+        yield from self.arguments(source, name)
         self.sink.end()
         source.good = source.at
 
@@ -129,22 +127,17 @@ class DeepSeekReader(CallReader):
     def read(self, source: AnswerSource, opener: str) -> Reading:
         _, all_end, begin, end, separator = (self.spelled[marker] for marker in self.markers)
         while (yield from source.expect(begin, all_end)) == begin:
-            name, _ = yield from source.until(separator)
-            fence = ""
-            if (yield from source.peek()) != "{":
-                name, fence = yield from source.until("```json")
-            yield from self.arguments(source, _checked(name))
-            if fence:
+            name = yield from source.name()
+            yield from source.expect(separator)
+            is_fenced = (yield from source.peek()) != "{"
+            if is_fenced:
+                name = yield from source.name()
+                yield from source.expect("```json")
+            yield from self.arguments(source, name)
+            if is_fenced:
                 yield from source.expect("```")
             yield from source.expect(end)
             self.sink.end()
             source.good = source.at
             if not (yield from source.peek()):
                 return
-
-
-def _checked(name: str) -> str:
-    """Return a name without the blanks around it. Raises Malformed for what is none."""
-    if not _NAME.fullmatch(name.strip()):
-        raise Malformed
-    return name.strip()

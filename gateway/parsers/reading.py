@@ -10,9 +10,10 @@ Reading = Generator[None, None, None]
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a string of JSON
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
-_WORD = re.compile(r"[\w.+-]*")
+_WORD = re.compile(r"[\w.+/:-]*")
+_NAME = re.compile(r"[\w./:-]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-_MAX_WORD = 400  # characters of a number: a client's own reader has a bound too
+_MAX_WORD = 400  # characters: of a number a client's own reader has a bound too
 _SPACED = {",": ", ", ":": ": "}
 _BLANKS = " \t\r\n"
 MAX_DEPTH = 200  # of arguments, which are read by recursion
@@ -115,6 +116,11 @@ class AnswerSource:
         self.at = found.end()
         return self.text[begin : found.start()], found[0]
 
+    def name(self) -> Generator[None, None, str]:
+        """Skip blanks, read a name and return it. Raises Malformed as soon as what comes is none, Cut."""
+        yield from self.peek()
+        return (yield from self._word(_NAME))
+
     def json(self) -> Generator[None, None, Any]:
         """Skip blanks and read an object or an array. Raises Malformed, Cut."""
         parts = list[str]()
@@ -185,16 +191,20 @@ class AnswerSource:
                 self._pass(emit, json.dumps(self.text[self.at])[1:-1])
 
     def _scalar(self, emit: Callable[[str], object]) -> Reading:
-        """Read a number, true, false or null: whole, since one that is cut is another."""
+        """Read a number, true, false or null."""
+        emit((yield from self._word(_SCALAR)))
+
+    def _word(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Read a word and return it: whole, since one that is cut is another. Raises Malformed, Cut."""
         while (end := self._end_of_word()) == len(self.text) and end - self.at <= _MAX_WORD:
             if self.has_ended:
                 raise Cut
             yield
         word = self.text[self.at : end]
-        if len(word) > _MAX_WORD or not _SCALAR.fullmatch(word):
+        if len(word) > _MAX_WORD or not pattern.fullmatch(word):
             raise Malformed
         self.at = end
-        emit(word)
+        return word
 
     def _end_of_word(self) -> int:
         found = _WORD.match(self.text, self.at)

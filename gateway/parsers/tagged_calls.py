@@ -21,7 +21,10 @@ class QwenXmlReader(CallReader):
     def read(self, source: AnswerSource, opener: str) -> Reading:
         if opener != "<function=":
             yield from source.expect("<function=")
-        name, _ = yield from source.until(">")
+        name = yield from source.name()
+        yield from source.expect(">")
+        if opener == "<function=" and name not in self.tools:
+            raise Malformed  # prose and code have that too
         arguments: dict[str, Any] = {}
         while (yield from source.expect("<parameter=", "</function>")) == "<parameter=":
             key, _ = yield from source.until(">")

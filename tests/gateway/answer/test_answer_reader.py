@@ -12,6 +12,7 @@ from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.choice import Choice
+from gateway.answer.stop_strings import StopStrings
 from gateway.parsers.formats import format_named
 from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
@@ -243,6 +244,16 @@ def test_a_call_that_is_cut_is_no_call():
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
     message = choice.take()
     assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)
+
+
+def test_a_call_that_the_model_leaves_without_an_end_is_text():
+    """One before a stop string is cut, as by `max_tokens`."""
+    text = 'wait<tool_call>{"name": "find", "arguments": {"n": 1}'
+    for stops, said in ((None, text), (StopStrings([": 1"]), "wait")):
+        choice = Choice(0, form(), stops, 0)
+        choice.push(TOKENS.encode(f"{text}<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
+        message = choice.take()
+        assert (message.text, list(message.tool_calls), message.finish_reason) == (said, [], pb.FINISH_REASON_STOP)
 
 
 @settings(max_examples=60)

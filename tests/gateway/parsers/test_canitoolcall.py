@@ -45,7 +45,7 @@ def parse(fixture, pieces) -> ParseResult:
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in fixture.tools}
     spellings = SPELLINGS if fixture.family == "gpt-oss" else {}
     parser = format_for(fixture).parser(spellings, tools or NO_TOOLS, fixture.generation_prompt or "")
-    found = [*map(parser.push, pieces), parser.finish()]
+    found = [*map(parser.push, pieces), parser.finish(is_whole=False)]
     calls = joined(part for each in found for part in each.calls)
     content, reasoning = ("".join(getattr(each, name) for each in found) for name in ("content", "reasoning"))
     return ParseResult(

@@ -80,7 +80,7 @@ class Model:
 
     def parse(self, text: str, prompt_end: str = ""):
         parser = self.form.parser(self.spellings, TOOLS, prompt_end)
-        found = [parser.push(text), parser.finish()]
+        found = [parser.push(text), parser.finish(is_whole=False)]
         calls = joined(part for each in found for part in each.calls)
         return "".join(each.content for each in found), [call for call in calls if call.is_last]
 
@@ -384,7 +384,7 @@ def test_arguments_between_tags_keep_to_their_schema(schema, texts, others):
         assert (cursor.num_valid(ids) == len(ids)) == (text in texts), text
         if text in texts:
             parser = model.form.parser({}, {"find": tool}, "")
-            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            (call,) = joined([*parser.push(answer).calls, *parser.finish(is_whole=False).calls])
             jsonschema.validate(json.loads(call.arguments), tool)
 
 
@@ -415,7 +415,7 @@ def test_arguments_between_tags_that_name_their_kind(has_tokens, schema, texts, 
         assert is_accepted(model, grammar, answer) == (text in texts), text
         if text in texts:
             parser = model.form.parser({}, {"find": tool}, "")
-            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            (call,) = joined([*parser.push(answer).calls, *parser.finish(is_whole=False).calls])
             jsonschema.validate(json.loads(call.arguments), tool)
 
 
@@ -538,7 +538,7 @@ def test_keywords_of_a_python_call_have_values_in_json(schema, texts, others):
         assert is_accepted(model, grammar, answer) == (text in texts), text
         if text in texts:
             parser = model.form.parser({}, {"find": tool}, "")
-            (call,) = joined([*parser.push(answer).calls, *parser.finish().calls])
+            (call,) = joined([*parser.push(answer).calls, *parser.finish(is_whole=False).calls])
             assert json.loads(call.arguments) == {"a": json.loads(text)}
             jsonschema.validate(json.loads(call.arguments), tool)
 
@@ -568,7 +568,7 @@ def test_what_a_python_call_may_be_is_read_as_it_was_written(loose):
         if re.search(r"\d[eE]\+?\d{3}", text):
             continue  # a number beyond those of Python is no call
         parser = model.form.parser(model.spellings, {"math.find": NESTED, "look": {}}, "")
-        found = [parser.push(text), parser.finish()]
+        found = [parser.push(text), parser.finish(is_whole=False)]
         calls = joined(part for each in found for part in each.calls)
         assert calls and not "".join(each.content for each in found), text
         names |= {call.name for call in calls}

@@ -12,7 +12,7 @@ from gateway.parsers import answer_parser
 from gateway.parsers.answer_parser import Parsed
 from gateway.parsers.calls import CallPart
 from gateway.parsers.formats import FORMATS, format_named, format_of
-from gateway.parsers.reading import AnswerSource
+from gateway.parsers.reading import AnswerSource, Cut
 
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
@@ -29,9 +29,9 @@ ALPHABET = {
 }  # fmt: skip
 
 
-def parse(name: str, pieces, tools=TOOLS, prompt_end="") -> Parsed:
+def parse(name: str, pieces, tools=TOOLS, prompt_end="", is_whole=False) -> Parsed:
     parser = format_named(name).parser({}, tools, prompt_end)
-    found = [*map(parser.push, pieces), parser.finish()]
+    found = [*map(parser.push, pieces), parser.finish(is_whole)]
     content, reasoning = ("".join(getattr(each, name) for each in found) for name in ("content", "reasoning"))
     return Parsed(content, reasoning, joined(part for each in found for part in each.calls))
 
@@ -64,12 +64,12 @@ def test_equal_over_every_chunking(name, data):
     text = "".join(data.draw(st.lists(words, max_size=14)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    prompt_end = data.draw(st.sampled_from(("", "<think>\n")))
+    asked = {"prompt_end": data.draw(st.sampled_from(("", "<think>\n"))), "is_whole": data.draw(st.booleans())}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_parser, "MAX_READ_AGAIN", data.draw(st.sampled_from((1 << 16, 30, 0))))
-        whole = parse(name, [text], prompt_end=prompt_end)
-        assert parse(name, pieces, prompt_end=prompt_end) == whole
-        assert parse(name, text, prompt_end=prompt_end) == whole
+        whole = parse(name, [text], **asked)
+        assert parse(name, pieces, **asked) == whole
+        assert parse(name, text, **asked) == whole
     for call in whole.calls:
         assert is_object(call.arguments) == call.is_last
 
@@ -200,6 +200,63 @@ def test_arguments_that_go_wrong_are_no_call_but_content(arguments):
         assert parse(name, [whole]) == parsed
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'Now.\n<tool_call>\n{"name": "find", "arguments": {"n": 1}'),
+        ("hermes", '<tool_call>\n{"name": "find", "arguments": {"text": "say \\"hi}}\n</tool_call>'),
+        ("qwen-xml", "Now.\n<tool_call>\n<function=find>\n<parameter=text>\nabc\n</parameter>\n"),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": '),
+        ("deepseek-v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"n": 1}'),
+        ("deepseek-dsml", '<｜DSML｜calls><｜DSML｜invoke name="find"><｜DSML｜parameter name="text" string="true">abc'),
+        ("pythonic", "<|python_start|>[find(n=1"),
+        ("llama-json", '<|python_tag|>{"name": "find", "parameters": {"n": 1'),
+        ("harmony", '{"n": 1'),  # its <|call|> is a stop token
+    ],
+)  # fmt: skip
+def test_a_call_that_the_model_leaves_without_an_end_is_content(name, text):
+    whole = TO_FIND + text if name == "harmony" else text
+    for pieces in ([whole], whole):
+        parsed = parse(name, pieces, is_whole=True)
+        assert parsed.content == text and not any(call.is_last for call in parsed.calls)
+        cut = parse(name, pieces)
+        assert len(cut.content) < len(text) and not any(call.is_last for call in cut.calls)
+
+
+def test_whole_calls_stay_calls_before_one_without_an_end():
+    text = '[TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}, {"name": "st'
+    for pieces in ([text], text):
+        assert parse("mistral-v3", pieces, is_whole=True) == Parsed(
+            ', {"name": "st', "", [CallPart("find", '{"n": 1}', True)]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-xml", 'def is_call(line):\n    return line.startswith("<function=")\n\nThat is all.'),
+        ("qwen-xml", "Like this:\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\nDone."),
+        ("qwen-xml", "x <tool_call> <function=a b\nc d> more"),
+        ("mistral", "[TOOL_CALLS]I am sorry, I cannot call anything"),
+        ("deepseek-v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find and so on"),
+        ("deepseek-v31", "<｜tool▁calls▁begin｜>\n<｜tool▁calls▁end｜>"),
+        ("deepseek-dsml", "<｜DSML｜calls>\n</｜DSML｜calls>"),
+    ],
+)
+def test_what_no_call_can_begin_with_goes_out_at_once(name, text):
+    parser = format_named(name).parser({}, TOOLS, "")
+    assert parser.push(f"{text} x").content == f"{text} x"
+    assert parse(name, text) == Parsed(text)
+
+
+def test_the_opener_of_a_call_in_reasoning_does_not_end_it():
+    """The end of reasoning is one character, as it is a token."""
+    parser = format_named("qwen-xml").parser({"\U0010f000": "<think>", "\U0010f001": "</think>"}, TOOLS, "<think>\n")
+    found = list(map(parser.push, "Lines with `<function=` are calls.\U0010f001\n\nThe answer is 4."))
+    assert "".join(each.reasoning for each in found) == "Lines with `<function=` are calls."
+    assert "".join(each.content for each in found) == "The answer is 4."
+
+
 TO_FIND = "<|channel|>commentary to=functions.find <|constrain|>json<|message|>"
 
 
@@ -327,7 +384,8 @@ def test_a_list_of_python_calls_has_its_first_parenthesis_soon(begun, more):
         assert parse("pythonic", [*pieces, "(n=1)]"]) == Parsed(whole + "(n=1)]")
 
 
-MANY_FUNCTIONS = "<function=" * 8_000 + ">"
+BEGUN = "<function=find><parameter=text>" * 4_000
+MANY_FUNCTIONS = BEGUN + "</parameter><parameter=n>1e999</parameter></function>"
 
 
 @pytest.mark.parametrize(
@@ -335,8 +393,9 @@ MANY_FUNCTIONS = "<function=" * 8_000 + ">"
     [
         ("pythonic", text := "<|python_start|>[f(" * 2_000 + ")]" * 2_000, Parsed(text)),
         ("pythonic", text := "[f(1), " + "<|python_start|>[f(" * 2_000 + ")]" * 2_000 + "]", Parsed(text)),
-        ("mistral", text := "[TOOL_CALLS]x" * 8_000 + "{", Parsed(text)),
+        ("mistral", text := "[TOOL_CALLS]x[CALL_ID]" * 4_000 + "[ARGS]x", Parsed(text)),
         ("mistral", '[TOOL_CALLS]find[ARGS]{"n": 1}' + text, Parsed(text, "", [CallPart("find", '{"n": 1}', True)])),
+        ("qwen-xml", BEGUN, Parsed(BEGUN)),
         ("qwen-xml", "<think>" + MANY_FUNCTIONS + "</think><function=find></function>", Parsed("<function=find></function>", MANY_FUNCTIONS)),
     ],
 )  # fmt: skip
@@ -349,13 +408,17 @@ def test_what_goes_wrong_as_calls_is_read_again_up_to_a_bound(name, whole, parse
         begin = source.at
         try:
             yield from read(self, source, opener)
+        except Cut:
+            source.at = len(source.text)
+            raise
         finally:
             num_read.append(source.at - begin)
 
     monkeypatch.setattr(reader, "read", counted)
     for size in (len(whole), 1_000, 7):
         num_read.clear()
-        assert parse(name, [whole[begin : begin + size] for begin in range(0, len(whole), size)]) == parsed
+        pieces = [whole[begin : begin + size] for begin in range(0, len(whole), size)]
+        assert parse(name, pieces, is_whole=True) == parsed
         assert sum(num_read) < 2 * len(whole) + answer_parser.MAX_READ_AGAIN
 
 
