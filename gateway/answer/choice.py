@@ -185,9 +185,9 @@ class Choice:
 
     def _said(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""
-        if self._stops is None or len(self.token_ids) <= self._min_tokens:
+        if self._stops is None:
             return piece
-        text, matched = self._stops.push(piece)
+        text, matched = self._stops.push(piece, may_end=len(self.token_ids) > self._min_tokens)
         if matched is not None:
             self._matched_stop, self.ended_here, self.finish_reason = matched, True, STOP
         return text

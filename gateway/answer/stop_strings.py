@@ -68,13 +68,14 @@ class StopMatcher:
     def __init__(self, stops: StopStrings):
         self._stops, self._state, self._held = stops, 0, ""
 
-    def push(self, piece: str) -> Stopped:
-        """Return the text that may go out; after `matched` is set nothing follows."""
+    def push(self, piece: str, may_end: bool = True) -> Stopped:
+        """Return the text that may go out; after `matched` is set nothing follows. `may_end` False: a stop string that is
+        complete in this piece is text."""
         text, num_held, stops = self._held + piece, len(self._held), self._stops
         state, step, ends = self._state, stops.step, stops.ends
         for position, character in enumerate(piece, num_held + 1):
             state = step(state, character)
-            if ends[state]:
+            if ends[state] and may_end:
                 begin = position - ends[state]
                 self._state, self._held = 0, ""
                 return Stopped(text[:begin], text[begin:position].translate(stops.spellings))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.answer.answer_reader import ReaderForm
-from gateway.answer.choice import STOP, Choice
+from gateway.answer.choice import LENGTH, STOP, Choice
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from tests.support.gateway.naive_text import held_back, stopped
 
@@ -82,6 +82,19 @@ def test_many_long_stop_strings_cost_what_one_short_one_does():
     worst = ["a" * 254 + "b", *(chr(ord("c") + i) * 255 for i in range(15))]
     usual = min(cost(["END"], text) for _ in range(3))
     assert min(cost(worst, text) for _ in range(3)) < 6 * usual
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "said"),
+    [(0, ("", "ab")), (2, ("ab", "ba")), (3, ("ab", "ba")), (4, ("abb", "ab")), (9, ("abbab", ""))],
+)
+def test_a_stop_string_that_ends_behind_min_tokens_is_found(min_tokens, said):
+    """One that is complete before counts as text, whatever of it another may begin with."""
+    choice = Choice(0, ReaderForm(OneLetter()), StopStrings(["ab", "ba"]), min_tokens)
+    choice.push(list(map(ord, "abbab")), (), LENGTH)
+    message = choice.take()
+    assert (message.text, message.matched_stop) == said
+    assert message.finish_reason == (STOP if message.matched_stop else LENGTH)
 
 
 @pytest.mark.parametrize("ends, text", [(None, "ab"), (frozenset([ord("c")]), "ab"), (frozenset([7]), "abc")])
