@@ -96,11 +96,12 @@ def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[
     found, ids = [], set[str]()  # a later message may use an id again: its results come behind it
     for index, call in enumerate(calls):
         here = f"{where}[{index}]"
-        _check_name(f"{here}.name", call.name)
+        if not call.name:
+            _refuse(f"{here}.name", "is empty")
         if call.id and call.id in ids:
             _refuse(f"{here}.id", f"{call.id[:40]!r} is the id of another call in this message")
         ids.add(call.id)
-        found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments, may_be_cut=True)))
+        found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments, is_models=True)))
     called |= ids
     return tuple(found)
 
@@ -131,15 +132,16 @@ def _check_name(where: str, name: str) -> None:
         _refuse(where, f"must match {NAME.pattern}" if name else "is empty")
 
 
-def _object(where: str, text: str, may_be_cut: bool = False) -> JsonObject:
-    """Return the JSON object in `text`; none where it is empty. `may_be_cut`: so is what is no JSON, as a call in which an
-    answer ended: templates that take the arguments apart would fail on a text."""
+def _object(where: str, text: str, is_models: bool = False) -> JsonObject:
+    """Return the JSON object in `text`; none where it is empty. `is_models`: a model wrote it, so that none is what is no
+    JSON too, as a call in which an answer ended (templates that take the arguments apart would fail on a text), and half of
+    a surrogate pair is U+FFFD."""
     if not text:
         return {}
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        if may_be_cut:
+        if is_models:
             return {}
         _refuse(where, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except (RecursionError, ValueError) as error:  # a number of thousands of digits is a ValueError
@@ -149,8 +151,10 @@ def _object(where: str, text: str, may_be_cut: bool = False) -> JsonObject:
         _refuse(where, "is not a JSON object")
     if not _is_shallow(value):
         _refuse(where, f"is nested more than {MAX_DEPTH} levels deep")
-    if _PAIR_ESCAPE.search(text) and _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
-        _refuse(where, "has half of a surrogate pair, which is no text")
+    if _PAIR_ESCAPE.search(text) and _HALF_PAIR.search(written := json.dumps(value, ensure_ascii=False)):
+        if not is_models:
+            _refuse(where, "has half of a surrogate pair, which is no text")
+        value = json.loads(_HALF_PAIR.sub("\ufffd", written))
     return value
 
 

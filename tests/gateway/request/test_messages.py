@@ -57,13 +57,10 @@ BAD = [
     ),
     (pb.Messages(messages=[pb.Message(role="user", parts=[pb.ContentPart()])]), f"{AT}[0].parts[0]", "only text"),
     (calling(name=""), f"{AT}[1].tool_calls[0].name", "is empty"),
-    (calling(name="a b"), f"{AT}[1].tool_calls[0].name", "must match"),
-    (calling(name="a" * 129), f"{AT}[1].tool_calls[0].name", "must match"),
     (calling(arguments="[1]"), f"{AT}[1].tool_calls[0].arguments", "not a JSON object"),
     (calling(arguments=nested(MAX_DEPTH + 1)), f"{AT}[1].tool_calls[0].arguments", "levels deep"),
     (calling(arguments=nested(50_000)), f"{AT}[1].tool_calls[0].arguments", "nested too deeply"),
     (calling(arguments=f'{{"a": {"1" * 10_000}}}'), f"{AT}[1].tool_calls[0].arguments", "too long"),
-    (calling(arguments='{"a": "\\ud800"}'), f"{AT}[1].tool_calls[0].arguments", "surrogate pair"),
     (pb.Messages(messages=[USER], tool_choice=pb.TOOL_CHOICE_REQUIRED), "messages.tool_choice", "needs tools"),
     (pb.Messages(messages=[USER], tool_choice=9), "messages.tool_choice", "not known"),
     (pb.Messages(messages=[USER], tool_name="find"), "messages.tool_name", "the name of no tool"),
@@ -83,6 +80,9 @@ BAD = [
         "cannot become a call",
     ),
     (having(pb.Tool(name="find"), pb.Tool(name="find")), "messages.tools[1].name", "earlier tool"),
+    (having(pb.Tool(name="a b")), "messages.tools[0].name", "must match"),
+    (having(pb.Tool(name="a" * 129)), "messages.tools[0].name", "must match"),
+    (having(pb.Tool(name="a", parameters='{"a": "\\ud800"}')), "messages.tools[0].parameters", "surrogate pair"),
     (having(pb.Tool()), "messages.tools[0].name", "is empty"),
     (having(pb.Tool(name="find", parameters="{")), "messages.tools[0].parameters", "is not JSON"),
     (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
@@ -132,6 +132,19 @@ def test_what_is_given_arrives():
     assert options.tools[1]["parameters"] == {"type": "object", "properties": {}}
     assert (options.callable_tools, options.must_call, options.is_parallel) == (("find", "stop"), False, True)
     assert options.kwargs == {"enable_thinking": False} and options.continues
+
+
+@pytest.mark.parametrize("name", ["get weather", "functions/find", "größe", "<|im_end|>", "a" * 1_000])
+def test_a_call_of_an_earlier_answer_may_have_the_name_that_a_model_made_up(name):
+    """A client that answers it says that there is no such tool, and goes on."""
+    messages, _ = check_conversation(calling(name=name), RequestLimits())
+    assert messages[1].tool_calls[0].name == name
+
+
+def test_half_of_a_surrogate_pair_in_a_call_of_an_earlier_answer_is_replaced():
+    given = calling(arguments='{"\\udc00": ["\\ud83d\\ude42", "a\\ud83d"]}')
+    messages, _ = check_conversation(given, RequestLimits())
+    assert messages[1].tool_calls[0].arguments == {"\ufffd": ["🙂", "a\ufffd"]}
 
 
 def test_an_id_may_be_used_again_in_a_later_turn():
