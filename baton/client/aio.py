@@ -139,6 +139,13 @@ class AsyncClient:
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return (await self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s)).text
 
+    async def token_texts(
+        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
+    ) -> list[pb.TokenText]:
+        """Return what each of at most 1,024 tokens says by itself. Raises CallError."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, return_tokens=True)
+        return list((await self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s)).tokens)
+
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Return what is known of a model; its name may be left out where one is served. Raises CallError."""
         request = pb.GetModelInfoRequest(model=model)

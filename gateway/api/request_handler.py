@@ -30,7 +30,7 @@ from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
-from gateway.request.validation import check_model, check_size, validate
+from gateway.request.validation import check_detokenize, check_model, check_size, validate
 from gateway.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -227,14 +227,17 @@ class RequestHandler:
     async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         """Return the text of token ids. Raises BatonError."""
         async with _Settling(self.pace_refusal):
-            check_size(request)
+            check_detokenize(request)
             tenant = guard.tenant()
             with self._using(request.model) as version:
                 model = version.seen_by(tenant)
                 check_model(request.model, model)
                 until = self._deadline(call, now())
                 text = await version.pipeline.detokenize(request.token_ids, model, tenant, until)
-                return pb.DetokenizeResponse(text=text)
+                text_of = version.pipeline.text.detokenizer.token_text
+                return pb.DetokenizeResponse(
+                    text=text, tokens=map(text_of, request.token_ids if request.return_tokens else ())
+                )
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return what is known of one model. Raises BatonError."""

@@ -22,6 +22,7 @@ from gateway.text.prompt_input import PromptInput
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
+MAX_TOKEN_TEXTS = 1024  # of one call: the event loop makes them
 MAX_STOPS, MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS = (
     max(getattr(limits, name) for limits in PRESETS.values()) for name in ("stops", "stop_token_ids", "logit_bias")
 )
@@ -166,6 +167,13 @@ def check_input(
         check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
         return PromptInput(token_ids=check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"))
     return PromptInput(messages=check_conversation(request.messages, served.limits))
+
+
+def check_detokenize(request: pb.DetokenizeRequest) -> None:
+    """Raises InvalidRequest for a message that is too large."""
+    check_size(request)
+    if request.return_tokens and (num_ids := len(request.token_ids)) > MAX_TOKEN_TEXTS:
+        _refuse("token_ids", f"has {num_ids} ids, at most {MAX_TOKEN_TEXTS} are allowed with return_tokens")
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:

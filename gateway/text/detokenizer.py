@@ -8,11 +8,12 @@ import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from baton.v1 import inference_pb2 as pb
 from gateway.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEP = 4096  # ids
-_LOOKED_AT = 64  # of a prompt: few begin with as many that have no text
+LOOKED_AT = 64  # of a prompt: few begin with as many that have no text
 _WORD = re.compile("[a-z]+")
 NO_CHARACTERS: Mapping[int, str] = {}
 
@@ -39,7 +40,7 @@ class Detokenizer:
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
         """Return whether any of the first tokens has text."""
-        return any(self._bytes[token_id] for token_id in token_ids[:_LOOKED_AT])
+        return any(self._bytes[token_id] for token_id in token_ids[:LOOKED_AT])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence, in steps short enough for other threads to run in between."""
@@ -63,14 +64,22 @@ class Detokenizer:
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
         """Return a token as it is shown alone, and its bytes: of a special one, which has no text, its name."""
-        raw = self._bytes[token_id] or (self._tokenizer.id_to_token(token_id) or "").encode()
+        raw = self._bytes[token_id] or self._name(token_id).encode()
         return raw.decode(errors="replace"), raw
+
+    def token_text(self, token_id: int) -> pb.TokenText:
+        """Return what a token says by itself."""
+        text, first = self._bytes[token_id], (self._bytes if self._is_byte_level else self._first_bytes)[token_id]
+        return pb.TokenText(text=text, first_text=first, name="" if text else self._name(token_id))
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def _first_bytes_of(self, token_id: int) -> bytes:
         """The same of a text's first token, where some vocabularies take a space away."""
         if token_id in self._characters:
             return self._characters[token_id].encode()
-        text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")
+        text, value = self._decode([token_id]), self._byte_of(self._name(token_id))
         return text.encode() if value is None or not text else value
 
     def _knows(self, token_id: int) -> bool:
@@ -110,7 +119,7 @@ class TextDecoder:
 
     __slots__ = ("_bytes", "_first", "_held")
 
-    def __init__(self, bytes_of: _Bytes, first: _Bytes):
+    def __init__(self, bytes_of: Mapping[int, bytes], first: Mapping[int, bytes]):
         self._bytes, self._first = bytes_of, first  # `first`: until a token has had text
         self._held = b""  # of a character
 

@@ -56,7 +56,9 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
         return pb.TokenizeResponse(token_ids=range(len(request.text or request.messages.messages)))
 
     def Detokenize(self, request, context):
-        return pb.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
+        tokens = map(str, request.token_ids) if request.return_tokens else ()
+        text = " ".join(map(str, request.token_ids))
+        return pb.DetokenizeResponse(text=text, tokens=(pb.TokenText(text=each.encode()) for each in tokens))
 
     def GetModelInfo(self, request, context):
         return pb.GetModelInfoResponse(name="demo")

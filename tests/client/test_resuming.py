@@ -394,6 +394,7 @@ def test_whole_answers_and_small_calls_are_sent_again(gateways, error):
         assert client.tokenize("abc") == [0, 1, 2]
         assert client.tokenize(messages) == [0, 1]
         assert client.detokenize([4, 5]) == "4 5"
+        assert [each.text for each in client.token_texts([4, 5])] == [b"4", b"5"]
         assert client.model_info().name == "demo"
         assert [each.name for each in client.list_models()] == ["demo"]
 
@@ -407,6 +408,7 @@ async def test_asyncio_has_the_same_calls(gateways):
         assert (await client.chat([{"role": "user", "content": "x"}])).choices[0].text
         assert await client.tokenize("abc") == [0, 1, 2]
         assert await client.detokenize([4, 5]) == "4 5"
+        assert [each.text for each in await client.token_texts([4, 5])] == [b"4", b"5"]
         assert (await client.model_info()).name == "demo"
         assert [each.name for each in await client.list_models()] == ["demo"]
     assert gateway.metadata[-1]["authorization"] == "Bearer secret"

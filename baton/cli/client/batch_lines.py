@@ -19,8 +19,10 @@ from gateway.http.openai.answers import AnswerForm, ChatForm, CompletionForm
 from gateway.http.openai.requests import read_chat, read_completion
 from gateway.http.wire.errors import status_of, to_json
 from gateway.http.wire.writing import with_lists
+from gateway.text.detokenizer import LOOKED_AT, TextDecoder
 
 _KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
+_IDS_AT_ONCE = 128  # no more than any context
 _SLO_CLASS = "batch"  # where a body names none
 
 Json = dict[str, Any]
@@ -32,26 +34,30 @@ class GatewayGone(Exception):
 
 @dataclass
 class _LineModel:
-    """Its name in results, and the text of tokens that results with logprobs show."""
+    """Its name in results, and what the tokens say that results with logprobs show."""
 
     name: str
-    texts: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # of tokens without text
+    texts: dict[int, bytes] = field(default_factory=dict)
+    first_texts: dict[int, bytes] = field(default_factory=dict)
+
+    def add(self, token_id: int, token: pb.TokenText) -> None:
+        """Take what a token says."""
+        self.names[token_id], self.texts[token_id] = token.name, token.text
+        self.first_texts[token_id] = token.first_text
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
         """Return a token as it is shown alone, and its bytes."""
-        return self.texts[token_id], self.texts[token_id].encode()
+        raw = self.texts[token_id] or self.names[token_id].encode()
+        return raw.decode(errors="replace"), raw
 
-    def decoder(self, continues: bool = False) -> _LineModel:
-        """Return what decodes a sequence: its own texts, as a gateway does not tell of bytes."""
-        return self
+    def decoder(self, continues: bool = False) -> TextDecoder:
+        """Return what decodes a sequence; `continues`: it goes on with a text that stands before it."""
+        return TextDecoder(self.texts, self.texts if continues else self.first_texts)
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Return True: the decoder is the same for both."""
-        return True
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text of more of a sequence."""
-        return "".join(self.texts[token_id] for token_id in token_ids)
+        """Return whether any of the first tokens has text; False where they were not fetched."""
+        return any(self.texts.get(token_id) for token_id in token_ids[:LOOKED_AT])
 
 
 class LineRunner:
@@ -89,7 +95,7 @@ class LineRunner:
             request.slo_class = request.slo_class or _SLO_CLASS
         responses = await asyncio.gather(*(self._client.complete(request) for request in parsed.requests))
         model = await self._model(parsed.requests[0].model)
-        await self._fetch_texts(responses, model)
+        await self._fetch_texts(parsed, responses, model)
         return with_lists(form(parsed, model.name, model).whole(list(responses)))
 
     async def _model(self, asked: str) -> _LineModel:
@@ -97,15 +103,22 @@ class LineRunner:
             self._models[asked] = _LineModel((await self._client.model_info(asked)).name)
         return self._models[asked]
 
-    async def _fetch_texts(self, responses: list[pb.CompleteResponse], model: _LineModel) -> None:
-        """Learn the text of each token that the results name."""
-        for response in responses:
-            told = [*response.prompt_logprobs, *(each for choice in response.choices for each in choice.logprobs)]
-            named = {token.token_id for logprobs in told for token in (logprobs.chosen, *logprobs.top)}
-            if told:
-                named.update(response.prompt.token_ids[:1])  # of which nothing else is known
-            for token_id in named - model.texts.keys():
-                model.texts[token_id] = await self._client.detokenize([token_id], model=model.name)
+    async def _fetch_texts(
+        self, parsed: ParsedBody, responses: Sequence[pb.CompleteResponse], model: _LineModel
+    ) -> None:
+        """Learn what each token says that the results name, and those with which prompts begin."""
+        named = set[int]()
+        for request, response in zip(parsed.requests, responses, strict=True):
+            rows = [*response.prompt_logprobs, *(each for choice in response.choices for each in choice.logprobs)]
+            named |= {token.token_id for logprobs in rows for token in (logprobs.chosen, *logprobs.top)}
+            if rows:
+                named.update(request.token_ids.ids[:LOOKED_AT], response.prompt.token_ids[:1])
+        unknown = list(named - model.texts.keys())
+        for begin in range(0, len(unknown), _IDS_AT_ONCE):
+            token_ids = unknown[begin : begin + _IDS_AT_ONCE]
+            texts = await self._client.token_texts(token_ids, model=model.name)
+            for token_id, text in zip(token_ids, texts, strict=True):
+                model.add(token_id, text)
 
 
 class _NoRequest(Exception):

@@ -10,10 +10,17 @@ from concurrent import futures
 import grpc
 import pytest
 
+from baton.cli.client.batch_lines import LineRunner
 from baton.cli.main import main
 from baton.service.errors import BatonError, InvalidRequest, Overloaded, Unavailable, to_status
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.requests import read_chat, read_completion
+from gateway.http.wire.writing import to_bytes_in_turns
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
+from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 
 class Echo(inference_pb2_grpc.InferenceServicer):
@@ -49,7 +56,9 @@ class Echo(inference_pb2_grpc.InferenceServicer):
                 self._at_once -= 1
 
     def Detokenize(self, request, context):
-        return pb.DetokenizeResponse(text=f"<{self._named(request, context)} {request.token_ids[0]}>")
+        name = self._named(request, context)
+        texts = (f"<{name} {token_id}>".encode() for token_id in request.token_ids)
+        return pb.DetokenizeResponse(tokens=(pb.TokenText(text=text, first_text=text) for text in texts))
 
     def GetModelInfo(self, request, context):
         return pb.GetModelInfoResponse(name=self._named(request, context))
@@ -182,6 +191,47 @@ def test_a_prompt_of_tokens(run):
     _, (result,) = run([completion("a", [7, 8], logprobs=0)])
     (choice,) = result["response"]["body"]["choices"]
     assert choice["logprobs"]["tokens"] == ["<demo 9>"] and choice["logprobs"]["text_offset"] == [0]
+
+
+class OneAnswer:
+    """A client whose gateway has one answer, and this tokenizer."""
+
+    def __init__(self, tokenizer_json: bytes, answer: pb.CompleteResponse):
+        self.detokenizer, self.num_calls = Detokenizer(Tokenizer(tokenizer_json)), 0
+        self._answer = answer
+
+    async def complete(self, request):
+        answer = pb.CompleteResponse()
+        answer.CopyFrom(self._answer)
+        return answer
+
+    async def model_info(self, model):
+        return pb.GetModelInfoResponse(name="m")
+
+    async def token_texts(self, token_ids, *, model):
+        self.num_calls += 1
+        return list(map(self.detokenizer.token_text, token_ids))
+
+
+@pytest.mark.parametrize("prompt", ["the fox", [5, 6], [1]])
+@pytest.mark.parametrize("tokenizer_json", [byte_level(), sentencepiece("normalizer")], ids=["bytes", "sentencepiece"])
+async def test_tokens_are_as_over_http(tokenizer_json, prompt):
+    """Also parts of a character, spaces at the beginning and within a text, and special tokens, which have none."""
+    tokens = Tokenizer(tokenizer_json).decoder
+    ids = [*tokens.encode(" the fox 🙂 the", add_special_tokens=False).ids, tokens.token_to_id("</s>")]
+    best = [pb.TokenLogprob(token_id=each, logprob=-2) for each in (*ids[:3], ids[-1], tokens.token_to_id("<|end|>"))]
+    logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1), top=best) for each in ids]
+    answer = pb.CompleteResponse(choices=[pb.Choice(text="x", token_ids=ids, logprobs=logprobs)])
+    client = OneAnswer(tokenizer_json, answer)
+    for line, read, form in (
+        (completion("a", prompt, logprobs=5), read_completion, CompletionForm),
+        (chat("a", logprobs=True, top_logprobs=5), read_chat, ChatForm),
+    ):
+        result = await LineRunner(client).result(1, json.dumps(line))
+        over_http = form(read(line["body"]), "m", client.detokenizer).whole([await client.complete(None)])
+        expected = json.loads(await to_bytes_in_turns(over_http))["choices"][0]["logprobs"]
+        assert result["response"]["body"]["choices"][0]["logprobs"] == expected
+    assert client.num_calls == 2
 
 
 def test_what_has_a_result_is_not_sent_again(run, echo, tmp_path, capsys):

@@ -10,7 +10,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.model.model_folder import Defaults
 from gateway.request.answer_length import resolve_max_tokens
-from gateway.request.validation import check_size, validate
+from gateway.request.validation import check_detokenize, check_size, validate
 from tests.support.client import make_request
 
 MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
@@ -125,6 +125,14 @@ def test_a_mebibyte():
         with pytest.raises(InvalidRequest) as caught:
             check_size(request)
         assert caught.value.field == field
+
+
+def test_texts_of_tokens_are_of_a_bounded_number():
+    check_detokenize(pb.DetokenizeRequest(token_ids=[5] * 1025))
+    check_detokenize(pb.DetokenizeRequest(token_ids=[5] * 1024, return_tokens=True))
+    with pytest.raises(InvalidRequest, match="1025 ids, at most 1024") as caught:
+        check_detokenize(pb.DetokenizeRequest(token_ids=[5] * 1025, return_tokens=True))
+    assert caught.value.field == "token_ids"
 
 
 def test_zero_is_a_value_and_unset_is_the_model_s():

@@ -108,6 +108,17 @@ def test_special_tokens_have_no_text():
     assert DETOKENIZERS["byte_level"].decode([ids["<|end|>"], *fox, ids["<|eot_id|>"], 10_000]) == "the fox"
 
 
+def test_what_a_token_says_by_itself():
+    def text_of(kind: str, token: str) -> tuple[bytes, bytes, str]:
+        found = DETOKENIZERS[kind].token_text(TOKENIZERS[kind].decoder.token_to_id(token))
+        return found.text, found.first_text, found.name
+
+    assert text_of("normalizer", "▁the") == (b" the", b"the", "")
+    assert text_of("normalizer", "<0xF0>") == (b"\xf0", b"\xf0", "")
+    assert text_of("byte_level", "Ġthe") == (b" the", b" the", "")
+    assert text_of("byte_level", "<|end|>") == (b"", b"", "<|end|>")
+
+
 class Counting:
     """The library's tokenizer; `num_decoded` ids were asked for."""
 

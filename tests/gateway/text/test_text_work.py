@@ -34,6 +34,11 @@ async def test_there_and_back(cluster):
         for text in ("the fox", "Größe 東京 🙂 " * 20, "the fox " * 400, "<|user|>"):
             token_ids = (await tokenize(c, text)).token_ids
             assert (await detokenize(c, token_ids)).text == text
+            asked = pb.DetokenizeRequest(token_ids=token_ids[:100], return_tokens=True)
+            found = await c.stub.Detokenize(asked, timeout=patience(20))
+            assert b"".join(each.text for each in found.tokens).decode(errors="ignore") in found.text
+            assert len(found.tokens) == len(asked.token_ids)
+        assert not (await detokenize(c, token_ids)).tokens
         assert (await detokenize(c, [])).text == ""
         assert (await detokenize(c, [0, 1, 4])).text == ""
 
