@@ -25,7 +25,7 @@ class Detokenizer:
         """`characters`: that stand for some tokens, whatever their text is."""
         self._characters = characters
         self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
-        self._is_byte_level = tokenizer.decoder_steps == ["ByteLevel"]
+        self._is_byte_level = tokenizer.is_byte_level
         self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_steps
         self._bytes, self._first_bytes = (
             _Bytes(bytes_of, self._knows) for bytes_of in (self.bytes_of, self._first_bytes_of)

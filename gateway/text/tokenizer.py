@@ -50,7 +50,8 @@ class Tokenizer:
         self, tokenizer_json: bytes, name: str = "tokenizer.json", begin: str | None = None, end: str | None = None
     ):
         """`begin`, `end`: tokens that stand around a text, also where the file puts none there (DeepSeek's says so in
-        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer."""
+        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer, or one of a kind that is not
+        known."""
         self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
         vocabulary = self._normal.get_vocab()
@@ -67,7 +68,7 @@ class Tokenizer:
             self._behind = _without_control(self._normal, content.get("added_tokens") or [])
             self._behind.pre_tokenizer = _pre_tokenizer(behind)
         self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
-        self._is_byte_level = self.decoder_steps == ["ByteLevel"]
+        self.is_byte_level = _is_byte_level(self.decoder_steps, name)
         self._normalizer = self._normal.normalizer
         self._normalizes = any(token.get("normalized") for token in self._controls.values())
         self._chars_per_token = _most_chars_per_token(content, vocabulary)
@@ -100,7 +101,7 @@ class Tokenizer:
     def encode_plain(self, text: str, continues: bool = False) -> list[int]:
         """Return the token ids of a user's text alone, none of which is a control token. `continues`: it goes on with
         another text, so that its first word gets no space that it has not. Raises CannotEncode."""
-        if not continues or self._is_byte_level:
+        if not continues or self.is_byte_level:
             return _encode(self._plain, [text])[0].ids
         before, both = (each.ids for each in _encode(self._plain, [_BEFORE, _BEFORE + text]))
         return both[len(before) :]
@@ -249,6 +250,17 @@ def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
     if swallows or not knows_all or not all(map(_keeps, steps)):
         return math.inf
     return max(map(len, vocabulary)) * (_MOST_COMPOSED if kinds.intersection(_COMPOSING) else 1)
+
+
+def _is_byte_level(decoder_steps: Sequence[str], name: str) -> bool:
+    """Return whether the bytes of a text are those of its tokens, joined. Raises SettingsError where what else is done to them
+    is not known here."""
+    if "ByteLevel" not in decoder_steps:
+        return False
+    if others := sorted({*decoder_steps} - {"ByteLevel", "Fuse"}):
+        message = f"its decoder has {', '.join(others)} beside ByteLevel, at most Fuse is known there"
+        raise SettingsError(f"{name}: {message}")
+    return True
 
 
 def _steps(part: dict | None) -> list[dict]:

@@ -1,11 +1,13 @@
 """Token ids back to text: in whatever pieces they come, the text of the whole, and no token looked at twice."""
 
+import json
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.service.settings import SettingsError
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.support.gateway.naive_text import sentencepiece_text
@@ -17,6 +19,7 @@ KINDS = {
     "first": sentencepiece("first"),
     "gemma": sentencepiece("normalizer", strips_space=False, added=("<unused0>", "\n\n", "")),
 }
+BYTE_LEVEL = json.loads(KINDS["byte_level"])["decoder"]
 SENTENCEPIECE = [kind for kind in KINDS if kind != "byte_level"]
 TOKENIZERS = {kind: Tokenizer(value) for kind, value in KINDS.items()}
 DETOKENIZERS = {kind: Detokenizer(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
@@ -106,6 +109,30 @@ def test_special_tokens_have_no_text():
     ids = special(KINDS["byte_level"])
     fox = TOKENIZERS["byte_level"].decoder.encode("the fox").ids
     assert DETOKENIZERS["byte_level"].decode([ids["<|end|>"], *fox, ids["<|eot_id|>"], 10_000]) == "the fox"
+
+
+@pytest.mark.parametrize("steps", [["ByteLevel"], ["ByteLevel", "Fuse"], ["Fuse", "ByteLevel"]])
+def test_a_byte_level_decoder_may_be_one_of_a_sequence(steps):
+    """Each of its tokens was decoded alone: a character of two was two replacements."""
+    content = json.loads(KINDS["byte_level"])
+    content["decoder"] = {
+        "type": "Sequence",
+        "decoders": [BYTE_LEVEL if each == "ByteLevel" else {"type": each} for each in steps],
+    }
+    tokenizer = Tokenizer(json.dumps(content).encode())
+    text = "the fox 🙂é"
+    token_ids = tokenizer.encode_plain(text)
+    assert "".join(pieces(Detokenizer(tokenizer), token_ids)) == text == tokenizer.decoder.decode(token_ids)
+
+
+def test_a_byte_level_decoder_beside_others_is_refused():
+    content = json.loads(KINDS["byte_level"])
+    step = {"type": "Replace", "pattern": {"String": "x"}, "content": "y"}
+    content["decoder"] = {"type": "Sequence", "decoders": [step, BYTE_LEVEL]}
+    with pytest.raises(
+        SettingsError, match="^a.json: its decoder has Replace beside ByteLevel, at most Fuse is known there$"
+    ):
+        Tokenizer(json.dumps(content).encode(), "a.json")
 
 
 def test_what_a_token_says_by_itself():
