@@ -164,7 +164,7 @@ class Answer:
         return bool(self._due())
 
     async def flush(self) -> None:
-        """Send what has come, and is not held back: one message a choice."""
+        """Send what has come of each choice, and is not held back."""
         pending = self._due()
         if not pending:
             return
@@ -198,8 +198,11 @@ class Answer:
             pending = [choice for choice in pending if choice.is_due(latest)]
         return pending
 
-    def _add_prompt(self, message: pb.GenerateResponse) -> None:
-        """Add what was asked of the prompt, and forget it."""
+    def _add_head(self, message: pb.GenerateResponse) -> None:
+        """Add what the first message has, and forget what was asked of the prompt."""
+        message.seed = self._validated.seed
+        message.request_id = self._validated.request_id
+        message.prompt_tokens = self._num_prompt_tokens
         if self.prompt is not None:
             message.prompt.CopyFrom(self.prompt)
         message.prompt_logprobs.extend(self._prompt_logprobs)
@@ -218,12 +221,12 @@ class Answer:
         self, choice: Choice, at: float, usage: pb.Usage | None = None, durations: pb.Timing | None = None
     ) -> None:
         """Send what has come of a choice, at `at` (time.monotonic())."""
+        separate = choice.take_separate() if choice.separate else ()
         num_tokens, message = choice.num_pending, choice.take()
+        for each in separate:
+            num_tokens += len(each.token_ids)
         if self._num_sent == 0:
-            message.seed = self._validated.seed
-            message.request_id = self._validated.request_id
-            message.prompt_tokens = self._num_prompt_tokens
-            self._add_prompt(message)
+            self._add_head(separate[0] if separate else message)
         self._num_sent += 1
         if usage is not None:
             message.usage.CopyFrom(usage)
@@ -232,6 +235,8 @@ class Answer:
         if choice.sent_at is not None and num_tokens:
             self._on_gap((at - choice.sent_at) / num_tokens)
         choice.sent_at = at
+        for each in separate:
+            await self._emit(each)
         await self._emit(message)
         if (took_s := now() - at) > SLOW_WRITE_S:
             self.num_slow_writes += 1

@@ -7,14 +7,17 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.answer.tool_calls import ToolCalls
-from gateway.parsers.answer_parser import AnswerParser, Parsed
+from gateway.parsers.answer_parser import Parsed
 from gateway.text.detokenizer import TextDecoder
 
+_NOTHING = (False, False, False)  # what tokens say: text, reasoning, parts of calls
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
 
 
 class Choice:
-    """Take tokens in order with `push`; `take()` returns the message that may go out now."""
+    """Take tokens in order with `push`; `take()` returns the message that may go out now. With log-probabilities the tokens
+    of a message say things of one kind, and those that say nothing stand before others that do, so that a client sees whose
+    they are however many come at once: what does not fit in one message is in `separate`."""
 
     __slots__ = (
         "index",
@@ -39,6 +42,8 @@ class Choice:
         "_request_id",
         "_ends_with_call",
         "_stop_token_ids",
+        "_says",
+        "separate",
     )
 
     def __init__(
@@ -61,6 +66,7 @@ class Choice:
         self.ended_here = False  # by a stop string or a call: the worker does not know
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
+        self.separate: list[pb.GenerateResponse] | None = None  # what goes out before the open message; None: nothing
         self._decoder: TextDecoder | None = form.detokenizer.decoder(form.continues)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
@@ -74,6 +80,7 @@ class Choice:
         self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
+        self._says = _NOTHING  # of the open message
 
     @property
     def is_finished(self) -> bool:
@@ -101,7 +108,8 @@ class Choice:
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
         """Add tokens behind the known ones; after the end of the choice they are dropped."""
-        if self._stops is None and not self._ends_with_call and len(self.token_ids) >= self.num_received:
+        is_at_once = self._stops is None and not self._ends_with_call and not logprobs
+        if is_at_once and len(self.token_ids) >= self.num_received:
             self._push(token_ids, logprobs, finish_reason)
             return
         last = len(token_ids) - 1
@@ -111,7 +119,20 @@ class Choice:
             self._push((token_id,), logprobs[position : position + 1], finish_reason if position == last else 0)
 
     def take(self) -> pb.GenerateResponse:
-        """Return what has come since the last time."""
+        """Return what has come since the last time, behind what is in `separate`."""
+        message = self._message(len(self.token_ids))
+        if self.finish_reason:
+            message.finish_reason, message.matched_stop = self.finish_reason, self._matched_stop
+            self._decoder = None
+        return message
+
+    def take_separate(self) -> list[pb.GenerateResponse]:
+        """Return what goes out before what `take` returns."""
+        taken, self.separate = self.separate or [], None
+        return taken
+
+    def _message(self, end: int) -> pb.GenerateResponse:
+        """Return the open message, of tokens up to output index `end`."""
         message = pb.GenerateResponse()
         if self.index:
             message.index = self.index
@@ -122,14 +143,11 @@ class Choice:
         if self._calls is not None:
             message.tool_calls.extend(self._calls.take())
         if self.num_pending:
-            message.token_ids.extend(self.token_ids[-self.num_pending :])
+            message.token_ids.extend(self.token_ids[end - self.num_pending : end])
             self.num_pending = 0
         if self._logprobs:
             message.logprobs.extend(self._logprobs)
-            self._logprobs = None
-        if self.finish_reason:
-            message.finish_reason, message.matched_stop = self.finish_reason, self._matched_stop
-            self._decoder = None
+            self._logprobs, self._says = None, _NOTHING
         return message
 
     def _push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], ended: int) -> None:
@@ -146,9 +164,12 @@ class Choice:
             if self._stops is not None:
                 text += self._stops.finish()
             self.finish_reason = ended
-        if self._parser is not None:
+        if self._parser is not None or logprobs:
             self._num_unread += len(token_ids)
-            text = self._parsed(self._parser, text, is_new)
+            found = self._parsed(text)
+            if is_new and logprobs:
+                self._open(found)
+            text = self._keep(found, is_new)
         if is_new:
             self._text += text
             self.num_pending += len(token_ids)
@@ -156,32 +177,45 @@ class Choice:
                 self._logprobs = self._logprobs or []
                 self._logprobs += logprobs
 
-    def _parsed(self, parser: AnswerParser, text: str, is_new: bool) -> str:
-        """Return the content of `text`; keep reasoning and calls if they are new."""
-        found = [parser.push(text)]
+    def _parsed(self, text: str) -> list[Parsed]:
+        """Return what is certain now, with this text."""
+        if self._parser is None:
+            return [Parsed(text)]
+        found = [self._parser.push(text)]
         if self.finish_reason:
-            found.append(parser.finish(self.finish_reason == STOP and not self._matched_stop))
+            found.append(self._parser.finish(self.finish_reason == STOP and not self._matched_stop))
+        return found
+
+    def _open(self, found: Sequence[Parsed]) -> None:
+        """Have a message to which the last token can come with what it says."""
+        says = tuple(any(getattr(each, name) for each in found) for name in ("content", "reasoning", "calls"))
+        if self._says not in (_NOTHING, says):
+            self.separate = self.separate or []
+            self.separate.append(self._message(len(self.token_ids) - 1))
+        self._says = says
+
+    def _keep(self, found: Sequence[Parsed], is_new: bool) -> str:
+        """Return the content; keep reasoning and calls if they are new, and see whether a call ends the choice."""
+        content, num_thought, num_called = "", 0, 0
         for each in found:
             for part in each.calls:
+                num_called += len(part.arguments)
                 if not (self._has_whole_call and self._ends_with_call):
                     self._calls = self._calls or ToolCalls(f"{self._request_id}/{self.index}", self._streams_arguments)
                     self._calls.add(part, is_new)
+            content += each.content
+            num_thought += len(each.reasoning)
             if is_new:
                 self._reasoning += each.reasoning
-        self._count(found)
+        # Of tokens that other text comes with as large a part is reasoning as of the text.
+        if num_all := num_thought + len(content) + num_called:
+            self._num_reasoning += self._num_unread * num_thought / num_all
+            self._num_unread = 0
         if self._has_whole_call and self._ends_with_call and not self.finish_reason:
             self.ended_here, self.finish_reason = True, TOOL_CALLS
         elif self.finish_reason == STOP and self._has_whole_call and not self._matched_stop:
             self.finish_reason = TOOL_CALLS
-        return "".join(each.content for each in found)
-
-    def _count(self, found: Sequence[Parsed]) -> None:
-        """Count tokens of reasoning: where other text comes with it, as large a part as of the text."""
-        num_thought = sum(len(each.reasoning) for each in found)
-        num_said = sum(len(each.content) + sum(len(part.arguments) for part in each.calls) for each in found)
-        if num_all := num_thought + num_said:
-            self._num_reasoning += self._num_unread * num_thought / num_all
-            self._num_unread = 0
+        return content
 
     def _said(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""

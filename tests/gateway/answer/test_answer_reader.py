@@ -269,6 +269,43 @@ def test_an_answer_of_one_call_ends_with_it(sizes):
     assert quoted < num_tokens <= end
 
 
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), max_size=120))
+def test_with_logprobs_a_message_says_things_of_one_kind(sizes):
+    """So that those of the text alone can be told, and are the same in every grouping. Of the whole answer at once they were
+    those of all its tokens."""
+
+    def messages_of_kinds(sizes) -> list[pb.GenerateResponse]:
+        choice, messages, begin = Choice(0, streaming(), None, 0, 0, "r1"), [], 0
+        for size in (*sizes, len(IDS)):
+            ids = IDS[begin : begin + size]
+            if ids:
+                told = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=each)) for each in ids]
+                choice.push(ids, told, pb.FINISH_REASON_STOP if begin + size >= len(IDS) else 0)
+                messages += [*choice.take_separate(), choice.take()]
+            begin += size
+        return messages
+
+    def of_text(messages) -> list[int]:
+        """As /v1/responses takes them."""
+        found, waiting = [], []
+        for message in messages:
+            waiting += [each.chosen.token_id for each in message.logprobs]
+            if message.text:
+                found += waiting
+            if message.text or message.reasoning or message.tool_calls:
+                waiting = []
+        return found
+
+    messages = messages_of_kinds(sizes)
+    assert joined(messages) == WHOLE and [each for message in messages for each in message.token_ids] == IDS
+    for message in messages:
+        assert [each.chosen.token_id for each in message.logprobs] == message.token_ids
+        assert sum(map(bool, (message.text, message.reasoning, message.tool_calls))) <= 1
+    assert of_text(messages) == of_text(messages_of_kinds([1] * len(IDS)))
+    assert TOKENS.decode(of_text(messages)) == "\n</think>\n\nOne moment."
+
+
 def test_a_message_has_the_parts_of_a_call_as_one():
     """Also where tokens are read one by one, as those of an answer that its first call ends."""
     for size in (3, 40, len(IDS)):
