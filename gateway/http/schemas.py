@@ -14,6 +14,7 @@ from gateway.request.messages import NAME, ROLES
 
 OBJECT = {"type": "object"}
 _NAME = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_CALLED = {**STRING.schema, "minLength": 1}  # a model may have made it up
 
 
 def closed(required: Sequence[str], **properties: Json) -> Json:
@@ -71,7 +72,7 @@ _TOOL_USE = closed(
     ["type", "id", "name", "input"],
     type={"const": "tool_use"},
     id=STRING.schema,
-    name=_NAME,
+    name=_CALLED,
     input=OBJECT,
     cache_control=OBJECT,
 )
@@ -185,7 +186,7 @@ _CALL = closed(
     id=STRING.schema,
     index={"type": "integer"},
     type={"const": "function"},
-    function=closed(["name", "arguments"], name=_NAME, arguments=STRING.schema, parsed_arguments={}),
+    function=closed(["name", "arguments"], name=_CALLED, arguments=STRING.schema, parsed_arguments={}),
 )
 _ASSISTANT_CONTENT = _content("text", besides=(_THINKING, _REDACTED), **{name: {} for name in REPEATED})
 _TEXT_OR_NULL = {"type": ["string", "null"]}
