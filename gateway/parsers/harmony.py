@@ -21,6 +21,7 @@ class HarmonyParser(AnswerParser):
         self._has_tools, self._continues = has_tools, continues
         self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
         self._ends = tuple(ends)
+        self._emitted = set[Callable[[str], None]]()  # what a message had text for
         super().__init__(spellings)
 
     def _run(self) -> Reading:
@@ -34,7 +35,7 @@ class HarmonyParser(AnswerParser):
                     yield from self._body(head)
                 source.forget()
         except Cut:
-            return
+            self._emitted.clear()  # its methods lead back here: a circle
 
     def _body(self, head: str) -> Reading:
         channel = head.rpartition(self._channel)[2].replace(self._constrain, " ").split()
@@ -49,16 +50,24 @@ class HarmonyParser(AnswerParser):
             yield from self._text(self._say)
 
     def _text(self, emit: Callable[[str], None]) -> Reading:
+        """Read a message's text: a line of its own where there is another of its kind before it. Raises Cut."""
         source, markers = self._source, Markers((*self._ends, self._start))
+        line_end, has_text = "\n" if emit in self._emitted else "", False
         while not (found := markers.find(source.text, source.at)):
             end = len(source.text) if source.has_ended else len(source.text) - markers.num_held(source.text, source.at)
-            emit(source.text[source.at : end])
+            if end > source.at:
+                emit(line_end + source.text[source.at : end])
+                line_end, has_text = "", True
             source.at = end
             source.forget()
             if source.has_ended:
                 raise Cut
             yield
-        emit(source.text[source.at : found.start()])
+        if found.start() > source.at:
+            emit(line_end + source.text[source.at : found.start()])
+            has_text = True
+        if has_text:
+            self._emitted.add(emit)
         source.at = found.start() if found[0] == self._start else found.end()
 
     def _call_or_text(self, name: str) -> Reading:

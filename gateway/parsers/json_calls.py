@@ -5,7 +5,7 @@ from collections.abc import Generator
 from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
-from gateway.parsers.reading import AnswerSource, Malformed, Reading
+from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
 
 
 def call_of(value: Any) -> ParsedCall:
@@ -15,6 +15,8 @@ def call_of(value: Any) -> ParsedCall:
     arguments = value.get("arguments", value.get("parameters"))
     if arguments is None and value.keys() <= {"name", "type", "id", "arguments", "parameters"}:
         arguments = {}
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments)
     if not isinstance(arguments, dict):
         raise Malformed
     return ParsedCall(name, arguments)

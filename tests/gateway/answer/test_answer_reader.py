@@ -218,7 +218,7 @@ def test_what_continues_a_message_of_gpt_oss_is_its_content():
     for id_ in answer_ids:
         choice.push([id_], (), pb.FINISH_REASON_STOP if id_ == answer_ids[-1] else 0)
         messages.append(choice.take())
-    assert joined(messages) == ("", " 42. Yes.", [], pb.FINISH_REASON_STOP)
+    assert joined(messages) == ("", " 42.\n Yes.", [], pb.FINISH_REASON_STOP)
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "first"])

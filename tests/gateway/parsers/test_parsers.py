@@ -192,7 +192,7 @@ def test_arguments_that_go_wrong_are_no_call_but_content(arguments):
         ("hermes", text, text),
         ("harmony", f"{TO_FIND}{body}", body),  # a stop token is no part of the answer
         ("harmony", f"{TO_FIND}{body}<|call|>", body),
-        ("harmony", f"{TO_FIND}{body}<|start|>assistant<|channel|>final<|message|> x", f"{body} x"),
+        ("harmony", f"{TO_FIND}{body}<|start|>assistant<|channel|>final<|message|> x", f"{body}\n x"),
     ):
         parsed = parse(name, whole)
         assert [call.is_last for call in parsed.calls] == [False] and parsed.content == content
@@ -268,6 +268,26 @@ def test_a_body_that_is_no_object_is_no_call_of_gpt_oss_but_content(end):
     for body in ("", " \n", "{}", ' {"n": 1} '):
         [call] = parse("harmony", f"{TO_FIND}{body}{end}").calls
         assert call == CallPart("find", body.strip() or "{}", True)
+
+
+def test_messages_of_one_kind_of_gpt_oss_are_lines():
+    """They had nothing between them."""
+    text = "".join(
+        f"<|start|>assistant<|channel|>{channel}<|message|>{text}<|end|>"
+        for channel, text in (
+            ("analysis", "I look."), ("commentary", "One moment."), ("analysis", ""), ("analysis", "\nI see."), ("final", "It is."),
+        )
+    )  # fmt: skip
+    for pieces in ([text], text):
+        assert parse("harmony", pieces) == Parsed("One moment.\nIt is.", "I look.\n\nI see.")
+
+
+@pytest.mark.parametrize("arguments", ['"{\\"n\\": 1}"', '"[1]"', '"n"'])
+def test_arguments_that_are_an_object_as_a_text_are_that_object(arguments):
+    text = f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>'
+    expected = Parsed("", "", [CallPart("find", '{"n": 1}', True)]) if "{" in arguments else Parsed(text)
+    for pieces in ([text], text):
+        assert parse("hermes", pieces) == expected
 
 
 @pytest.mark.parametrize("begun", ['{"n": 1', '{"n": tru', '{"text": "a'])
