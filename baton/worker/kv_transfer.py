@@ -91,7 +91,9 @@ class KVTransfer:
         )  # fmt: skip
         self._fetches = [RankFetches(stream) for stream in group.local]
         self.intake = Intake(engine, self._fetcher_into(engine))
-        self._address = Address(settings.listen_host, settings.advertise_host, settings.host_folder, security)
+        self._address = Address(
+            settings.listen_host, settings.advertise_host, settings.host_folder, security, settings.kv_port
+        )
 
     async def start(self) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""
@@ -134,7 +136,7 @@ class KVTransfer:
         settings, tls = self._settings, self._settings.tls
         return {
             "transports": self._transports, "listen_host": settings.listen_host, "digest": settings.kv_digest,
-            "advertise_host": settings.advertise_host, "mirror_gib": self._mirror_gib,
+            "advertise_host": settings.advertise_host, "kv_port": settings.kv_port, "mirror_gib": self._mirror_gib,
             "socket_dir": settings.kv_socket_dir and str(settings.kv_socket_dir),
             "tls": tls and [str(tls.cert), str(tls.key), str(tls.ca)],
         }  # fmt: skip

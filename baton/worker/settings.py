@@ -44,6 +44,10 @@ class WorkerSettings(Exposure):
         None,
         metavar="HOST",
     )
+    kv_port: int = option(
+        "first of the ports at which other machines take KV: those of grpc, tcp and nixl, of which with TLS there is grpc alone, "
+        "then those of each further GPU; 0: the system chooses each", 0, metavar="PORT"
+    )  # fmt: skip
     gateways: tuple[str, ...] = option(
         "gateways to register with; one is enough if they share a Redis", (), metavar="HOST:PORT,..."
     )
@@ -115,6 +119,8 @@ class WorkerSettings(Exposure):
         """Raise ValueError for an address at which takers could not find the KV of this worker."""
         if self.kv_socket_dir is not None and not self.kv_socket_dir.is_dir():
             raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
+        if not 0 <= self.kv_port <= 65535:
+            raise ValueError(f"--kv-port {self.kv_port}: must be from 1 to 65535, or 0: the system chooses")
         host = self.advertise_host
         if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
             raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")

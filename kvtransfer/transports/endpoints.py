@@ -1,10 +1,12 @@
 """Address a source, and open a line to it: one place that knows every transport by name."""
 
 import asyncio
+import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,32 +22,76 @@ from kvtransfer.transports.nixl_engine import NixlAgent, Segment
 from kvtransfer.transports.transport import Line
 
 _WILDCARDS = ("0.0.0.0", "::")
+_WITH_PORTS = ("grpc", "tcp", "nixl")  # in the order of their ports, where these are not the system's choice
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and the
-    host's own name does not lead here. `socket_folder`: where processes of this host meet."""
+    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and
+    neither the host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of `num_ports` ports
+    for takers on other machines; 0: the system chooses each."""
 
     listen_host: str = "127.0.0.1"
     advertise_host: str | None = None
     socket_folder: Path = field(default_factory=folder.default_parent)
     security: grpc_stream.Security = grpc_stream.OPEN
+    first_port: int = 0
+
+    def port_of(self, name: str, names: Sequence[str]) -> int:
+        """Return where to listen for the transport `name` of those that are listened for; 0: the system chooses."""
+        return self.first_port and self.first_port + _with_ports(names).index(name)
+
+    def found(self) -> "Address":
+        """Return it with an `advertise_host` where it listens everywhere. Raises OSError, one line, where none is known."""
+        if self.advertise_host or self.listen_host not in _WILDCARDS:
+            return self
+        return replace(self, advertise_host=_own_address(with_ipv6=self.listen_host == "::"))
 
     def of(self, host: str, port: int) -> str:
-        """Return where takers find a listener. Raises OSError, one line, where that is not known."""
-        if self.advertise_host:
-            host = self.advertise_host
-        elif host in _WILDCARDS:
-            name = socket.gethostname()
-            try:
-                host = socket.gethostbyname(name)
-            except OSError as exc:
-                why = f"this host's name, {name}, leads to no address: {exc.strerror}"
-                raise OSError(f"{why}; say by --advertise-host where other machines reach it") from exc
+        """Return where takers find a listener."""
+        host = self.advertise_host or host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_address(with_ipv6: bool) -> str:
+    """Return an address of this host: one that its name leads to, else the one by which it reaches others, for installers write
+    `127.0.1.1 NAME` into /etc/hosts. Raises OSError."""
+    name, found, why = socket.gethostname(), [], "leads to no address"
+    try:
+        family = socket.AF_UNSPEC if with_ipv6 else socket.AF_INET
+        found = [where[0] for *_, where in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)]
+    except OSError as exc:
+        why += f": {exc.strerror}"
+    for address in (*sorted(found, key=lambda each: ":" in each), *_ways_out(with_ipv6)):
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return address
+    if not found:
+        raise OSError(f"this host's name, {name}, {why}; say by --advertise-host where other machines reach it")
+    log.warning(
+        "this host's name leads to %s alone, at which other machines find no KV: say by --advertise-host where they reach it",
+        found[0],
+    )
+    return found[0]
+
+
+def _ways_out(with_ipv6: bool) -> Iterator[str]:
+    """Yield the addresses from which packets would go to other networks. None is sent."""
+    elsewhere = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+    for family, target in elsewhere if with_ipv6 else elsewhere[:1]:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((target, 9))
+            yield sock.getsockname()[0]
+
+
+def num_ports(names: Sequence[str]) -> int:
+    """Return how many ports a source takes for these transports."""
+    return len(_with_ports(names))
+
+
+def _with_ports(names: Sequence[str]) -> list[str]:
+    return [name for name in _WITH_PORTS if name in names]
 
 
 class Memories(NamedTuple):
@@ -70,8 +116,11 @@ class Listeners:
     ) -> None:  # fmt: skip
         """One for each transport of `names` that `pool` can be read by. Raises OSError naming what cannot be listened
         on."""
+        if num_ports(names):
+            address = address.found()
         for name in names:
-            found = await self._listen(name, pool, address, lambda line, name=name: on_line(line, name))
+            port = address.port_of(name, names) if name in _WITH_PORTS else 0
+            found = await self._listen(name, pool, address, port, lambda line, name=name: on_line(line, name))
             if found:
                 listener, where = found
                 self._open.append(listener)
@@ -81,7 +130,7 @@ class Listeners:
         while self._open:
             await self._open.pop().close()
 
-    async def _listen(self, name: str, pool: Memories, address: Address, on_line) -> tuple | None:
+    async def _listen(self, name: str, pool: Memories, address: Address, port: int, on_line) -> tuple | None:
         block_bytes = pool.host.layout.block_bytes
         match name:
             case "inproc":
@@ -98,7 +147,7 @@ class Listeners:
                 listener = shm.ShmListener(pool.region, pool.host.layout, address.socket_folder, on_line)
                 return listener, listener.address
             case "tcp":
-                listener = await tcp.listen(address.listen_host, on_line)
+                listener = await tcp.listen(address.listen_host, on_line, port)
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "nixl":
                 try:
@@ -108,10 +157,10 @@ class Listeners:
                         raise OSError(str(exc)) from exc
                     log.warning("nixl is not offered, the network cannot read this GPU's memory: %s", exc)
                     return None
-                listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line)
+                listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line, port)
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "grpc":
-                listener = await grpc_stream.listen(address.listen_host, on_line, address.security)
+                listener = await grpc_stream.listen(address.listen_host, on_line, address.security, port)
                 return listener, address.of(address.listen_host, listener.port)
         return None
 

@@ -14,8 +14,8 @@ from baton.tasks import cancel_call
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError, from_status
 from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.transports import tcp
 from kvtransfer.transports.socket_line import SILENCE_S
-from kvtransfer.transports.tcp import CONNECT_S
 from kvtransfer.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -42,6 +42,7 @@ _TAKER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES + HEADER_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # each dialogue has a connection of its own, so none waits for another
     ("grpc.http2.lookahead_bytes", 4 << 20),
+    ("grpc.enable_http_proxy", 0),  # of http_proxy: it is for the world outside, KV goes to another worker
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
@@ -306,11 +307,13 @@ class GrpcListener:
         await self._server.stop(_STOP_S)
 
 
-async def listen(host: str, on_line: Callable, security: Security = OPEN) -> GrpcListener:
-    """On a port that the system chooses. Raises OSError naming the host."""
+async def listen(host: str, on_line: Callable, security: Security = OPEN, port: int = 0) -> GrpcListener:
+    """`port` 0: the system chooses. Raises OSError naming the host."""
+    if port:
+        (await tcp.listening(host, port)).close()  # gRPC would say over many lines on stderr that it is taken
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=security.interceptors)
     listener = GrpcListener(server, on_line)
-    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if security.server:
             listener.port = server.add_secure_port(address, security.server)
@@ -326,14 +329,14 @@ async def connect(address: str, security: Security = OPEN) -> GrpcLine:
     """`address`: host:port. Raises PeerLost."""
     channel = _channel(address, security)
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(tcp.CONNECT_S):
             while (state := channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
                 if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     raise PeerLost(f"the source cannot be reached at {address}")
                 await channel.wait_for_state_change(state)
     except TimeoutError as exc:
         await channel.close()
-        raise PeerLost(f"the source cannot be reached at {address} within {CONNECT_S:g} s") from exc
+        raise PeerLost(f"the source cannot be reached at {address} within {tcp.CONNECT_S:g} s") from exc
     except BaseException:
         await channel.close()
         raise

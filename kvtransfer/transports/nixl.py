@@ -104,9 +104,9 @@ class _NixlTakerLine(MappedLine):
             self._peer = None
 
 
-async def listen(host: str, agent: NixlAgent, block_bytes: int, on_line: Callable) -> NixlListener:
-    """On a port that the system chooses. Raises OSError naming the host."""
-    return NixlListener(await listening(host), agent, block_bytes, on_line)
+async def listen(host: str, agent: NixlAgent, block_bytes: int, on_line: Callable, port: int = 0) -> NixlListener:
+    """`port` 0: the system chooses. Raises OSError naming the host."""
+    return NixlListener(await listening(host, port), agent, block_bytes, on_line)
 
 
 async def connect(address: str, agent: NixlAgent, block_bytes: int) -> SocketLine:

@@ -11,9 +11,9 @@ from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 CONNECT_S = 3.0
 
 
-async def listen(host: str, on_line: Callable) -> SocketListener:
-    """On a port that the system chooses. Raises OSError naming the host."""
-    sock = await listening(host)
+async def listen(host: str, on_line: Callable, port: int = 0) -> SocketListener:
+    """`port` 0: the system chooses. Raises OSError naming the host."""
+    sock = await listening(host, port)
     return SocketListener(sock, lambda accepted: SocketLine(accepted, max_frame_bytes=MAX_TAKER_FRAME_BYTES), on_line)
 
 
@@ -22,20 +22,22 @@ async def connect(address: str) -> SocketLine:
     return SocketLine(await connected(address))
 
 
-async def listening(host: str) -> socket.socket:
-    """Bound, on a port that the system chooses; what it accepts sends at once, as an Ack must not wait for company.
-    Raises OSError naming the host."""
+async def listening(host: str, port: int = 0) -> socket.socket:
+    """Bound; what it accepts sends at once, as an Ack must not wait for company. `port` 0: the system chooses. Raises OSError
+    naming the host."""
     try:
-        family, kind, proto, _, address = (await _resolve(host, 0))[0]
+        family, kind, proto, _, address = (await _resolve(host, port))[0]
         sock = socket.socket(family, kind, proto)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by what is accepted
+            if port:  # connections of the process before may still linger
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-        except OSError:
+        except BaseException:
             sock.close()
             raise
-    except OSError as exc:
-        raise OSError(f"cannot listen for KV on {host}: {exc}") from exc
+    except (OSError, OverflowError) as exc:
+        raise OSError(f"cannot listen for KV on {host}{f', port {port}' if port else ''}: {exc}") from exc
     return sock
 
 
@@ -44,24 +46,38 @@ async def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PeerLost(f"address {address!r} is not host:port")
-    error: Exception | None = None
+    until = asyncio.get_running_loop().time() + CONNECT_S
+    error: Exception | str = "no such host"
     try:
-        async with asyncio.timeout(CONNECT_S):
-            for family, kind, proto, _, target in await _resolve(host.strip("[]"), int(port)):
-                sock = socket.socket(family, kind, proto)
-                sock.setblocking(False)
-                try:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    await asyncio.get_running_loop().sock_connect(sock, target)
-                    return sock
-                except BaseException as exc:
-                    sock.close()
-                    if not isinstance(exc, OSError):
-                        raise
-                    error = exc
-    except (OSError, TimeoutError) as exc:
+        async with asyncio.timeout_at(until):
+            found = await _resolve(host.strip("[]"), int(port))
+        for index, (family, kind, proto, _, target) in enumerate(found):
+            left_s = until - asyncio.get_running_loop().time()
+            try:
+                async with asyncio.timeout(
+                    left_s / (len(found) - index)
+                ):  # one that drops packets leaves time for the next
+                    return await _connected_to(socket.socket(family, kind, proto), target)
+            except TimeoutError:
+                error = f"no answer within {CONNECT_S:g} s"
+            except OSError as exc:
+                error = exc
+    except TimeoutError:
+        error = f"no answer of the DNS within {CONNECT_S:g} s"
+    except OSError as exc:
         error = exc
-    raise PeerLost(f"the source cannot be reached at {address}: {error or 'no such host'}")
+    raise PeerLost(f"the source cannot be reached at {address}: {error}")
+
+
+async def _connected_to(sock: socket.socket, target: tuple) -> socket.socket:
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _resolve(host: str, port: int) -> list:

@@ -335,6 +335,19 @@ def test_operators_are_let_in_by_gateways_and_workers():
         assert peer in next(rule["from"] for rule in rules if rule["ports"] == [{"port": port}])
 
 
+@pytest.mark.parametrize("count, ports", [(0, [50063]), (1, [50063]), (2, [50063, 50064])])
+def test_workers_are_let_in_where_the_others_give_kv(count, ports):
+    """Each GPU's at a port of its own, with a certificate; at any port where KV may go in plain text."""
+    worker = {"gpu": {"count": count}, "flags": {"tensor-parallel": count or 1}}
+    objects = render({"workers": {"prefill": worker, "decode": {"flags": {"insecure-kv": True}}}})
+    policies = [named(objects, "NetworkPolicy", role)["spec"] for role in WORKER]
+    workers = [{"podSelector": each["podSelector"]} for each in policies]
+    assert {"ports": [{"port": port} for port in ports], "from": workers} in policies[0]["ingress"]
+    assert {"from": workers} in policies[1]["ingress"]
+    argv = container(dict(pods(objects))["prefill"])["args"]
+    assert int(parsed("prefill_worker", argv).kv_port) == ports[0]
+
+
 @pytest.mark.parametrize(
     "wrong, told",
     [

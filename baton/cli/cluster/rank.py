@@ -37,6 +37,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--kv-host", default="127.0.0.1", metavar="HOST", help="address of this host at which other workers take its KV"
     )
+    parser.add_argument(
+        "--kv-port", type=whole, default=0, metavar="PORT",
+        help="its port for that, of gRPC; without certificates tcp has the next one (default: the system chooses)",
+    )  # fmt: skip
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from baton.engine.core.model_errors import ModelError  # torch takes seconds
     from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
 
-    settings = RankSettings(args.leader, args.model, args.threads, access, args.kv_host)
+    settings = RankSettings(args.leader, args.model, args.threads, access, args.kv_host, args.kv_port)
     try:
         return run_process(lambda stop: serve_rank(settings, stop))
     except NotJoined as error:

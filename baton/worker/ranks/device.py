@@ -30,7 +30,7 @@ from kvtransfer.errors import KVError
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source
-from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.endpoints import Address, num_ports
 from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import local_host_id
 
@@ -85,7 +85,10 @@ class DeviceRank:
             Source, memory.region.memory, self._sharding.layout, host_id=host_id, region=memory.region, transports=transports,
             **over_pool,
         )  # fmt: skip
-        address = Address(settings["listen_host"], settings["advertise_host"], folder or default_parent(), security)
+        first_port = settings["kv_port"] and settings["kv_port"] + self._sharding.rank * num_ports(transports)
+        address = Address(
+            settings["listen_host"], settings["advertise_host"], folder or default_parent(), security, first_port
+        )
         self._source = RankSource(make, address, self._stream.note)
         fetcher = Fetcher(
             memory.region.memory, self._sharding.layout, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports,

@@ -63,6 +63,7 @@ class RankSettings:
     threads: int | None = None
     access: Access = Access()
     kv_host: str = "127.0.0.1"  # where takers of KV reach this rank
+    kv_first_port: int = 0  # for that; 0: the system chooses
 
 
 async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
@@ -137,7 +138,7 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     assert given.stage is not None and config.num_blocks is not None
     region = Region.create(config.num_blocks * layout.block_bytes)  # room for all layers, in pages that come with use
     security = _security(settings.access)
-    address = Address(settings.kv_host, security=security)
+    address = Address(settings.kv_host, security=security, first_port=settings.kv_first_port)
     transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
     box = Box(0, given.stage.layers, range(layout.groups[0].num_kv_heads))
     make = partial(

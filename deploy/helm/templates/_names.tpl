@@ -36,7 +36,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
 {{- define "baton.port" -}}
-{{ index (dict "gateway" 50051 "prefill" 50061 "decode" 50062 "redis" 6379) . }}
+{{ index (dict "gateway" 50051 "prefill" 50061 "decode" 50062 "redis" 6379 "kv" 50063) . }}
 {{- end }}
 
 {{- define "baton.locked" -}}

@@ -35,6 +35,7 @@ spec:
         - --admin=0.0.0.0:9464
         - --open-admin
         - --kv-socket-dir=/kv
+        - --kv-port={{ include "baton.port" "kv" }}
         - --drain-grace-s={{ $worker.drainGraceS }}
         {{- if $worker.gpu.count }}
         - --device=cuda

@@ -129,6 +129,19 @@ def test_nobody_behind_the_port():
     asyncio.run(main())
 
 
+def test_a_proxy_is_not_for_kv(monkeypatch):
+    """`http_proxy` is what hosts of a company reach the world by."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    async def main():
+        taker, source, listener = await pair()
+        taker.close(), source.close()
+        await asyncio.gather(taker.ended.wait(), source.ended.wait())
+        await listener.close()
+
+    asyncio.run(main())
+
+
 def test_another_service_behind_the_port():
     async def main():
         server = grpc.aio.server()

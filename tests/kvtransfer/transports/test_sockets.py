@@ -9,16 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost
-from kvtransfer.transports import socket_folder
-from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports import endpoints, grpc_stream, socket_folder, tcp
+from kvtransfer.transports.endpoints import Address, num_ports
 from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import encode_frame
+from tests.support.kvtransfer.rig import free_ports, running
 
 RENEW = kv_pb2.KVFrame(renew=kv_pb2.Renew())
 HOLD = """
@@ -167,17 +169,95 @@ async def test_a_line_that_is_closed_wakes_who_waits():
     here.close()
 
 
-def test_a_host_whose_name_leads_nowhere_says_what_to_do(monkeypatch):
-    def lookup(name):
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+@pytest.fixture
+def host(monkeypatch):
+    """Of the name node-7: `names` are the addresses that this leads to, `ways_out` those by which it reaches others."""
+    names, ways_out = [], []
 
-    monkeypatch.setattr(socket, "gethostbyname", lookup)
+    def lookup(name, port, family, kind):
+        found = [each for each in names if family == socket.AF_UNSPEC or ":" not in each]
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, kind, 0, "", (each, 0)) for each in found]
+
     monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(endpoints, "_ways_out", lambda with_ipv6: iter(ways_out))
+    return SimpleNamespace(names=names, ways_out=ways_out)
+
+
+@pytest.mark.parametrize(
+    "listen, names, ways_out, found",
+    [
+        ("0.0.0.0", ["10.0.0.2"], [], "10.0.0.2"),
+        ("0.0.0.0", ["127.0.1.1"], ["10.0.0.2"], "10.0.0.2"),  # as Debian's installer writes it
+        ("0.0.0.0", ["127.0.1.1", "10.0.0.2"], ["10.0.0.3"], "10.0.0.2"),
+        ("0.0.0.0", [], ["10.0.0.2"], "10.0.0.2"),
+        ("0.0.0.0", ["127.0.1.1"], [], "127.0.1.1"),
+        ("::", ["fd00::2"], [], "fd00::2"),
+        ("::", ["fd00::2", "10.0.0.2"], [], "10.0.0.2"),
+        ("::", ["::1"], ["fd00::2"], "fd00::2"),
+        ("10.0.0.9", [], [], None),
+    ],
+)
+def test_where_others_find_a_host_that_listens_everywhere(host, caplog, listen, names, ways_out, found):
+    host.names[:], host.ways_out[:] = names, ways_out
+    assert Address(listen).found().advertise_host == found
+    assert ("127.0.1.1 alone" in caplog.text) == (found == "127.0.1.1")
+    assert Address(listen, "10.0.0.7").found().of(listen, 5000) == "10.0.0.7:5000"
+
+
+def test_a_host_whose_name_leads_nowhere_says_what_to_do(host):
     with pytest.raises(
         OSError, match="name, node-7, leads to no address: Name or service not known; say by --advertise-host"
     ):
-        Address("0.0.0.0").of("0.0.0.0", 5000)
-    assert Address("0.0.0.0", "10.0.0.7").of("0.0.0.0", 5000) == "10.0.0.7:5000"
+        Address("0.0.0.0").found()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+async def test_ports_that_a_firewall_may_open(transport):
+    """They are those of one process alone, and of the next one at once."""
+    first = free_ports(3)
+    address = Address(first_port=first)
+    for _ in range(2):
+        async with running(transport) as rig:
+            await rig.source.stop()
+            await rig.source.start(address)
+            found = {each.transport: each.address for each in rig.source.endpoints()}
+            assert (found["grpc"], found["tcp"]) == (f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}")
+            await rig.fetch(rig.ready_offer(), rig.destination())
+            assert rig.arrived()
+            for listen in (tcp.listen, grpc_stream.listen):
+                with pytest.raises(OSError, match=f"cannot listen for KV on 127.0.0.1, port {first}: .*in use"):
+                    await listen("127.0.0.1", print, port=first)
+
+
+def test_ports_are_of_the_transports_that_are_used():
+    address = Address(first_port=7000)
+    assert [address.port_of("nixl", names) for names in (("shm", "nixl"), ("nixl", "tcp", "grpc"))] == [7000, 7002]
+    assert num_ports(("shm", "nixl", "grpc")) == 2 and Address().port_of("tcp", ("tcp",)) == 0
+
+
+async def test_a_name_with_an_address_that_does_not_answer(monkeypatch):
+    """The next one is asked while there is time."""
+    monkeypatch.setattr(tcp, "CONNECT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_server(("127.0.0.1", 0)) as server:
+        waiting = [socket.socket() for _ in range(3)]  # with no room for more: what comes is dropped
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+
+        async def resolve(host, port):
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each) for each in targets]
+
+        monkeypatch.setattr(tcp, "_resolve", resolve)
+        targets = [full.getsockname(), server.getsockname()]
+        (await tcp.connected("source:1")).close()
+        targets = [full.getsockname()]
+        with pytest.raises(PeerLost, match="cannot be reached at source:1: no answer within 1 s"):
+            await tcp.connected("source:1")
+        for each in waiting:
+            each.close()
 
 
 async def test_a_descriptor_that_finds_no_place_here_breaks_no_protocol():

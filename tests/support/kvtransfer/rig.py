@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,16 @@ TRANSPORTS = ("inproc", "cuda_ipc", "shm", "tcp", "grpc", *(("nixl",) if find_pa
 
 def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVLayout:
     return KVLayout((KVGroup("paged", num_layers, 2, 16, form, block_size),))
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ports that follow each other and that nobody listens on."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def span_hashes(num_tokens: int) -> list[bytes]:

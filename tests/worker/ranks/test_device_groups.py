@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from baton.engine import native
 from baton.v1 import worker_pb2 as pb
 from tests.support import bare
+from tests.support.kvtransfer.rig import free_ports
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.worker.device_ranks import FOLDER, OPTIONS, stand_in_workers
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
 from tests.worker.test_two_workers import prompt
 from tests.worker.test_unlike_workers import generate_with_sources, offered_prefix
 
@@ -96,6 +98,20 @@ def test_split_equals_whole(model, gpus, engine, prefill, decode, transport):
 
     assert run(main) == (whole(engine, first, 5), whole(engine, second, 4, **SEEDED))
     assert not list((gpus / "sockets").iterdir()), "ranks have ended by themselves"
+
+
+def test_each_rank_has_ports_of_its_own(model, gpus):
+    """Those that follow the first one's, so that a firewall can be opened."""
+    first = free_ports(4)
+
+    async def main():
+        options = {**OPTIONS, "tensor_parallel": 2, "kv_socket_dir": gpus / "sockets"}
+        async with run_worker(model, "prefill", **options, transports=("shm", "tcp", "grpc"), kv_port=first):
+            for port in range(first, first + 4):
+                with pytest.raises(OSError, match="in use"):
+                    socket.create_server(("127.0.0.1", port))
+
+    run(main)
 
 
 def test_what_takers_may_ask_of_a_group(model, gpus, engine):
