@@ -31,7 +31,7 @@ class SessionSet:
         """Open a session with each new address, in tasks of `group`. A worker that is no longer listed is dropped only
         once its session has ended: a source may forget for a moment."""
         wanted = frozenset(addresses)
-        # An address is one process, which may come back in the other role: it ends the older of two sessions.
+        # An address is one process, which may come back in the other role; a second session with it would be refused.
         known = {link.address for link in self._all_links()}
         for address in sorted(wanted - known):
             link = self._make_link(address)

@@ -21,7 +21,7 @@ from gateway.discovery.worker_directory import make_directory
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.fleet.process_clock import follow_process_time
 from gateway.link.token_batching import TokenBatching
-from gateway.link.worker_link import LinkState, WorkerLink
+from gateway.link.worker_link import LinkState, WorkerLink, worker_id_of
 from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import LOOK_S
 from gateway.prefix.prefix_index import PrefixIndex
@@ -190,7 +190,9 @@ class Registry:
         self._forget()  # it may hold more than those that are known
         return WorkerLink(
             address,
-            self.instance,
+            secrets.token_bytes(
+                INSTANCE_BYTES
+            ),  # of its own: two links to one worker must not end each other's sessions
             check_hello=partial(self._refusal_of, is_named=is_named),
             on_change=self._on_link_change,
             on_block_events=self._on_block_events,
@@ -203,6 +205,9 @@ class Registry:
         """Return why this worker cannot be used, or None; then its model is known."""
         if not set(hello.roles) & set(ROLES):
             return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
+        worker_id = worker_id_of(hello)
+        if other := next((each for each in self.links if each is not link and each.worker_id == worker_id), None):
+            return f"is the worker at {other.address}, with which there is a session"
         found = self._find_fleet(hello, is_named)
         if isinstance(found, str):
             return found
@@ -265,8 +270,7 @@ class Registry:
             self._place(link)
         fleet = self._fleet_of.get(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
-            worker = self._joined.pop(link, None)
-            if worker and worker not in self._joined.values():  # by another address
+            if worker := self._joined.pop(link, None):
                 self._index.drop(worker)
         elif link not in self._joined:
             self._joined[link] = link.worker_id

@@ -71,7 +71,7 @@ class WorkerLink:
         access: Access = Access(),
         batching: TokenBatching | None = None,
     ):
-        """`check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
+        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
         changed. `batching`: of all tokens that this gateway receives."""
         self.address = address
         self.hello: pb.Hello | None = None
@@ -111,7 +111,7 @@ class WorkerLink:
     @property
     def worker_id(self) -> bytes:
         """Instance and epoch, empty without a session: a restarted worker is another one."""
-        return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
+        return worker_id_of(self.hello) if self.hello else b""
 
     @property
     def is_reconnecting(self) -> bool:
@@ -360,6 +360,11 @@ class WorkerLink:
             token_at += num_ids
             logprob_at += num_logprobs
         turns.end(due, held)
+
+
+def worker_id_of(hello: pb.Hello) -> bytes:
+    """Return the id of the worker that says this."""
+    return hello.instance + hello.epoch.to_bytes(8, "little")
 
 
 async def _connection_failure(channel: grpc.aio.Channel) -> str | None:

@@ -6,25 +6,25 @@ from baton.worker.wire.outbox import Outbox
 
 
 class Sessions:
-    """The outboxes of all sessions of one worker; one a gateway counts. Belongs to the event loop."""
+    """The outboxes of all sessions of one worker. Belongs to the event loop."""
 
     def __init__(self, engine: Engine):
         self.outboxes: set[Outbox] = set()
-        self._of_gateway: dict[bytes, Outbox] = {}
+        self._of_instance: dict[bytes, Outbox] = {}
         self._engine = engine
 
-    def open(self, gateway: bytes, outbox: Outbox) -> Outbox | None:
-        """Add a gateway's session. Return the one before it, which must be dead: this one takes its place."""
-        last = self._of_gateway.get(gateway)
-        self._of_gateway[gateway] = outbox
+    def open(self, instance: bytes, outbox: Outbox) -> Outbox | None:
+        """Add the session of a gateway's link. Return the one before it, which must be dead: this one takes its place."""
+        last = self._of_instance.get(instance)
+        self._of_instance[instance] = outbox
         self.outboxes.add(outbox)
         return last
 
-    def close(self, gateway: bytes, outbox: Outbox) -> None:
+    def close(self, instance: bytes, outbox: Outbox) -> None:
         """Remove a session that has ended."""
         self.outboxes.discard(outbox)
-        if self._of_gateway.get(gateway) is outbox:
-            del self._of_gateway[gateway]
+        if self._of_instance.get(instance) is outbox:
+            del self._of_instance[instance]
 
     def hang_up(self) -> None:
         """End every session."""

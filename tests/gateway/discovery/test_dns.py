@@ -52,6 +52,30 @@ async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
         assert await answered(c) == second.address
 
 
+async def test_two_addresses_of_one_worker_are_one_session(cluster, digest, dns):
+    """As of a host with two interfaces: by either it may be reached, and by one it is."""
+    worker = await FakeWorker("decode", digest, 400).start()
+    addresses = [worker.address, f"localhost:{worker.port}"]
+    dns.addresses["decode"] = addresses
+    async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
+        c.workers.append(worker)
+        links = c.gateway.registry.decode
+        states = lambda: sorted(link.state.value for link in links)  # noqa: E731
+        await c.until(lambda: states() == ["refused", "serving"])
+        used, other = sorted(links, key=lambda link: not link.is_serving)
+        assert other.reason == f"is the worker at {used.address}, with which there is a session"
+        for _ in range(3):
+            await answered(c)
+        assert used.is_serving and sum(kind == "subscribe" for kind, _ in worker.commands) == 1
+
+        dns.addresses["decode"] = [other.address]  # the interface that was used is gone
+        used.address = "127.0.0.1:9"
+        used.hang_up("its interface is gone")
+        await c.until(lambda: other.is_serving and links == [other])
+        await answered(c)
+        assert list(c.gateway.index._feeds) == [other.worker_id]
+
+
 async def test_a_name_that_is_not_found_is_said(cluster, dns):
     async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
         await c.until(lambda: "decode:50062: Name or service not known" in (c.gateway.registry.not_ready() or ""))

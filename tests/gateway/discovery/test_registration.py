@@ -21,7 +21,6 @@ from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
 from gateway.discovery.worker_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.link.worker_link import LinkState
-from gateway.prefix.memory_index import MemoryIndex
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.redis_server import RedisServer
@@ -78,7 +77,7 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
 
 
 async def test_one_that_comes_back_in_the_other_role_has_one_session(cluster, digest):
-    """A process is one worker, whatever it has registered as before: a second session would end the first."""
+    """A process is one worker, whatever it has registered as before: a second session would be refused."""
     worker = await FakeWorker("decode", digest, 400).start()
     async with cluster(0, 0) as c:
         c.workers.append(worker)
@@ -110,19 +109,6 @@ async def looked(c) -> None:
     registered._look = counted
     await c.until(lambda: len(looks) >= 2)
     registered._look = look
-
-
-async def test_a_worker_with_two_sessions_is_in_the_index_until_both_are_gone(cluster, digest, monkeypatch):
-    worker = await FakeWorker("decode", digest, 400).start()
-    async with cluster(0, 0, decode_workers=(worker.address, worker.address)) as c:
-        c.workers.append(worker)
-        first, second = c.gateway.registry.decode
-        monkeypatch.setattr(MemoryIndex, "join", lambda *_: None)  # what is dropped stays away
-        first.hang_up("a test ends it")
-        await c.until(lambda: not first.is_serving)
-        assert first.worker_id != second.worker_id and second.worker_id in c.gateway.index._feeds
-        await worker.stop()
-        await c.until(lambda: not c.gateway.index._feeds)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,13 @@ class _Lease:
 
 
 class _Session:
-    def __init__(self, context):
-        self.context = context
+    def __init__(self, context, stream: asyncio.Task):
+        self.context, self.stream = context, stream
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.tasks: dict[tuple, asyncio.Task] = {}
         self.decoding: set[tuple] = set()
         self.says_all_twice = False
+        self.instance = b""  # as the gateway names it
         self.spans_sent = 0
         self.seq = None
 
@@ -152,7 +153,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     # ---- the session ----
 
     async def Session(self, commands, context):
-        session = _Session(context)
+        session = _Session(context, asyncio.current_task())
         self._sessions.add(session)
         writer = asyncio.create_task(self._write(session))
         try:
@@ -195,6 +196,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         message = getattr(command, kind)
         self.commands.append((kind, message))
         if kind == "hello":
+            for older in [each for each in self._sessions if each.instance == message.instance]:
+                older.stream.cancel()
+            session.instance = message.instance
             session.says_all_twice = self.manner == "twice"
             session.tasks["load",] = asyncio.create_task(self._greet(session))
         elif kind == "subscribe":
