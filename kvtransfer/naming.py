@@ -1,5 +1,5 @@
 """Names of KV spans: a chain of SHA-256 over 64-token spans, whatever a worker's block size. And of the transports that
-stay on one host.
+do not cross every border.
 
 Two prompts share a span hash exactly when they share the model, the adapter, the tenant's salt and every token up to
 the end of the span. Plain Python: the gateway imports this without torch.
@@ -18,6 +18,7 @@ SPAN_TOKENS = 64
 HASH_BYTES = 32
 FORMAT_VERSION = b"baton-span-1"
 SAME_HOST_TRANSPORTS = frozenset(("inproc", "cuda_ipc", "shm"))  # that do not reach another host
+RUNS_TRANSPORTS = frozenset(("cuda_ipc", "nixl"))  # for blocks of one size and form alone, and for no state
 
 
 def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> ModelIdentity:

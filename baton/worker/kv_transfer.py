@@ -30,8 +30,13 @@ REGISTERING = "nixl"  # registers the pages of a pool once, where its network ca
 
 def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
     """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and one is
-    named that does not follow."""
+    named that does not follow, or where none of them moves the model's states."""
     found = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
+    if engine.layout.state is not None and engine.pool.device.type == "cpu" and found == [REGISTERING]:
+        raise ValueError(
+            f"--transports {REGISTERING}: layers of {engine.model_name} keep a state, which does not cross by it; "
+            "leave it at auto, or name shm, tcp or grpc too"
+        )
     if engine.ledger.parts is None:
         return found
     if REGISTERING in settings.transports:

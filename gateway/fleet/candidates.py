@@ -41,6 +41,7 @@ class _HelloFacts(NamedTuple):
     kv_token_bytes: int
     match_step: int  # tokens: a prefix is found in whole steps
     max_sequences: int | None
+    kv_form: bytes
     hello: pb.Hello
 
 
@@ -194,6 +195,7 @@ class Candidates:
             link.recent_load.utilization(at),
             link.pace_estimator.pace(at),
             _lacks_adapter(load, request),
+            facts.kv_form,
         )
 
 
@@ -228,5 +230,6 @@ def _facts_of(link: WorkerLink) -> _HelloFacts:
         kv_token_bytes=hello.kv_token_bytes,
         match_step=hello.checkpoint_tokens or SPAN_TOKENS,
         max_sequences=hello.limits.max_num_seqs or None,
+        kv_form=b"" if hello.checkpoint_tokens else hello.layout.SerializeToString(deterministic=True),
         hello=hello,
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, DEFAULT_TENANT, NO_ADAPTER, TOO_LONG
 from baton.service.slo import Slo
 from gateway.routing.latency_model import Pace
-from kvtransfer.naming import SAME_HOST_TRANSPORTS
+from kvtransfer.naming import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64
@@ -68,6 +68,7 @@ class Candidate(NamedTuple):
     utilization: float = 0.0  # the share of its time that it worked recently
     pace: Pace = Pace()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
+    kv_form: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
 
 
 class RoutingRequest(NamedTuple):
@@ -238,6 +239,8 @@ def compatible(source: Candidate, taker: Candidate) -> bool:
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
         return False
     shared = source.transports & taker.transports
+    if not source.kv_form or source.kv_form != taker.kv_form:
+        shared -= RUNS_TRANSPORTS
     return bool(shared) and (source.host_id == taker.host_id or not shared <= SAME_HOST_TRANSPORTS)
 
 

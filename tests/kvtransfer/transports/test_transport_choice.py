@@ -3,7 +3,7 @@ import pytest
 from kvtransfer.capabilities import CAPABILITIES, DEVICE
 from kvtransfer.errors import TransferFailed
 from kvtransfer.layout import Endpoint
-from kvtransfer.naming import SAME_HOST_TRANSPORTS
+from kvtransfer.naming import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 from kvtransfer.transports import transport
 from kvtransfer.transports.transport import Busy, TransferRates, allowed, choose
 
@@ -78,6 +78,7 @@ def test_capabilities():
     assert [can.name for can in CAPABILITIES.values() if can.passes_proxies] == ["grpc"]
     # Gateways pair workers by that set.
     assert {can.name for can in CAPABILITIES.values() if can.same_host} == SAME_HOST_TRANSPORTS
+    assert {can.name for can in CAPABILITIES.values() if can.reads_runs} == RUNS_TRANSPORTS
 
 
 def test_busy_counts_the_wall_clock_once(monkeypatch):
