@@ -80,6 +80,11 @@ class Attempt:
         return self.prefill or self.decode
 
     @property
+    def kv_source(self) -> WorkerLink | None:
+        """The worker that gives the decode worker KV of the prompt, or of its beginning, if any."""
+        return self.prefill_link or self.prefix_holder
+
+    @property
     def has_lease(self) -> bool:
         """Return whether the prefill worker keeps KV that is not fetched yet."""
         return bool(self._lease_id) and not self.is_fetched

@@ -90,6 +90,15 @@ class RequestRouter:
         """This worker has failed the request; if `is_leaving`, only because it drains."""
         self._tried.note_failure(worker_id, is_leaving)
 
+    def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
+        """No KV of `source` came to `taker`: requests use other pairs for a while. Return whether they used this one until now."""
+        return self._router.note_no_kv(source, taker, why)
+
+    def note_kv(self, source: WorkerLink | None, taker: WorkerLink) -> None:
+        """KV of `source`, if any, came to `taker`."""
+        if source is not None:
+            self._router.note_kv(source, taker)
+
     def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
         """This worker has read the prompt and written `num_output_tokens` of the answer: it holds their spans."""
         self._matches.note(worker_id, (self._record.num_prompt_tokens + num_output_tokens - 1) // SPAN_TOKENS)

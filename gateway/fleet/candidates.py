@@ -10,6 +10,7 @@ from typing import NamedTuple
 from baton.protocol import DEFAULT_TENANT, ROLES
 from baton.service.clock import now
 from baton.v1 import worker_pb2 as pb
+from gateway.fleet.kv_pairs import KVPairs
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.prefix.prefix_matches import Matches
@@ -52,6 +53,7 @@ class Candidates:
         """`links(role)`: all of a role, serving or not; asked again at each update."""
         self._links = links
         self._rng = random.Random()
+        self.kv_pairs = KVPairs()
         self.num_changes = 0  # of the set that serves
         self._serving: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
         self._roles: dict[WorkerLink, str] = {}
@@ -196,7 +198,16 @@ class Candidates:
             link.pace_estimator.pace(at),
             _lacks_adapter(load, request),
             facts.kv_form,
+            self._no_kv_from(link, at),
         )
+
+    def _no_kv_from(self, taker: WorkerLink, at: float) -> frozenset[str]:
+        """Return the names of those that are not paired with it."""
+        if not self.kv_pairs.are_some_left:
+            return frozenset()
+        sources = self.kv_pairs.left_by(taker.worker_id, at)
+        links = (self._by_id.get(source) or self._draining.get(source) for source in sources)
+        return frozenset(link.address for link in links if link is not None)
 
 
 def _lacks_adapter(load: pb.Load, request: RoutingRequest | None) -> bool:

@@ -12,6 +12,7 @@ from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
 from gateway.routing.latency_model import PaceEstimator
 from gateway.routing.routing import (
+    Candidate,
     Decision,
     NoRoute,
     RoutingRequest,
@@ -54,13 +55,18 @@ class Router:
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
         those in `unable`, which have said that they can never take the request, never. Raises Unavailable."""
-        reason = ""
-        for split, avoided in itertools.product(self._splits(unable), self._avoidances(avoid, unable, True)):
+        reason, avoidances = "", self._avoidances(avoid, unable, True)
+        with_lefts = (False, True) if self._candidates.kv_pairs.are_some_left else (False,)
+        for with_left, split, avoided in itertools.product(with_lefts, self._splits(unable), avoidances):
             try:
-                return self._route(request, matches, avoided, split)
+                decision, prefill, decode = self._route(request, matches, avoided, split, with_left)
             except NoRoute as error:
                 reason = str(error)
-        for avoided in self._avoidances(avoid, unable, True) if self._stand_in else ():
+                continue
+            if prefill is not None:
+                self._candidates.kv_pairs.note_try(prefill, decode)
+            return decision, prefill, decode
+        for avoided in avoidances if self._stand_in else ():
             if found := self._route_to_stand_in(request, matches, avoided):
                 return found
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
@@ -132,11 +138,11 @@ class Router:
         itself. Raises Unavailable."""
         (candidate,) = self._candidates.as_candidates([taker], matches, request)
         is_forced = not self.may_prefill_locally
-        for avoided in self._avoidances(avoid, unable, is_forced):
+        takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
+        for each, avoided in itertools.product(takers, self._avoidances(avoid, unable, is_forced)):
             near = self._candidates.shortlisted("prefill", request, matches, avoided)
-            if best := choose_source(
-                request, self._candidates.as_candidates(near.values(), matches, request), candidate
-            ):
+            if best := choose_source(request, self._candidates.as_candidates(near.values(), matches, request), each):
+                self._candidates.kv_pairs.note_try(near[best.name], taker)
                 return near[best.name]
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
@@ -170,28 +176,40 @@ class Router:
         holders = self._candidates.holders(matches, avoid)
         (here,) = self._candidates.as_candidates([taker], matches)
         best = choose_holder(here, self._candidates.as_candidates(holders.values(), matches))
-        return best and holders[best.name]
+        if best is None:
+            return None
+        self._candidates.kv_pairs.note_try(holders[best.name], taker)
+        return holders[best.name]
+
+    def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
+        """No KV of `source` came to `taker`: others are paired for a while. Return whether they were until now."""
+        return self._candidates.kv_pairs.note_failure(source, taker, why)
+
+    def note_kv(self, source: WorkerLink, taker: WorkerLink) -> None:
+        """KV of `source` came to `taker`."""
+        self._candidates.kv_pairs.note_arrival(source, taker)
 
     def any_pair(self) -> bool:
-        """Return whether some decode worker can take KV from some prefill worker.
+        """Return whether some decode worker can take KV from some prefill worker, be it left for a while.
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._pairs[0] != self._candidates.num_changes:
             sources, takers = (
                 self._candidates.as_candidates(self._candidates.serving(role), Matches()) for role in ROLES
             )
+            takers = [_with_all_pairs(taker) for taker in takers]
             found = any(compatible(source, taker) for source in sources for taker in takers)
             self._pairs = self._candidates.num_changes, found
         return self._pairs[1]
 
     def _route(
-        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str
+        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, with_left: bool
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """Raises NoRoute."""
+        """`with_left`: also pairs that are left for a while. Raises NoRoute."""
         prefill, decode = (self._candidates.shortlisted(role, request, matches, avoid) for role in ROLES)
         is_part = len(prefill) < len(self._candidates.serving("prefill"))
         try:
-            decision = self._choose(request, prefill, decode, matches, split)
+            decision = self._choose(request, prefill, decode, matches, split, with_left)
         except NoRoute:
             if not is_part:
                 raise
@@ -199,7 +217,7 @@ class Router:
         if is_part and (decision is None or decision.reason == "no_prefill_worker"):
             # Perhaps no worker was drawn that has KV for these, or a transport to them.
             prefill = self._candidates.shortlisted("prefill", request, matches, avoid, everyone=True)
-            decision = self._choose(request, prefill, decode, matches, split)
+            decision = self._choose(request, prefill, decode, matches, split, with_left)
         return decision, prefill.get(decision.prefill or ""), decode[decision.decode]
 
     def _route_to_stand_in(
@@ -222,8 +240,14 @@ class Router:
         decode: Mapping[str, WorkerLink],
         matches: Matches,
         split: str,
+        with_left: bool,
     ) -> Decision:
         sources, takers = (
             self._candidates.as_candidates(links.values(), matches, request) for links in (prefill, decode)
         )
-        return choose(request, sources, takers, split)
+        return choose(request, sources, [*map(_with_all_pairs, takers)] if with_left else takers, split)
+
+
+def _with_all_pairs(taker: Candidate) -> Candidate:
+    """Return it with those as sources, too, that are left for a while: for where there is no other way."""
+    return taker._replace(no_kv_from=frozenset())

@@ -2,7 +2,7 @@
 
 import grpc
 
-from baton.protocol import ATTACHED, DRAINING, ENGINE_FAILED, KV_REASONS, STEP_FAILED
+from baton.protocol import ATTACHED, DRAINING, ENGINE_FAILED, KV_REASONS, KV_TRANSFER_FAILED, STEP_FAILED
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
@@ -62,13 +62,14 @@ class FailureBudget:
         self._retries.quarantine(self._prompt_digest)
         raise poison(f"{MAX_DEATHS} workers died while they served this request")
 
-    def pay(self, error: BatonError, has_stepped: bool = False, is_worker_gone: bool = False) -> None:
-        """Pay for the attempt that follows one which ended with `error`. Raises that after MAX_BARREN in a row, Unavailable
-        (RETRY_BUDGET) if there is no budget."""
+    def pay(self, error: BatonError, has_stepped: bool = False, is_left: bool = False) -> None:
+        """Pay for the attempt that follows one which ended with `error`; the first costs nothing where no other request is
+        sent where that one was (`is_left`). Raises `error` after MAX_BARREN in a row, Unavailable (RETRY_BUDGET) if there is no
+        budget."""
         self._num_barren = 1 if has_stepped else self._num_barren + 1
         if self._num_barren >= MAX_BARREN:
             raise error
-        if self._num_barren > 1 or not is_worker_gone:  # the first lost worker costs no retry
+        if self._num_barren > 1 or not is_left:
             self._retries.retry(error)
 
 
@@ -99,12 +100,15 @@ class AttemptFailures:
             self._budget.note_death(occurred.message, blamed, worker_id)
         self._note(occurred, error, blamed)
         self._router.note_failure(worker_id, is_draining(occurred.message))
+        is_left = _is_worker_gone(occurred.message)
+        if _is_kv_missing(occurred, attempt):
+            is_left = self._router.note_no_kv(blamed, attempt.decode.link, error.message)
         if _is_fault(occurred, error):
             blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         self.check_deaths()
-        self._budget.pay(error, attempt.has_stepped, _is_worker_gone(occurred.message))
+        self._budget.pay(error, attempt.has_stepped, is_left)
         self._unreplaced = error, now() + _WORKER_WAIT_S
 
     def check_deaths(self) -> bool:
@@ -146,7 +150,7 @@ class AttemptFailures:
         blamed, worker_id = leg.link, leg.worker_id
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
-            giver = attempt.prefill_link or attempt.prefix_holder
+            giver = attempt.kv_source
             if not is_prefill and giver and message.reason in KV_REASONS:
                 blamed, worker_id = giver, giver.worker_id
                 if before is RequestState.FETCHING and attempt.prefill is not None:
@@ -191,6 +195,16 @@ def _is_fault(occurred: Occurrence, error: BatonError) -> bool:
 def _is_worker_gone(message: object) -> bool:
     is_stalled = isinstance(message, pb.Ended) and message.reason == STALLED
     return isinstance(message, Lost) or is_draining(message) or is_stalled
+
+
+def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:
+    """Return whether KV did not come though both workers have their sessions: what is between the two of them is at fault."""
+    message, source = occurred.message, attempt.kv_source
+    if _is_of_prefill(occurred) or not isinstance(message, pb.Ended) or message.reason != KV_TRANSFER_FAILED:
+        return False
+    if source is None or not source.worker_id or attempt.has_lost_decode_worker:
+        return False
+    return attempt.prefill is None or source.worker_id == attempt.prefill.worker_id
 
 
 def _may_have_died_of_it(occurred: Occurrence, attempt: Attempt) -> bool:

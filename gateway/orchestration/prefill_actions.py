@@ -146,6 +146,7 @@ def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
 def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
     """Have the decode worker read the rest behind the prefix that it has pulled; or all KV came early."""
     if request.attempt.prefill_link is None:
+        request.router.note_kv(request.attempt.kv_source, request.attempt.decode.link)
         request.attempt.prefill_rest()
     else:
         note_fetched(request, occurred)
@@ -154,6 +155,7 @@ def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> No
 def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
     """The decode worker has all KV of the prompt."""
     request.attempt.note_fetched()
+    request.router.note_kv(request.attempt.kv_source, request.attempt.decode.link)
     request.record.measured.transfer_s = occurred.message.transfer_s
     request.record.measured.after_last_ready_s = occurred.message.after_last_ready_s
 

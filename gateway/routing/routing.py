@@ -69,6 +69,7 @@ class Candidate(NamedTuple):
     pace: Pace = Pace()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
     kv_form: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
+    no_kv_from: frozenset[str] = frozenset()  # names of workers whose KV did not come to it, which are left for a while
 
 
 class RoutingRequest(NamedTuple):
@@ -236,7 +237,7 @@ def choose_holder(taker: Candidate, holders: Iterable[Candidate]) -> Candidate |
 
 def compatible(source: Candidate, taker: Candidate) -> bool:
     """Return whether KV of one can feed the other, converted if their forms differ, over a common transport."""
-    if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
+    if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name or source.name in taker.no_kv_from:
         return False
     shared = source.transports & taker.transports
     if not source.kv_form or source.kv_form != taker.kv_form:

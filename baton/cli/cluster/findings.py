@@ -91,6 +91,7 @@ def advice_for(message: str) -> str:
 
 _ADVICE: Sequence[tuple[str, str]] = (
     ("no transport", "give both workers a transport in common (--transports)"),
+    ("source cannot be reached", "open the source's --kv-port to the taker, or correct its --advertise-host"),
     ("the source keeps", "start both workers with the same model and a --kv-dtype that can be converted"),
     ("the source computes", "start both workers with the same model, --dtype and kernels"),
     ("kv_full", "it has no room now: try again, or give it more --num-blocks"),

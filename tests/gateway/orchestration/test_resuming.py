@@ -424,7 +424,7 @@ async def test_a_failure_is_no_storm(cluster):
         said = [await refused(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
         assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
         assert said[-1].reason == "RETRY_BUDGET" and said[-1].retry_after_s
-        assert c.decode[0].kinds().count("admit") <= 4 + 3
+        assert c.decode[0].kinds().count("admit") <= 4 + 3 + 1, "the first time that KV does not come is free"
         await c.idle()
 
 

@@ -177,6 +177,15 @@ def test_pairs_that_do_not_fit_are_never_routed_together(fields):
     assert choose_source(RoutingRequest(1000, 1001), [odd, worker("p", waiting=9000)], worker("d")).name == "p"
 
 
+def test_a_source_whose_kv_does_not_come_is_left_by_that_taker():
+    sources, taker = [worker("p"), worker("q", waiting=9000)], worker("d", sequences=9)
+    assert route(1000, sources, [taker]) == Decision("p", "d", "long_prompt")
+    assert route(1000, sources, [taker._replace(no_kv_from=frozenset("p"))]) == Decision("q", "d", "long_prompt")
+    alone = taker._replace(no_kv_from=frozenset("pq"))
+    assert route(1000, sources, [alone]) == Decision(None, "d", "no_prefill_worker")
+    assert choose_holder(alone, [worker("p", matched=960, kv_token_bytes=1000)]) is None
+
+
 @pytest.mark.parametrize("names", [["shm"], ["cuda_ipc"], ["cuda_ipc", "shm"], ["inproc", "shm"]])
 def test_memory_that_is_shared_needs_one_host(names):
     shared = frozenset(names)

@@ -110,6 +110,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.spans: dict[bytes, None] = {}
         self._specs: dict[tuple, pb.RequestSpec] = {}
         self.is_silent = False
+        self.is_cut_off = False  # from takers: no KV of it comes to any
         self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
         self.holds_at: int | None = None  # output tokens of a choice with which it closes its gate "decode"
@@ -406,7 +407,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         lease = _leases.get(message.handle)
         if lease is not None:
             await lease.done.wait()
-        if lease is None or lease.lost:
+        if lease is None or lease.lost or lease.source.is_cut_off:
             raise _Failed(14, "KV_TRANSFER_FAILED")
         lease.taken.set()
         self.seal(self._specs[key].span_hashes)
