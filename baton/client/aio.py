@@ -205,7 +205,8 @@ class AsyncClient:
 
 
 class AsyncStream(AsyncIterator[pb.GenerateResponse]):
-    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated."""
+    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated. One that
+    its reader leaves is cancelled."""
 
     def __init__(
         self,
@@ -220,6 +221,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         self._request = make_resumable(request) if resumes else request
         self._received = Received(self._request) if resumes else None
         self._cancelled = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._index, self._call = self._open(self._request)
 
     @property
@@ -266,6 +268,13 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+
+    def __del__(self) -> None:
+        # A reader may leave an `async for` by `break`, and gRPC keeps a call until it ends. Collected in any thread.
+        call = getattr(self, "_call", None)  # absent where the first could not be sent
+        if call is not None and not call.done():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the call ended with it
+                self._loop.call_soon_threadsafe(call.cancel)
 
     def _open(
         self, request: pb.GenerateRequest

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -342,6 +343,43 @@ async def test_what_waits_for_an_answer_ends_with_its_client_of_asyncio(what):
         await client.close()
         with pytest.raises(CallError, match="CANCELLED"):
             await asyncio.wait_for(waiting, patience(10))
+
+
+class Watched(ScriptedGateway):
+    """Goes on until its caller has gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = threading.Event()
+
+    def Generate(self, request, context):
+        context.add_callback(self.left.set)
+        while not self.left.wait(0.01):
+            yield answer_of(request)[0]
+
+
+async def first_of(stream) -> AsyncIterator[str]:
+    async for message in stream:
+        yield message.text
+
+
+@pytest.mark.parametrize("how", ["break", "generator", "another thread"])
+async def test_a_stream_of_asyncio_that_its_reader_leaves_is_cancelled(how):
+    """gRPC keeps a call until it ends: one was computed to its end."""
+    with serving(Watched()) as gateway:
+        async with AsyncClient(gateway.target, retry=QUICK) as client:
+            if how == "break":
+                async for _ in client.stream("a"):
+                    break
+            elif how == "generator":
+                answering = first_of(client.stream("a"))
+                await anext(answering)
+                await answering.aclose()
+            else:
+                streams = [client.stream("a")]
+                await anext(streams[0])
+                await asyncio.to_thread(streams.clear)
+            assert await asyncio.to_thread(gateway.left.wait, patience(10))
 
 
 def test_threads_open_an_address_once():
