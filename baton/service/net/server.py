@@ -8,6 +8,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -17,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.protocol import KEEPER_VARIABLE
 from baton.service.logs import fields
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
@@ -199,7 +201,7 @@ def _raise_descriptors() -> None:
 def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
-    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process."""
+    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process, unless it has a keeper."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts are in memory
     _raise_descriptors()
     loop_factory = None
@@ -220,6 +222,9 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) 
 
     def on_signal() -> None:
         stop.set()
+        # A signal to all processes of a stack is followed by the keeper's own, which ends what does not drain by SIGKILL.
+        if KEEPER_VARIABLE in os.environ:
+            return
         for number in signals:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import NO_RETRIES, AsyncClient
+from baton.protocol import KEEPER_VARIABLE
 from baton.service.net import server as net_server
 from baton.service.net.client import open_channel
 from baton.service.net.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
@@ -191,7 +194,7 @@ async def main(stop):
     await stop.wait()
     print("draining", flush=True)
     if "hang" in sys.argv:
-        await asyncio.sleep(60)
+        await asyncio.to_thread(sys.stdin.read)
     return 3
 sys.exit(run(main, use_uvloop="uvloop" in sys.argv))
 """
@@ -201,14 +204,31 @@ sys.exit(run(main, use_uvloop="uvloop" in sys.argv))
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_first_signal_drains_second_kills(number, loop):
     for hang in ("", "hang"):
-        process = subprocess.Popen([sys.executable, "-c", SIGNALLED, loop, hang], stdout=subprocess.PIPE, text=True)
+        with draining(number, loop, hang) as process:
+            if hang:
+                os.kill(process.pid, number)
+            assert process.wait(patience(20)) == (-number if hang else 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_is_no_other_where_a_keeper_waits_for_the_end(number, monkeypatch):
+    """systemd sends SIGTERM to all processes of a unit, and `baton up` its own behind it: every stream was cut."""
+    monkeypatch.setenv(KEEPER_VARIABLE, "baton up")
+    with draining(number, "", "hang") as process:
+        os.kill(process.pid, number)
+        process.stdin.close()
+        assert process.wait(patience(20)) == 3
+
+
+@contextmanager
+def draining(number: signal.Signals, *arguments: str) -> Iterator[subprocess.Popen]:
+    """A process that has had its first signal; with "hang" it drains until its stdin is closed."""
+    argv = [sys.executable, "-c", SIGNALLED, *arguments]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"
         os.kill(process.pid, number)
         assert process.stdout.readline() == "draining\n"
-        if hang:
-            os.kill(process.pid, number)
-        assert process.wait(20) == (-number if hang else 3)
-        process.stdout.close()
+        yield process
 
 
 def test_grpc_itself_writes_nothing_for_callers_that_it_refuses():
