@@ -2,10 +2,14 @@
 and go while gateways run."""
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 from baton.service.logs import fields
 from gateway.discovery.session_set import SessionSet
@@ -27,9 +31,49 @@ def is_name(address: str) -> bool:
 async def addresses_of(host: str, port: str) -> list[str]:
     """Return HOST:PORT for every address of a name. IPv6 addresses are left out where there are others, since a worker
     with both is one worker. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    looked: Future[list[tuple]] = Future()
+    looked.set_running_or_notify_cancel()
+    # What waits for the DNS cannot be ended. It would keep one of the four threads that all look-ups of uvloop share, or of
+    # asyncio's own, and both wait for theirs at the end of the process.
+    threading.Thread(target=_look_up, args=(host, port, looked), name="dns", daemon=True).start()
+    found = await asyncio.wrap_future(looked)
     v4 = {f"{where[0]}:{where[1]}" for family, _, _, _, where in found if family == socket.AF_INET}
     return sorted(v4 or {f"[{where[0]}]:{where[1]}" for family, _, _, _, where in found})
+
+
+def _look_up(host: str, port: str, looked: Future[list[tuple]]) -> None:
+    try:
+        looked.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except Exception as error:
+        looked.set_exception(error)
+
+
+class Resolver:
+    """Looks up several names at once, and none of them twice at a time: one whose DNS is silent holds up itself alone."""
+
+    def __init__(self, most: int):
+        """`most`: names at once."""
+        self._most = most
+        self._running: dict[tuple[str, str], asyncio.Task[list[str]]] = {}
+
+    async def resolve(self, host: str, port: str) -> list[str]:
+        """Return what `addresses_of` does. Raises OSError, also after RESOLVE_S: the look-up goes on, and the next call waits for
+        that one."""
+        name = host, port
+        if name not in self._running:
+            if len(self._running) >= self._most:
+                raise OSError(errno.EAGAIN, f"{self._most} other names wait for the DNS")
+            self._running[name] = looking = asyncio.create_task(addresses_of(host, port))
+            looking.add_done_callback(partial(self._end, name))
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                return await asyncio.shield(self._running[name])
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, "no answer from the DNS") from None
+
+    def _end(self, name: tuple[str, str], looking: asyncio.Task[list[str]]) -> None:
+        del self._running[name]
+        _ = looking.cancelled() or looking.exception()  # else asyncio logs one whose callers had all gone
 
 
 class DnsWorkers:
@@ -37,16 +81,16 @@ class DnsWorkers:
 
     def __init__(self, address: str, role: str, sessions: SessionSet):
         self.address, self.role, self._sessions = address, role, sessions
+        self._resolver = Resolver(1)
         self.reason = "not looked up yet"  # why it has no addresses; empty once it has
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Look the name up again and again, with a session for each address in tasks of `group`; until cancelled."""
         while True:
             try:
-                async with asyncio.timeout(RESOLVE_S):
-                    addresses, self.reason = await addresses_of(*_split(self.address)), ""
-            except (OSError, TimeoutError) as error:
-                self._note(getattr(error, "strerror", None) or "no answer from the DNS")
+                addresses, self.reason = await self._resolver.resolve(*_split(self.address)), ""
+            except OSError as error:
+                self._note(error.strerror or str(error))
             else:
                 self._sessions.keep(addresses, group)
             on_change()

@@ -11,15 +11,14 @@ from baton.service.net.server import ListenError, split_address
 from baton.tasks import is_cancelled
 from gateway.config.networks import Networks
 from gateway.discovery.dial_policy import DialPolicy, Worker
-from gateway.discovery.dns import addresses_of, is_name
+from gateway.discovery.dns import Resolver, is_name
 from gateway.discovery.session_set import SessionSet
 from gateway.discovery.worker_directory import WorkerDirectory
 
 TTL_S = 10.0
 MAX_WORKERS = 4096
 _LOOK_S = 1.0
-_RESOLVE_S = 3.0
-_MAX_RESOLVING = 4
+_MAX_RESOLVING = 128  # names at once, each with a thread
 
 
 class Registrations:
@@ -33,7 +32,7 @@ class Registrations:
         self._until: dict[Worker, float] = {}
         self._policy = DialPolicy()
         self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
-        self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
+        self._resolver = Resolver(_MAX_RESOLVING)
         self._told = asyncio.Event()
 
     async def note(self, role: str, address: str) -> None:
@@ -107,11 +106,9 @@ class Registrations:
         """Return the first address of a name that may be dialled, else the first. Raises _Wrong."""
         host, port = _split(address)
         try:
-            async with asyncio.timeout(_RESOLVE_S), self._resolving:
-                found = await addresses_of(host, str(port))
-        except (OSError, TimeoutError) as error:
-            why = getattr(error, "strerror", None) or "no answer from the DNS"
-            raise _Wrong("address", f"{host!r}: {why}") from None
+            found = await self._resolver.resolve(host, str(port))
+        except OSError as error:
+            raise _Wrong("address", f"{host!r}: {error.strerror or error}") from None
         return next((each for each in found if _split(each)[0] in self._networks), found[0])
 
 

@@ -1,12 +1,19 @@
 """Workers behind a name: one that joins it is used, one that leaves is forgotten once its session has ended."""
 
+import asyncio
 import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway.discovery import dns as names
+from gateway.discovery.session_set import SessionSet
 from tests.support.gateway.fake_worker import FakeWorker
+from tests.support.pace import patience
+from tests.support.process import ROOT
 
 
 class FakeDNS:
@@ -103,3 +110,69 @@ def test_what_is_looked_up(address, is_name):
 
 async def test_the_machines_own_name_is_one_worker():
     assert await names.addresses_of("localhost", "50062") == ["127.0.0.1:50062"]
+
+
+class Sessions(SessionSet):
+    """Notes that a name was found."""
+
+    def __init__(self):
+        self.found = asyncio.Event()
+
+    def keep(self, addresses, group) -> None:
+        self.found.set()
+
+
+async def test_a_name_whose_dns_is_silent_holds_up_itself_alone(monkeypatch):
+    """Its look-ups took all threads that there were for them, since none ended when it was given up."""
+    answering = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def slow(host, *args, **options):
+        if host == "slow.example":
+            answering.wait()
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(names, "RESOLVE_S", 0.01)
+    silent = names.DnsWorkers("slow.example:5", "decode", Sessions())
+    sessions = Sessions()
+    following = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            looks = []
+            following.append(group.create_task(silent.follow(group, lambda: looks.append(silent.reason))))
+            async with asyncio.timeout(patience(20)):
+                while len(looks) < 40:
+                    await asyncio.sleep(0.01)
+            monkeypatch.setattr(names, "RESOLVE_S", 3.0)
+            other = names.DnsWorkers("localhost:5", "decode", sessions)
+            following.append(group.create_task(other.follow(group, lambda: None)))
+            async with asyncio.timeout(patience(20)):
+                await sessions.found.wait()
+            for each in following:
+                each.cancel()
+        assert set(looks) == {"no answer from the DNS"}
+    finally:
+        answering.set()
+
+
+def test_a_process_ends_while_a_name_is_looked_up():
+    """It waited for the DNS, 127 s for two names that had not been answered for a minute."""
+    program = """
+import asyncio, socket, time
+from gateway.discovery.dns import Resolver
+socket.getaddrinfo = lambda *args, **options: time.sleep(3600)
+
+async def main():
+    try:
+        async with asyncio.timeout(0.1):
+            await Resolver(1).resolve("slow.example", "5")
+    except TimeoutError:
+        print("given up")
+
+asyncio.run(main())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(30), cwd=ROOT
+    )
+    assert (ran.stdout, ran.stderr) == ("given up\n", "")
