@@ -52,6 +52,7 @@ ROOMS = {
         "baton.sampling_params",
         "baton.service",
         "baton.system",
+        "baton.tasks",
         "baton.v1",
         "gateway.queue",
         "gateway.routing",

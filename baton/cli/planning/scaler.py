@@ -26,7 +26,8 @@ from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
 from baton.service.net.client import explain_failure, open_channel
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.server import ListenError, split_address, until_stopped
+from baton.service.net.server import run as run_process
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.service.slo import parse_slo
@@ -96,7 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 at the end of a dry run or by Ctrl-C, 1 where a launcher or the picture fails, 2 for wrong use."""
+    """Return 0 at the end of a dry run or by a signal, 1 where a launcher or the picture fails, 2 for wrong use."""
     try:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
             check_place(args.picture)
             _dry_run(args, day, model, scaler, bounds)
         else:
-            asyncio.run(_serve(args, access, model, times_in, scaler))
+            # A handler of its own, since the kernel keeps SIGTERM from the first process of a pod that has none.
+            run_process(lambda stop: until_stopped(_serve(args, access, model, times_in, scaler), stop))
     except KeyboardInterrupt:
         pass
     except ValueError as error:  # of --redis, of flags beside --launcher

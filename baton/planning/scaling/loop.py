@@ -12,6 +12,7 @@ from baton.planning.scaling.scaler import DECIDE_S, ScaleChange, ScaleDecision, 
 from baton.protocol import ROLES
 from baton.service.clock import now
 from baton.service.logs import fields
+from baton.tasks import is_cancelled
 
 _RENEW_S = 10.0  # a third of the lease
 
@@ -49,7 +50,7 @@ class ScalerLoop:
     async def run(self) -> None:
         decided_at = -DECIDE_S
         try:
-            while True:
+            while not is_cancelled():  # not for ever: what asks Redis may swallow the cancellation
                 leads = await self._leads()
                 if now() - decided_at >= DECIDE_S:
                     decided_at = now()

@@ -12,7 +12,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,6 +33,8 @@ _PORT_SHARE = 3  # of the descriptors a port takes one in three: workers, Redis 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +217,20 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
     atexit.register(gc.collect)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_with_signals(main)) or 0
+
+
+async def until_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """Return what `work` does; None once it has ended where `stop` came first, by which it is cancelled. Raises what it
+    raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int | None:

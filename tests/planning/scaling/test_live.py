@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,8 @@ from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
 from tests.planning.scaling.test_scaler import FlatModel
 from tests.support.engine import published
+from tests.support.pace import patience
+from tests.support.process import Process
 from tests.support.redis_server import RedisServer
 
 TARGET = Path(__file__).resolve().parents[3] / "demo" / "target"
@@ -448,6 +452,23 @@ def test_a_name_is_a_gateway_at_each_of_its_addresses(tmp_path, monkeypatch):
     targets = ["--target", "gateways:2", "--target", "10.0.0.2:2"]
     assert main(["scaler", *targets, "--model", str(tmp_path), "--device", "H100"]) == 0
     assert asked == seen == [["10.0.0.1:2", "10.0.0.2:2"], ["10.0.0.2:2", "10.0.0.3:2"], ["10.0.0.2:2", "gateways:2"]]
+
+
+def test_a_scaler_that_is_told_to_end_gives_its_lease_up(tmp_path):
+    """It had no handler for SIGTERM: as the first process of its pod it went on for 30 s, elsewhere it left its lease."""
+    with RedisServer(tmp_path) as server:
+        options = ["--target", "127.0.0.1:9", "--model", "llama-3.1-8b", "--device", "H100", "--redis"]
+        scaler = Process("scaler", [sys.executable, "-m", "baton.cli", "scaler", *options, server.url], tmp_path)
+        try:
+            deadline = time.monotonic() + patience(60)
+            while not server.client.exists(NAME):
+                assert scaler.alive and time.monotonic() < deadline, scaler.text()
+                time.sleep(0.05)
+            scaler.terminate()
+            assert scaler.wait(20) == 0, scaler.text()
+            assert not server.client.exists(NAME)
+        finally:
+            scaler.stop()
 
 
 async def test_certificates_that_cannot_be_read_at_a_look_are_told(tmp_path, capsys):
