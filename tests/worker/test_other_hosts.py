@@ -310,12 +310,53 @@ async def test_a_rank_without_a_worker(model, monkeypatch):
 
 async def test_a_rank_that_is_told_to_end_waits_for_no_worker(model, monkeypatch):
     monkeypatch.setattr("baton.worker.ranks.rank.CONNECT_S", 10 * patience(10))
-    stop = asyncio.Event()
+    stop, has_read = asyncio.Event(), asyncio.Event()
+
+    async def read(reading):
+        has_read.set()
+        return reading()
+
+    monkeypatch.setattr("baton.worker.ranks.rank._read", read)
     serving = asyncio.create_task(serve_rank(RankSettings("127.0.0.1:9", model), stop))
+    await has_read.wait()
     await asyncio.wait([serving], timeout=0.5)
     stop.set()
     async with asyncio.timeout(patience(10)):
         await serving
+
+
+READS_FOR_LONG = """
+import sys, time
+from baton.cli.main import main
+from baton.worker.ranks import rank
+
+def read(*args):
+    print("reading", flush=True)
+    time.sleep(3600)
+
+setattr(rank, sys.argv.pop(1), read)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("what", ["model_identity", "_load"])
+async def test_a_rank_that_is_told_to_end_does_not_read_its_model_to_the_end(listen, model, tmp_path, what):
+    """Every byte is hashed, and its layers read: one of 12 GiB was deaf for 71 s."""
+    listener = await listen()
+    argv = [sys.executable, "-c", READS_FOR_LONG, what, "rank", "--leader", listener.address, "--model", str(model)]
+    rank = Process("rank", argv, tmp_path)
+    try:
+        if what == "_load":
+            config = config_of(model, dtype="fp32", kv_dtype="fp32", pipeline_parallel=2, remote_stages=1)
+            await asyncio.to_thread(listener.place, given_to_a_rank(config, model))
+        async with asyncio.timeout(patience(60)):
+            while "reading" not in rank.out.read_text():
+                await asyncio.sleep(0.05)
+        rank.terminate()
+        assert await asyncio.to_thread(rank.wait, 20) == 0, rank.text()
+        assert "told to end before its model was loaded" in rank.text()
+    finally:
+        rank.kill()
 
 
 def waiting(model, folder: Path, *options: str) -> Process:

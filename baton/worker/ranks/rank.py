@@ -5,10 +5,12 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import torch
@@ -28,6 +30,8 @@ from baton.engine.ranks.build_digest import build_digest
 from baton.engine.ranks.process import Assignment, Ready
 from baton.engine.ranks.spawn import BEAT_S
 from baton.service.net.client import explain_failure, open_channel
+from baton.service.net.server import until_stopped
+from baton.service.out_of_memory import leave
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -46,6 +50,8 @@ from kvtransfer.transports.transport import local_host_id
 
 CONNECT_S = 60.0  # to the worker, which may be started after its ranks
 HEARD_S = 10.0  # within which the worker has read why its rank ends
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +73,11 @@ class RankSettings:
 
 
 async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
-    """Join the worker and serve it until `stop`. Raises ModelError, and NotJoined where the worker refuses it or ends."""
-    identity = await asyncio.to_thread(model_identity, settings.model)
+    """Join the worker and serve it until `stop`; the process ends if that comes while it reads its model. Raises ModelError, and
+    NotJoined where the worker refuses it or ends."""
     try:
         async with open_channel(settings.leader, settings.access, WORKER_NAME) as channel:
-            serving = asyncio.create_task(_join(settings, identity.hex(), channel))
-            waiting = asyncio.create_task(stop.wait())
-            await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if serving.done():
-                serving.result()
-            else:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+            await until_stopped(_join(settings, channel), stop)
     except grpc.aio.AioRpcError as error:
         explained = await asyncio.to_thread(
             explain_failure, settings.leader, error.code(), error.details(), settings.access
@@ -89,7 +87,8 @@ async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
         raise NotJoined(str(error)) from None
 
 
-async def _join(settings: RankSettings, identity: str, channel: grpc.aio.Channel) -> None:
+async def _join(settings: RankSettings, channel: grpc.aio.Channel) -> None:
+    identity = await _read(partial(model_identity, settings.model))
     try:
         await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
     except TimeoutError:
@@ -101,7 +100,7 @@ async def _join(settings: RankSettings, identity: str, channel: grpc.aio.Channel
         ) from None
     call = channel.stream_stream(PATH)()
     try:
-        await _serve(settings, identity, call)
+        await _serve(settings, identity.hex(), call)
     finally:
         call.cancel()
 
@@ -124,7 +123,7 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
         config = replace(given.config, model=settings.model, threads=torch.get_num_threads())
         if given.identity != identity:
             raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
-        model = await asyncio.to_thread(_load, config, given)
+        model = await _read(partial(_load, config, given))
     except (ModelError, ValueError) as error:
         with suppress(
             *BROKEN, TimeoutError
@@ -173,6 +172,15 @@ def _security(access: Access) -> Security:
         return OPEN
     tls = Tls(access.tls_cert, access.tls_key, access.tls_ca)
     return Security(tls.server(True), (Guard(),), tls.channel, WORKER_NAME)
+
+
+async def _read(reading: Callable[[], T]) -> T:
+    """Return what `reading`, of the model, does. Its thread ends with the process alone, which leaves where it is told to end."""
+    try:
+        return await asyncio.to_thread(reading)
+    except asyncio.CancelledError:
+        leave("told to end before its model was loaded", logging.INFO, 0)
+        raise
 
 
 def _load(config: EngineConfig, given: Assignment) -> Model:
