@@ -116,6 +116,27 @@ async def test_killed_by_name(capfd):
     await keeper.stop(10)
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["in a session of its own", "in its group"])
+async def test_its_end_is_seen_whoever_holds_its_pipes(apart):
+    """As ranks do, which may hang in the driver of a GPU: the worker was neither started again nor stopped."""
+    lives = []
+    holder = f"held = subprocess.Popen(['sleep', '600'], start_new_session={apart})\n"
+    ready = "print('ready grpc=h:1 pid=%d held=%d' % (os.getpid(), held.pid), flush=True)\n"
+    body = IMPORTS + "import subprocess\n" + holder + ready + "time.sleep(600)"
+    keeper = Keeper("worker", program(body), on_change=lives.append, pause_s=0.01)
+    os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
+    try:
+        await until(lambda: [life.state for life in lives].count("serving") == 2, "it was not started again")
+        async with asyncio.timeout(patience(20)):
+            assert await keeper.stop(patience(10))
+        held = [int(life.fields["held"]) for life in lives if life.state == "serving"]
+        await until(lambda: [alive(pid) for pid in held] == [apart, apart], "what it had started in its group lives")
+    finally:
+        for life in lives:
+            if "held" in life.fields and alive(int(life.fields["held"])):
+                os.kill(int(life.fields["held"]), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("status, told", [(1, 1), (2, 2), (7, 1)])
 async def test_failed_start_is_its_last_line(status, told, capfd):
     body = f"sys.stderr.write('loading\\nx: /m/config.json is missing\\n'); sys.exit({status})"

@@ -23,6 +23,9 @@ from baton.service.progress import PREFIX
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
+_KILLED_S = 5.0  # in which what was killed is gone, unless its GPU's driver holds it
+_LOOK_S = 0.1  # between two looks whether a child has ended
+_LAST_WORDS_S = 1.0  # beyond its end, in which what it wrote is read
 
 
 class StartError(Exception):
@@ -75,7 +78,7 @@ class Keeper:
         done, _ = await asyncio.wait([self._task], timeout=drain_s)
         if not done:
             self.kill()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=_KILLED_S)
         return bool(done)
 
     def kill(self) -> None:
@@ -147,6 +150,7 @@ class _Child:
         self._process = process
         self._held: list[str] | None = []
         self._stderr = asyncio.create_task(self._pump_stderr())
+        self._ending = asyncio.create_task(self._watch_end())
         self._timer = asyncio.get_running_loop().call_later(_HOLD_S, self.release)
 
     @classmethod
@@ -179,9 +183,18 @@ class _Child:
 
     async def ended(self) -> str:
         status = await self._process.wait()
-        self.signal(signal.SIGKILL)  # what it had started itself
         await self._stderr
+        self._ending.cancel()
+        self.signal(signal.SIGKILL)  # what it had started itself
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    async def _watch_end(self) -> None:
+        """Close its pipes once it has ended: whatever it had started holds them too, and `wait` waits for their end."""
+        while self._process.returncode is None:
+            await asyncio.sleep(_LOOK_S)
+        self.signal(signal.SIGKILL)
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def signal(self, number: int) -> None:
         try:
