@@ -47,9 +47,13 @@ class TextThreads:
                 continue
             if tenant in self._lines:
                 self._lines[tenant] = self._lines.pop(tenant)  # the turn is the others'
+            try:
+                running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            except RuntimeError as error:  # it was to start a thread, and cannot now
+                future.set_exception(error)
+                continue
             self._num_idle -= 1
             self._num_taken[tenant] += 1
-            running = asyncio.get_running_loop().run_in_executor(self._executor, work)
             running.add_done_callback(lambda ended, tenant=tenant, future=future: self._ended(tenant, future, ended))
 
     def _next(self) -> str | None:

@@ -480,6 +480,17 @@ def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
     assert engine.grammars.compile(Constraint("regex", "a{1}"), b"") is not made[0]
 
 
+def test_a_constraint_needs_no_thread_to_be_started(folders, monkeypatch):
+    """One that could not be was refused with its blocks still promised, and no constraint was compiled any more."""
+    engine = load(folders[0])
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert engine.grammars.compile(CONSTRAINTS[0], b"").result(patience(30)) is not None
+
+
 def test_an_engine_without_a_tokenizer_refuses(tmp_path):
     target, _ = make_folders(tmp_path)
     engine = load(target)

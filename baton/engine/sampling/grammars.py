@@ -27,6 +27,8 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        # Starts it: where that cannot be, no worker starts, and no constraint fails of it later.
+        self._thread.submit(int).result()
         self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
         self._num_users: dict[Future[Grammar], Counter[bytes]] = {}  # by tenant
         self._lines: dict[bytes, dict[Future[Grammar], Constraint]] = {}  # of tenants, with what is to be compiled

@@ -32,6 +32,20 @@ def threads():
     made.close()
 
 
+async def test_a_thread_that_cannot_be_started_takes_no_place(threads, monkeypatch):
+    """Two such failures of a tenant, and each of its chats waited until its deadline, for ever."""
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    async with asyncio.timeout(patience(10)):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await threads.run("a", lambda: 1)
+        assert await threads.run("a", lambda: 2) == 2
+
+
 def test_a_tenant_never_has_them_all():
     assert NUM_CHECKS >= 2
     assert NUM_THREADS >= 3, "nor does one long text hold up all others of its tenant"
