@@ -315,7 +315,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         next_role = await worker.drain_when(stop)
         status = STAYS_AWAY if worker.stays_away else 0
     telemetry.shut_down()
-    return NextRole(next_role, f"{host}:{worker.port}") if next_role else status
+    # Asked again: a signal may have come while all this closed, and what takes the next role has no memory of it.
+    return NextRole(next_role, f"{host}:{worker.port}") if next_role and not stop.is_set() else status
 
 
 def _log_start(settings: WorkerSettings, engine: Engine) -> None:

@@ -2,14 +2,18 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from baton.engine.core.config import EngineConfig
 from baton.v1 import worker_pb2 as pb
+from baton.worker import app
 from baton.worker.legs.states import LegState
 from baton.worker.session.drain import Drain
+from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.worker.doubles import Bench
@@ -132,6 +136,31 @@ def test_a_signal_ends_a_drain_by_the_workers_own_grace_and_without_a_next_role(
                 await Pair(session, session).gather(session, "long", answer)
             assert ended.value.event.reason == "DRAINING"
             assert await draining == ""
+            await session.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_signal_while_a_drained_worker_closes_brings_no_next_role(model, monkeypatch, is_told):
+    """It was forgotten when the process became the other role's program, which was killed after its grace."""
+
+    async def main():
+        stop = asyncio.Event()
+        async with decode_worker(model) as (worker, target):
+
+            @asynccontextmanager
+            async def running(*_):
+                yield worker
+                if is_told:
+                    stop.set()
+
+            monkeypatch.setattr(app, "running", running)
+            monkeypatch.setattr(app.telemetry, "setup", lambda name: None)
+            session = await Session(target).open()
+            await session.stub.Drain(pb.DrainRequest(next_role="prefill"))
+            ended = await app.serve(WorkerSettings(EngineConfig(model)), "decode", {}, stop)
+            assert ended == 0 if is_told else ended.role == "prefill"
             await session.close()
 
     run(main)
