@@ -3,7 +3,7 @@ the body's bytes and time, an answer, and a client that may hang up at any momen
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -66,7 +66,7 @@ class HttpCall:
         try:
             tenant = guard.identify(self._shown, METHODS[method])
             with guard.enter(method, METHODS[method], tenant, frozenset(), peer) as slot:
-                body = await slot.first(self._body())
+                body = await slot.first(self._body)
                 if self._scope["method"] == "POST":
                     self.values = parse(body)
                 del body  # a prompt is not kept for the length of its answer
@@ -179,8 +179,8 @@ class HttpCall:
         except TimeoutError:
             return
 
-    async def _body(self) -> AsyncIterator[bytes]:
-        """Yield the body, whole. Raises BatonError for one that is too large or not JSON, ClientGone."""
+    async def _body(self) -> bytes:
+        """Return the body, whole. Raises BatonError for one that is too large or not JSON, ClientGone."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if self._scope["method"] == "POST" and kind != "application/json":
             # Also what keeps pages of other hosts out: a browser sends them JSON only where that host allows it.
@@ -195,8 +195,7 @@ class HttpCall:
             body += message.get("body", b"")
             if not message.get("more_body") and len(body) <= MAX_REQUEST_BYTES:
                 self._has_read_all = True
-                yield bytes(body)
-                return
+                return bytes(body)
 
     async def _while_connected(self, work: Awaitable[None]) -> None:
         """Do the work; cancelled, and ClientGone raised, when the client hangs up."""

@@ -9,8 +9,8 @@ keep no other call out, not even one of the same caller.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from typing import NamedTuple, TypeVar, cast
 from urllib.parse import unquote
 
 from baton.fairness import has_room
@@ -24,6 +24,7 @@ _MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
 _SPARE_CALLS = 8  # beyond a quota, which refuses in its own words
 _RETRY_AFTER_S = 0.5
 
+T = TypeVar("T")
 Caller = str | frozenset[str] | None
 """A tenant, the roles of a certificate, or None: it shows nothing of itself."""
 
@@ -140,14 +141,14 @@ class CallSlot:
         self._error: BatonError | None = None
         self._is_left = False
 
-    async def first(self, messages: AsyncIterator):
-        """The first message. Raises DeadlineExceeded where it does not come in time, Overloaded where another call
-        has taken the slot meanwhile, InvalidRequest where there is none."""
+    async def first(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return the first message, as `read()` does. Raises DeadlineExceeded where it does not come in time, Overloaded where
+        another call has taken the slot meanwhile, InvalidRequest where there is none (StopAsyncIteration)."""
         if self._error is not None:
             raise self._error
         self._task = task = asyncio.current_task()
         try:
-            return await anext(messages)
+            return await read()
         except StopAsyncIteration:
             raise InvalidRequest("message", "there is none") from None
         except asyncio.CancelledError:

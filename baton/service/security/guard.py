@@ -126,7 +126,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(unread, context):
             messages = _Messages(context)
             with _ABORTED, await self._enter(context, method, allowed, tenant) as slot:
-                message = await self._read(slot.first(messages), context, method)
+                message = await self._read(slot.first(messages.__anext__), context, method)
                 if handler.request_streaming:
                     message = self._from(message, messages, context, method)
                 try:

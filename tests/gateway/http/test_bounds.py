@@ -10,6 +10,7 @@ import socket
 import struct
 
 import pytest
+from starlette.types import Message
 
 from baton.service.net import http_server as server_module
 from baton.service.net.http_server import ABORT
@@ -512,3 +513,30 @@ async def test_a_client_that_does_not_read_why_it_was_refused_is_hung_up_on(monk
     guard = Guard(is_open=True)
     await asyncio.wait_for(call.run(guard, "/baton.v1.Inference/Generate", lambda call: asyncio.sleep(0)), patience(20))
     assert has_hung_up.is_set() and not guard.slots._num_open
+
+
+async def test_a_call_makes_no_task_to_close_how_its_body_was_read(monkeypatch):
+    """Python made one for each: its body came out of a generator that was left at its only message."""
+    loop, made = asyncio.get_running_loop(), []
+    make = loop.create_task
+    monkeypatch.setattr(loop, "create_task", lambda work, **options: made.append(repr(work)) or make(work, **options))
+    unread: list[Message] = [{"type": "http.request", "body": b"{}"}]
+
+    async def receive() -> Message:
+        while not unread:
+            await asyncio.Event().wait()
+        return unread.pop()
+
+    async def send(message) -> None:
+        pass
+
+    headers = [(b"content-type", b"application/json")]
+    call = HttpCall(
+        {"headers": headers, "method": "POST", "path_params": {}, "client": None, "extensions": {}},
+        receive,
+        send,
+        to_json,
+    )
+    await call.run(Guard(is_open=True), "/baton.v1.Inference/Generate", lambda call: call.reply({}))
+    await asyncio.sleep(0)
+    assert call.values == {} and call.has_begun and not [work for work in made if "async_generator" in work]

@@ -27,7 +27,7 @@ async def said(*messages):
 async def spoken(places: CallSlots, method: str, caller, peer: str = "ipv4:198.51.100.7:1"):
     """A place whose message has come."""
     place = places.enter(method, caller, peer)
-    assert await place.first(said("m")) == "m"
+    assert await place.first(said("m").__anext__) == "m"
     return place
 
 
@@ -75,7 +75,7 @@ async def test_who_says_nothing_gives_way_to_who_comes(method, monkeypatch):
     silent = []
     for _ in range(3000):
         place = places.enter(method, caller, "ipv4:198.51.100.7:1")
-        silent.append((place, asyncio.create_task(place.first(nothing()))))
+        silent.append((place, asyncio.create_task(place.first(nothing().__anext__))))
         await asyncio.sleep(0)
         with await spoken(places, method, caller):
             pass
@@ -93,7 +93,7 @@ async def test_who_has_spoken_keeps_its_place():
     places = CallSlots(8)
     held = [await spoken(places, GENERATE, "default") for _ in range(7)]
     silent = places.enter(GENERATE, "default", "ipv4:198.51.100.7:1")
-    waiting = asyncio.create_task(silent.first(nothing()))
+    waiting = asyncio.create_task(silent.first(nothing().__anext__))
     await asyncio.sleep(0)
     held.append(await spoken(places, GENERATE, "default"))
     with pytest.raises(Overloaded, match="newer"):
@@ -132,12 +132,12 @@ async def test_a_message_that_is_late_and_one_that_never_comes():
 
     async def call() -> None:
         with places.enter(CHECK, None, "") as place, pytest.raises(DeadlineExceeded, match="first message") as caught:
-            await place.first(nothing())
+            await place.first(nothing().__anext__)
         assert caught.value.reason == "MESSAGE_LATE"
         ends.append(time.monotonic() - place.entered_at)
 
     with places.enter(CHECK, None, "") as place, pytest.raises(InvalidRequest):
-        await place.first(said())
+        await place.first(said().__anext__)
     calls = []
     for _ in range(3):
         calls.append(asyncio.create_task(call()))
@@ -153,7 +153,7 @@ async def test_a_call_that_ends_by_itself_is_not_said_to_be_late():
 
     async def call() -> None:
         with places.enter(GENERATE, "acme", "") as place:
-            await place.first(nothing())
+            await place.first(nothing().__anext__)
 
     task = asyncio.create_task(call())
     await asyncio.sleep(0)
@@ -171,7 +171,7 @@ async def test_by_chance_nothing_is_left(seed):
 
     async def call() -> None:
         with places.enter(rng.choice(methods), rng.choice(callers), f"ipv4:10.0.0.{rng.randrange(9)}:1") as place:
-            await place.first(said("m") if rng.random() < 0.5 else nothing())
+            await place.first((said("m") if rng.random() < 0.5 else nothing()).__anext__)
             await asyncio.sleep(rng.random() / 100)
 
     tasks = []
