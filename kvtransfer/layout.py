@@ -51,7 +51,7 @@ class BlockRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    kind: str  # paged | latent | window | state
+    kind: str  # paged | latent | state
     num_layers: int
     num_kv_heads: int
     head_dim: int

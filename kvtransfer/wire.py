@@ -49,9 +49,6 @@ class Taker:
     epoch: int
     layout: KVLayout
     numerics_class: str
-    num_cached_tokens: int = 0  # already there; a multiple of 64
-    transports: tuple[str, ...] = ()
-    host_id: str = ""
 
 
 def layout_to_proto(layout: KVLayout) -> kv_pb2.KVLayout:
@@ -90,20 +87,18 @@ def _group_from_proto(proto: kv_pb2.KVGroup) -> KVGroup:
 
 def taker_to_proto(taker: Taker) -> kv_pb2.Taker:
     return kv_pb2.Taker(
-        instance=taker.instance, epoch=taker.epoch, layout=layout_to_proto(taker.layout),
-        numerics_class=taker.numerics_class, num_cached_tokens=taker.num_cached_tokens,
-        transports=taker.transports, host_id=taker.host_id,
-    )  # fmt: skip
+        instance=taker.instance,
+        epoch=taker.epoch,
+        layout=layout_to_proto(taker.layout),
+        numerics_class=taker.numerics_class,
+    )
 
 
 def taker_from_proto(proto: kv_pb2.Taker) -> Taker:
     """Raises ProtocolError or LayoutMismatch."""
-    if not proto.instance or proto.num_cached_tokens % SPAN_TOKENS:
-        raise ProtocolError("a taker has an instance, and its cached tokens are whole spans")
-    return Taker(
-        proto.instance, proto.epoch, layout_from_proto(proto.layout), proto.numerics_class,
-        proto.num_cached_tokens, tuple(proto.transports), proto.host_id,
-    )  # fmt: skip
+    if not proto.instance:
+        raise ProtocolError("a taker without an instance")
+    return Taker(proto.instance, proto.epoch, layout_from_proto(proto.layout), proto.numerics_class)
 
 
 def encode_handle(handle: KVHandle) -> bytes:

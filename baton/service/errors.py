@@ -176,7 +176,6 @@ def from_code(
     *,
     reason: str | None = None,
     field: str | None = None,
-    retry_after_s: float | None = None,
 ) -> BatonError:
     """A BatonError of the class that belongs to `code` (a StatusCode or a google.rpc.Code number)."""
     if isinstance(code, int):
@@ -185,5 +184,5 @@ def from_code(
     kind = _CLASSES.get(code, BatonError)
     error = kind.__new__(kind)
     reason = reason or (code.name if kind is BatonError else kind.reason)
-    BatonError.__init__(error, message, reason=reason, field=field, retry_after_s=retry_after_s, code=code)
+    BatonError.__init__(error, message, reason=reason, field=field, code=code)
     return error

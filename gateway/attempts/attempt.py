@@ -196,5 +196,5 @@ class Attempt:
             return
         self._record.source = holder
         self.spec.budget_ms = budget_ms(self._deadline)
-        taker = make_taker(self.decode.link, self.num_granted_tokens)
+        taker = make_taker(self.decode.link)
         self.prefill.send(prefill=pb.Prefill(spec=self.spec, taker=taker, sources=sources))

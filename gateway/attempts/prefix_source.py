@@ -40,7 +40,7 @@ class PrefixSource:
         self._leg = holder.open(key, self)
         self._timer = asyncio.get_running_loop().call_later(OFFER_WAIT_S, self._settle, [], None)
         chain = pb.SpanChain(hashes=hashes)
-        self._leg.send(offer=pb.Offer(spans=chain, taker=make_taker(taker, 0), budget_ms=budget_ms(deadline)))
+        self._leg.send(offer=pb.Offer(spans=chain, taker=make_taker(taker), budget_ms=budget_ms(deadline)))
 
     def post(self, leg, event) -> None:
         """Take the holder's answer."""

@@ -121,15 +121,12 @@ def pooled_spec(
     )
 
 
-def make_taker(link: WorkerLink, num_cached_tokens: int) -> kv_pb2.Taker:
-    """Return what a source must know of the worker that takes its KV and has `num_cached_tokens` already."""
+def make_taker(link: WorkerLink) -> kv_pb2.Taker:
+    """Return what a source must know of the worker that takes its KV."""
     hello = link.hello
     return kv_pb2.Taker(
         instance=hello.instance,
         epoch=hello.epoch,
         layout=hello.layout,
         numerics_class=hello.numerics_class,
-        num_cached_tokens=num_cached_tokens,
-        transports=hello.model.transports,
-        host_id=hello.host_id,
     )

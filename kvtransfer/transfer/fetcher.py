@@ -91,12 +91,9 @@ class Fetcher:
         self._wrong: Counter[tuple[bytes, str]] = Counter()  # digest mismatches since the last fetch that was right
         self._rates = TransferRates()
 
-    def taker(self, num_cached_tokens: int = 0) -> Taker:
+    def taker(self) -> Taker:
         """Return what a source needs to make an offer."""
-        return Taker(
-            self._instance, self._epoch, self._layout, self._numerics_class, num_cached_tokens, self._transports,
-            self._host_id,
-        )  # fmt: skip
+        return Taker(self._instance, self._epoch, self._layout, self._numerics_class)
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
         """Pulls everything that `destination` misses; `deadline` on time.monotonic().

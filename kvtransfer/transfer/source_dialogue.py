@@ -226,8 +226,7 @@ class SourceDialogue:
         self._room.set()
         self._acked.take(moved)
         self._shelf.counters["bytes_confirmed"] += self._wire_bytes(moved)
-        confirm = kv_pb2.Confirm(range=range_to_proto(moved), num_tokens_confirmed=self._acked.token)
-        self._replies.put_nowait(kv_pb2.KVFrame(confirm=confirm))
+        self._replies.put_nowait(kv_pb2.KVFrame(confirm=kv_pb2.Confirm(range=range_to_proto(moved))))
 
     def _end(self, lease: Lease, share: int, end: kv_pb2.End) -> None:
         if end.status != "ok":

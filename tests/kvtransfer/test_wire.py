@@ -25,10 +25,10 @@ def test_handle_round_trip():
 
 
 def test_taker_round_trip():
-    taker = wire.Taker(b"d", 3, layout(), "class", 128, ("shm", "tcp"), "host")
+    taker = wire.Taker(b"d", 3, layout(), "class")
     assert wire.taker_from_proto(wire.taker_to_proto(taker)) == taker
     with pytest.raises(ProtocolError):
-        wire.taker_from_proto(kv_pb2.Taker(instance=b"d", num_cached_tokens=7))
+        wire.taker_from_proto(kv_pb2.Taker(epoch=3, layout=wire.layout_to_proto(layout())))
 
 
 def test_layout_of_another_version():

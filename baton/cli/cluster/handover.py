@@ -180,8 +180,6 @@ def _taker(hello: pb.Hello) -> kv_pb2.Taker:
         epoch=hello.epoch,
         layout=hello.layout,
         numerics_class=hello.numerics_class,
-        transports=hello.model.transports,
-        host_id=hello.host_id,
     )
 
 

@@ -49,7 +49,7 @@ class Wires:
         """Pulls what is leased as `lease` for `key`."""
         fetcher = self._fetchers[self._engines.index(taker)]
         begin = num_cached // SPAN_TOKENS * SPAN_TOKENS
-        taker_words = self._in_loop(lambda: fetcher.taker(begin))
+        taker_words = self._in_loop(fetcher.taker)
         offer = self._in_loop(
             lambda: self._sources[self._engines.index(source)].offer(
                 lease, blocks, num_tokens, hashes, parent, taker_words, num_ready

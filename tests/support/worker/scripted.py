@@ -205,11 +205,10 @@ class Answer:
             self.finish_reasons[row.choice] = row.finish_reason
 
 
-def taker_of(hello: pb.Hello, num_cached_tokens: int = 0) -> kv_pb2.Taker:
+def taker_of(hello: pb.Hello) -> kv_pb2.Taker:
     """Return the taker that a gateway announces to a prefill worker for the worker that sent `hello`."""
     return kv_pb2.Taker(
-        instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
-        num_cached_tokens=num_cached_tokens, transports=hello.model.transports, host_id=hello.host_id,
+        instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class
     )  # fmt: skip
 
 
@@ -219,8 +218,8 @@ class Pair:
     def __init__(self, prefill: Session, decode: Session):
         self.prefill, self.decode = prefill, decode
 
-    def taker(self, num_cached_tokens: int = 0) -> kv_pb2.Taker:
-        return taker_of(self.decode.hello, num_cached_tokens)
+    def taker(self) -> kv_pb2.Taker:
+        return taker_of(self.decode.hello)
 
     async def generate(self, request_id: str, spec: pb.RequestSpec, reached=None) -> Answer:
         """`reached(phase)` is called when the walk reaches admitted, accepted, fetching, done, started, row."""
@@ -229,7 +228,7 @@ class Pair:
         await self.decode.send(admit=pb.Admit(key=key, spec=spec))
         answer.granted = await self.decode.next(request_id, "granted")
         reached("admitted")
-        taker = self.taker(answer.granted.num_cached_tokens)
+        taker = self.taker()
         await self.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=taker))
         answer.accepted = accepted = await self.prefill.next(request_id, "accepted")
         reached("accepted")

@@ -19,7 +19,7 @@ from kvtransfer.wire import Taker, decode_handle
 
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
 KEY, INSTANCE = "key", b"i" * 16
-TAKER = Taker(b"t" * 16, 2, LAYOUT, "exact", 0, ("tcp",), "host")
+TAKER = Taker(b"t" * 16, 2, LAYOUT, "exact")
 
 
 @dataclass

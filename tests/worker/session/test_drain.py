@@ -223,8 +223,8 @@ def test_a_prefill_worker_waits_for_its_leases(model, is_pulled):
         async with run_pair(model, lease_ttl_s=2.0) as (pair, prefill, _decode):
             spec, key = make_spec(PROMPT, max_tokens=4), pb.Key(request_id="held")
             await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
-            granted = await pair.decode.next("held", "granted")
-            taker = pair.taker(granted.num_cached_tokens)
+            await pair.decode.next("held", "granted")
+            taker = pair.taker()
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=taker))
             accepted = await pair.prefill.next("held", "accepted")
             first = (await pair.prefill.next("held", "done")).first_tokens
