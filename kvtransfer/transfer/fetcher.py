@@ -25,9 +25,10 @@ from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.digest import KINDS
 from kvtransfer.memory.pools import DevicePool, Pools
 from kvtransfer.memory.reshard import Sharding, Share, plan
+from kvtransfer.transfer.destination import Destination, SharedDestination
 from kvtransfer.transfer.dialogue import together
 from kvtransfer.transfer.mirror_room import MirrorRoom
-from kvtransfer.transfer.pull import Destination, Pull, Shelter
+from kvtransfer.transfer.pull import Pull
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import inproc
 from kvtransfer.transports.endpoints import Dialer
@@ -122,9 +123,9 @@ class Fetcher:
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
         numerics, shares = self._check(handle, want)
-        shelter, began = Shelter(self._pools.host, destination, len(shares), handle), time.monotonic()
+        shared, began = SharedDestination(self._pools.host, destination, len(shares), handle), time.monotonic()
         pulls = [
-            Pull(self._pools, self._sharding, handle, share, index, shelter, self._digest,
+            Pull(self._pools, self._sharding, handle, share, index, shared, self._digest,
                  self._codec, self._room)
             for index, share in enumerate(shares)
         ]  # fmt: skip
@@ -135,10 +136,10 @@ class Fetcher:
         ]  # fmt: skip
         used: list[tuple[str, str]] = []
         await together([self._pull(pull, choice, want, used) for pull, choice in zip(pulls, choices)])
-        await shelter.caught_up()
+        await shared.caught_up()
         last_confirm = max(pull.last_confirm for pull in pulls)
         return FetchReport(
-            num_tokens=handle.num_tokens - shelter.num_cached_tokens,
+            num_tokens=handle.num_tokens - shared.num_cached_tokens,
             num_bytes=sum(pull.num_bytes for pull in pulls),
             num_bytes_early=sum(pull.num_bytes_early for pull in pulls),
             transport="+".join(dict.fromkeys(transport for transport, _ in used)),

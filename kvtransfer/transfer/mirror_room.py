@@ -21,10 +21,10 @@ SOURCES_PART = 0.75
 
 
 class Side(Enum):
-    """What a range is to this worker."""
+    """What this worker is to a range."""
 
-    GIVEN = "given"
-    TAKEN = "taken"
+    SOURCE = "source"
+    TAKER = "taker"
 
 
 class MirrorRoom:
@@ -71,7 +71,7 @@ class MirrorRoom:
     def _fits(self, side: Side, ids: np.ndarray) -> bool:
         used = self._num_users > 0
         used[ids] = True
-        part = SOURCES_PART if side is Side.GIVEN else 1.0
+        part = SOURCES_PART if side is Side.SOURCE else 1.0
         return self._num_ranges[side] == 0 or int(np.count_nonzero(used)) <= part * self.most
 
     async def _make_room(self, ids: np.ndarray) -> None:
@@ -92,7 +92,7 @@ class MirrorRoom:
                 self._drop(int(run[0]), len(run))
 
 
-class Stay:
+class RoomUse:
     """The ranges of one dialogue that are in a mirror's room."""
 
     def __init__(self, room: MirrorRoom | None, side: Side):

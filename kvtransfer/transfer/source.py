@@ -21,7 +21,7 @@ from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import EXPIRED, Lease, LeaseTable
 from kvtransfer.transfer.mirror_room import MirrorRoom
-from kvtransfer.transfer.source_dialogue import Shelf, SourceDialogue
+from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
 from kvtransfer.transports.transport import Line, allowed
@@ -75,7 +75,7 @@ class Source:
         self._is_strict = is_strict
         self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), self._lease_over)
-        self._shelf = Shelf(
+        self._context = SourceContext(
             self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
             generations, state_generations or generations, self.counters, {}, room, grace_s,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class Source:
     def _ticket(self, lease: Lease, taker: Taker) -> Offer:
         fetch_id = secrets.token_bytes(ID_BYTES)
         lease.add_fetch(fetch_id)
-        ticket = self._shelf.mint.mint(lease.lease_id, taker.instance, taker.epoch, fetch_id)
+        ticket = self._context.mint.mint(lease.lease_id, taker.instance, taker.epoch, fetch_id)
         return Offer(lease.lease_id, encode_handle(self._handle(lease)), ticket)
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
@@ -184,7 +184,7 @@ class Source:
 
     async def serve(self, line: Line, transport: str) -> None:
         """One dialogue on a line that was accepted."""
-        await SourceDialogue(self._shelf, line, transport, self._connections[transport].establish).run()
+        await SourceDialogue(self._context, line, transport, self._connections[transport].establish).run()
 
     def _accept(self, line: Line, transport: str) -> None:
         self._connections[transport].open(line, self.serve(line, transport))

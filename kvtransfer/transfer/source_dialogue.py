@@ -1,6 +1,7 @@
 """The source's side of one dialogue."""
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter, deque
@@ -24,8 +25,8 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.connections import WANT_S
 from kvtransfer.transfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
 from kvtransfer.transfer.extent import extent_of
-from kvtransfer.transfer.leases import Lease, LeaseTable
-from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
+from kvtransfer.transfer.leases import Fetch, Lease, LeaseTable
+from kvtransfer.transfer.mirror_room import MirrorRoom, RoomUse, Side
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.transport import Line, run_blocking
 from kvtransfer.wire import (
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """Hold what every dialogue of a source needs of it."""
+class SourceContext:
+    """What every dialogue of a source needs of it."""
 
     pools: Pools
     sharding: Sharding  # the part of the model in `pools`
@@ -64,79 +65,253 @@ class Shelf:
     grace_s: float  # for which a ticket that another rank has minted may be known there alone
 
 
+class _WantedShare:
+    """What a taker wants here: one share of a lease, as it is in the pool and as it travels."""
+
+    def __init__(self, context: SourceContext, transport: str, lease: Lease, want: kv_pb2.Want):
+        """Raises LayoutMismatch, ProtocolError, before anything is allocated."""
+        taker, layout = layout_from_proto(want.layout), context.sharding.layout
+        if want.transport != transport:
+            raise ProtocolError(f"Want for {want.transport} on a {transport} line")
+        if not 1 <= want.num_shares <= _MAX_SHARES:
+            raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
+        relation(layout, context.numerics_class, taker, context.numerics_class)  # classes were compared at the Offer
+        box = box_from_proto(want.part, layout)
+        self.index = want.share
+        self.extent = extent = extent_of(lease, layout, box)
+        self.cells = cells = context.sharding.cells(context.pools.used_by(transport), box)
+        self.digests = make_digests(want.digest, layout, box, extent.names)
+        self.is_mirrored = cells.memory is context.pools.host or self.digests.reads_bytes
+        self.sends = CAPABILITIES[transport].source_sends
+        self._in_blocks = want.in_blocks
+        if want.in_blocks and (extent.is_state or taker.groups[box.group] != layout.groups[box.group]):
+            raise ProtocolError("whole blocks are wanted, but here they are of another size or form")
+        self._wire = taker.groups[box.group] if self.sends else cells.group  # its form is what travels
+        self._codec = context.codec
+        layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
+        self.sent, self.acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
+        self.block_ids = [block.block_id for block in extent.blocks]
+        self.generations = [block.generation for block in extent.blocks]  # when they were leased
+        self.ids = context.pools.host.check_ids(self.block_ids, extent.is_state)
+
+    def wire_bytes(self, moved: Range) -> int:
+        """Return the bytes of the range as it travels."""
+        rows = (
+            self.cells.group.num_kinds * self.cells.num_heads * (moved.layer_end - moved.layer_begin) * moved.num_tokens
+        )
+        return rows * sum(row_sizes(self._wire))
+
+    def token_cost(self) -> int:
+        """Return the bytes of all layers of one token in a range, raised so that its digests fit into a frame too."""
+        one = Range(0, 1, self.cells.first_layer, self.cells.first_layer + self.cells.num_layers)
+        digests = self.digests.shape(one)[1] * self.digests.cell_bytes
+        return max(1, self.wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
+
+    def max_stretch(self) -> int:
+        """Return the number of tokens, whole spans, of which digests of one layer and generations fit into a frame."""
+        first = self.cells.first_layer
+        _, num_digests = self.digests.shape(Range(0, SPAN_TOKENS, first, first + 1))
+        num_blocks = -(-SPAN_TOKENS // self.cells.block_size)
+        span_bytes = num_digests * self.digests.cell_bytes + num_blocks * GENERATION_BYTES
+        return MAX_FRAME_BYTES // 2 // span_bytes * SPAN_TOKENS
+
+    def digest(self, moved: Range) -> tuple[np.ndarray, Iterable[list[memoryview]]]:
+        """Return the digests of the range as it travels, and the buffers that do; mostly in a thread."""
+        self.cells.each(self.ids, moved, self.cells.memory.refresh)
+        if self._wire.form != self.cells.form:
+            parts = encode(self.cells, self.ids, moved, self._wire, self._codec)
+            digests = self.digests.of_parts(moved, ((each.part, each.staged) for each in parts))
+            return digests, [[memoryview(each.flat)] for each in parts]
+        digests = self.digests.of_pool(self.cells, self.ids, moved)
+        return digests, self.cells.outgoing(self.ids, moved, self._in_blocks) if self.sends else ()
+
+
 class _Prepared(NamedTuple):
     moved: Range
     digests: np.ndarray
     payload: Iterable[list[memoryview]]
 
 
-class SourceDialogue:
-    """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
+class _Delivery:
+    """The sending of one share, from the lease's first token that is wanted to the taker's End."""
 
-    def __init__(self, shelf: Shelf, line: Line, transport: str, establish: Callable[[], None]):
-        """`establish()` is called when the ticket is checked; what it raises ends the dialogue."""
-        self._shelf = shelf
+    def __init__(
+        self, context: SourceContext, line: Line, lease: Lease, fetch: Fetch, share: _WantedShare, heard: asyncio.Event
+    ):
+        """`heard` is set whenever the taker says something."""
+        self._context = context
         self._line = line
-        self._transport = transport
-        self._establish = establish
-        self._sends = CAPABILITIES[transport].source_sends
+        self._lease = lease
+        self._fetch = fetch
+        self._share = share
+        self._heard = heard
         self._replies: asyncio.Queue[kv_pb2.KVFrame] = asyncio.Queue(_MAX_REPLIES)
         self._prepared: asyncio.Queue[_Prepared] = asyncio.Queue(1)
         self._unacked: deque[Range] = deque()
-        self._room = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._room_use = RoomUse(context.room if share.is_mirrored else None, Side.SOURCE)
+
+    async def run(self) -> None:
+        """Send until the taker ends the dialogue. Raises a KVError."""
+        try:
+            await converse(self._listen(), self._prepare_all(), self._announce_all(), self._reply())
+        finally:
+            self._room_use.leave_all()
+
+    async def _listen(self) -> None:
+        while True:
+            frame = await self._line.receive()
+            self._heard.set()
+            self._check_alive()
+            self._context.leases.renew(self._lease.lease_id)
+            match frame.WhichOneof("kind"):
+                case "ack":
+                    self._confirm(range_from_proto(frame.ack.range))
+                case "renew":
+                    if self._replies.empty():
+                        self._replies.put_nowait(renew_frame())
+                case "end":
+                    return self._end(frame.end)
+                case kind:
+                    raise ProtocolError(f"{kind} from a taker in mid-dialogue")
+
+    def _check_alive(self) -> None:
+        self._lease.check_alive()
+        if self._fetch.is_withdrawn:
+            raise TicketRefused("this ticket was withdrawn")
+
+    def _confirm(self, moved: Range) -> None:
+        if not self._unacked or self._unacked[0] != moved:
+            raise ProtocolError(f"Ack of {moved}, which is not the oldest range under way")
+        self._generations(moved)
+        self._unacked.popleft()
+        self._room_use.leave(moved)
+        self._has_room.set()
+        self._share.acked.take(moved)
+        self._context.counters["bytes_confirmed"] += self._share.wire_bytes(moved)
+        self._replies.put_nowait(kv_pb2.KVFrame(confirm=kv_pb2.Confirm(range=range_to_proto(moved))))
+
+    def _end(self, end: kv_pb2.End) -> None:
+        if end.status != "ok":
+            self._context.counters[f"taker_{end.status}" if end.status.isidentifier() else "taker_internal"] += 1
+        elif not self._share.acked.done:
+            raise ProtocolError("the taker ends with ok before everything was confirmed")
+        else:
+            self._context.leases.confirm(self._lease, self._fetch, self._share.index)
+
+    async def _prepare_all(self) -> None:
+        """Digest a range while the one before it is sent."""
+        lease, share, sent = self._lease, self._share, self._share.sent
+        token_bytes, max_bytes = share.token_cost(), MAX_SENT_BYTES if share.sends else MAX_RANGE_BYTES
+        max_stretch = share.max_stretch()
+        while True:
+            lease.changed.clear()
+            self._check_alive()
+            mark = share.extent.watermark(lease)
+            moved = None if sent.done else sent.upcoming(mark, token_bytes, max_bytes, max_stretch)
+            if moved is None:
+                await lease.changed.wait()
+                continue
+            sent.take(moved)
+            await self._room_use.enter(moved, share.ids[blocks_of(moved, share.cells.block_size)])
+            work = math.inf if share.cells.memory.waits else share.wire_bytes(moved)
+            digests, payload = await run_blocking(work, share.digest, moved)
+            await self._prepared.put(_Prepared(moved, digests, payload))
+
+    async def _announce_all(self) -> None:
+        """Announce what is prepared, beside the listening: a taker that has everything already says so and goes before it can be
+        shared with."""
+        share = self._share
+        await self._line.share_memory()
+        while True:
+            moved, digests, payload = await self._prepared.get()
+            while len(self._unacked) >= MAX_UNACKED:
+                self._has_room.clear()
+                await self._has_room.wait()
+            failpoints.hit("transfer.ready")
+            ready = kv_pb2.Ready(range=range_to_proto(moved), generations=self._generations(moved))
+            share.digests.write(digests, ready)
+            ready.payload_bytes = share.wire_bytes(moved) if share.sends else 0
+            ready.is_early = not self._lease.is_complete
+            self._unacked.append(moved)
+            await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
+
+    def _generations(self, moved: Range) -> list[int]:
+        """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
+        lease."""
+        self._lease.check_alive()
+        share, context = self._share, self._context
+        blocks = blocks_of(moved, share.cells.block_size)
+        generation = context.state_generations if share.extent.is_state else context.generations
+        generations = list(map(generation, share.block_ids[blocks]))
+        if generations != share.generations[blocks]:
+            raise StaleBlocks("the source has given blocks of this lease to another request")
+        return generations
+
+    async def _reply(self) -> None:
+        """Send the answers to the taker: they wait for the payload under way, reading and renewing must not."""
+        while True:
+            await self._line.send(await self._replies.get())
+
+
+class SourceDialogue:
+    """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
+
+    def __init__(self, context: SourceContext, line: Line, transport: str, establish: Callable[[], None]):
+        """`establish()` is called when the ticket is checked; what it raises ends the dialogue."""
+        self._context = context
+        self._line = line
+        self._transport = transport
+        self._establish = establish
         self._heard, self._over = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Never raises but for cancellation; the line is closed behind it."""
+        """Serve the taker. Never raises but for cancellation; the line is closed behind it."""
         try:
             await self._serve()
         except PeerLost:
-            self._shelf.counters["peer_lost"] += 1
-        except KVError as exc:
-            self._shelf.counters[exc.status] += 1
-            await self._tell(exc)
+            self._context.counters["peer_lost"] += 1
+        except KVError as error:
+            self._context.counters[error.status] += 1
+            await self._tell(error)
         except Exception:
             log.exception("a KV dialogue failed")
-            self._shelf.counters["internal"] += 1
+            self._context.counters["internal"] += 1
             await self._tell(KVError("the source failed, see its log"))
         finally:
             self._over.set()
             self._line.close()
 
-    async def _tell(self, exc: KVError) -> None:
-        try:
-            await self._line.send(end_frame(exc.status, str(exc)))
+    async def _tell(self, error: KVError) -> None:
+        with contextlib.suppress(KVError):  # the other side has gone
+            await self._line.send(end_frame(error.status, str(error)))
             await self._line.drain()
-        except KVError:
-            pass  # the other side has gone
 
     async def _serve(self) -> None:
-        want = await self._first()
+        context, want = self._context, await self._first()
         lease = await self._authorise(want)
-        self._check_want(lease, want)
+        share = _WantedShare(context, self._transport, lease, want)
         name = (want.ticket.fetch_id, want.share)
-        while (earlier := self._shelf.dialogues.get(name)) is not None:
+        while (earlier := context.dialogues.get(name)) is not None:
             await self._take_over(earlier)
         lease.check_alive()
-        self._fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
-        self._shelf.dialogues[name] = self
+        fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
+        context.dialogues[name] = self
         try:
             self._establish()
-            working = (self._prepare_all(lease), self._announce_all(lease), self._reply())
-            await converse(self._listen(lease, want.share), *working)
+            await _Delivery(context, self._line, lease, fetch, share, self._heard).run()
         finally:
-            self._stay.leave_all()
-            if self._shelf.dialogues.get(name) is self:
-                del self._shelf.dialogues[name]
-            self._shelf.leases.leave(lease, self._fetch)
+            if context.dialogues.get(name) is self:
+                del context.dialogues[name]
+            context.leases.leave(lease, fetch)
 
     async def _first(self) -> kv_pb2.Want:
-        """Raises PeerLost where it is not there in time, ProtocolError for anything else."""
+        """Return the Want. Raises PeerLost where it is not there in time, ProtocolError for anything else."""
         try:
             async with asyncio.timeout(WANT_S):
                 frame = await self._line.receive()
-        except TimeoutError as exc:
-            raise PeerLost(f"no Want came within {WANT_S:g} s") from exc
+        except TimeoutError as error:
+            raise PeerLost(f"no Want came within {WANT_S:g} s") from error
         if frame.WhichOneof("kind") != "want":
             raise ProtocolError("a dialogue begins with Want")
         return frame.want
@@ -157,164 +332,14 @@ class SourceDialogue:
             )
             raise TicketRefused("this ticket's taker is being served on another line")
         earlier._line.close()
-        for name in [name for name, dialogue in self._shelf.dialogues.items() if dialogue is earlier]:
-            del self._shelf.dialogues[name]
+        for name in [name for name, dialogue in self._context.dialogues.items() if dialogue is earlier]:
+            del self._context.dialogues[name]
 
     async def _authorise(self, want: kv_pb2.Want) -> Lease:
-        """Raises TicketRefused, LeaseExpired, before anything is allocated."""
-        self._shelf.mint.check(want.ticket, want.taker_instance, want.taker_epoch)
-        if self._shelf.grace_s:
-            await self._shelf.leases.arrival(want.ticket.lease_id, want.ticket.fetch_id, self._shelf.grace_s)
-        lease = self._shelf.leases.find(want.ticket.lease_id)
-        self._shelf.leases.renew(lease.lease_id)
+        """Return the lease of the ticket. Raises TicketRefused, LeaseExpired, before anything is allocated."""
+        self._context.mint.check(want.ticket, want.taker_instance, want.taker_epoch)
+        if self._context.grace_s:
+            await self._context.leases.arrival(want.ticket.lease_id, want.ticket.fetch_id, self._context.grace_s)
+        lease = self._context.leases.find(want.ticket.lease_id)
+        self._context.leases.renew(lease.lease_id)
         return lease
-
-    def _check_want(self, lease: Lease, want: kv_pb2.Want) -> None:
-        """Check and store what the taker asks for. Raises LayoutMismatch, ProtocolError, before anything is
-        allocated."""
-        shelf, taker = self._shelf, layout_from_proto(want.layout)
-        layout = shelf.sharding.layout
-        if want.transport != self._transport:
-            raise ProtocolError(f"Want for {want.transport} on a {self._transport} line")
-        if not 1 <= want.num_shares <= _MAX_SHARES:
-            raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
-        relation(layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
-        box = box_from_proto(want.part, layout)
-        self._extent = extent = extent_of(lease, layout, box)
-        self._cells = shelf.sharding.cells(shelf.pools.used_by(self._transport), box)
-        self._digests = make_digests(want.digest, layout, box, extent.names)
-        mirrored = self._cells.memory is shelf.pools.host or self._digests.reads_bytes
-        self._stay = Stay(shelf.room if mirrored else None, Side.GIVEN)
-        self._in_blocks = want.in_blocks
-        if want.in_blocks and (extent.is_state or taker.groups[box.group] != layout.groups[box.group]):
-            raise ProtocolError("whole blocks are wanted, but here they are of another size or form")
-        self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
-        layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
-        self._sent, self._acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
-        self._block_ids = [block.block_id for block in extent.blocks]
-        self._leased_generations = [block.generation for block in extent.blocks]
-        self._ids = shelf.pools.host.check_ids(self._block_ids, extent.is_state)
-
-    async def _listen(self, lease: Lease, share: int) -> None:
-        while True:
-            frame = await self._line.receive()
-            self._heard.set()
-            self._check_alive(lease)
-            self._shelf.leases.renew(lease.lease_id)
-            match frame.WhichOneof("kind"):
-                case "ack":
-                    self._confirm(lease, range_from_proto(frame.ack.range))
-                case "renew":
-                    if self._replies.empty():
-                        self._replies.put_nowait(renew_frame())
-                case "end":
-                    return self._end(lease, share, frame.end)
-                case kind:
-                    raise ProtocolError(f"{kind} from a taker in mid-dialogue")
-
-    def _check_alive(self, lease: Lease) -> None:
-        lease.check_alive()
-        if self._fetch.is_withdrawn:
-            raise TicketRefused("this ticket was withdrawn")
-
-    def _confirm(self, lease: Lease, moved: Range) -> None:
-        if not self._unacked or self._unacked[0] != moved:
-            raise ProtocolError(f"Ack of {moved}, which is not the oldest range under way")
-        self._generations(lease, moved)
-        self._unacked.popleft()
-        self._stay.leave(moved)
-        self._room.set()
-        self._acked.take(moved)
-        self._shelf.counters["bytes_confirmed"] += self._wire_bytes(moved)
-        self._replies.put_nowait(kv_pb2.KVFrame(confirm=kv_pb2.Confirm(range=range_to_proto(moved))))
-
-    def _end(self, lease: Lease, share: int, end: kv_pb2.End) -> None:
-        if end.status != "ok":
-            self._shelf.counters[f"taker_{end.status}" if end.status.isidentifier() else "taker_internal"] += 1
-        elif not self._acked.done:
-            raise ProtocolError("the taker ends with ok before everything was confirmed")
-        else:
-            self._shelf.leases.confirm(lease, self._fetch, share)
-
-    def _wire_bytes(self, moved: Range) -> int:
-        rows = (
-            self._cells.group.num_kinds
-            * self._cells.num_heads
-            * (moved.layer_end - moved.layer_begin)
-            * moved.num_tokens
-        )
-        return rows * sum(row_sizes(self._wire))
-
-    def _token_cost(self) -> int:
-        """Return the bytes of all layers of one token in a range, raised so that its digests fit into a frame too."""
-        one = Range(0, 1, self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
-        digests = self._digests.shape(one)[1] * self._digests.cell_bytes
-        return max(1, self._wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
-
-    def _max_stretch(self) -> int:
-        """Return the number of tokens, whole spans, of which digests of one layer and generations fit into a frame."""
-        first = self._cells.first_layer
-        _, num_digests = self._digests.shape(Range(0, SPAN_TOKENS, first, first + 1))
-        num_blocks = -(-SPAN_TOKENS // self._cells.block_size)
-        span_bytes = num_digests * self._digests.cell_bytes + num_blocks * GENERATION_BYTES
-        return MAX_FRAME_BYTES // 2 // span_bytes * SPAN_TOKENS
-
-    async def _prepare_all(self, lease: Lease) -> None:
-        """Digests a range while the one before it is sent."""
-        token_bytes, max_bytes = self._token_cost(), MAX_SENT_BYTES if self._sends else MAX_RANGE_BYTES
-        max_stretch = self._max_stretch()
-        while True:
-            lease.changed.clear()
-            self._check_alive(lease)
-            mark, sent = self._extent.watermark(lease), self._sent
-            moved = None if sent.done else sent.upcoming(mark, token_bytes, max_bytes, max_stretch)
-            if moved is None:
-                await lease.changed.wait()
-                continue
-            self._sent.take(moved)
-            await self._stay.enter(moved, self._ids[blocks_of(moved, self._cells.block_size)])
-            work = math.inf if self._cells.memory.waits else self._wire_bytes(moved)
-            digests, payload = await run_blocking(work, self._digest, moved)
-            await self._prepared.put(_Prepared(moved, digests, payload))
-
-    async def _announce_all(self, lease: Lease) -> None:
-        """Beside the listening: a taker that has everything already says so and goes before it can be shared with."""
-        await self._line.share_memory()
-        while True:
-            moved, digests, payload = await self._prepared.get()
-            while len(self._unacked) >= MAX_UNACKED:
-                self._room.clear()
-                await self._room.wait()
-            failpoints.hit("transfer.ready")
-            ready = kv_pb2.Ready(range=range_to_proto(moved), generations=self._generations(lease, moved))
-            self._digests.write(digests, ready)
-            ready.payload_bytes = self._wire_bytes(moved) if self._sends else 0
-            ready.is_early = not lease.is_complete
-            self._unacked.append(moved)
-            await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
-
-    def _digest(self, moved: Range) -> tuple[np.ndarray, Iterable[list[memoryview]]]:
-        """Mostly in a thread: digests of the range as it travels, and the buffers that do."""
-        self._cells.each(self._ids, moved, self._cells.memory.refresh)
-        if self._wire.form != self._cells.form:
-            parts = encode(self._cells, self._ids, moved, self._wire, self._shelf.codec)
-            digests = self._digests.of_parts(moved, ((each.part, each.staged) for each in parts))
-            return digests, [[memoryview(each.flat)] for each in parts]
-        digests = self._digests.of_pool(self._cells, self._ids, moved)
-        return digests, self._cells.outgoing(self._ids, moved, self._in_blocks) if self._sends else ()
-
-    def _generations(self, lease: Lease, moved: Range) -> list[int]:
-        """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
-        lease."""
-        lease.check_alive()
-        blocks = blocks_of(moved, self._cells.block_size)
-        generation = self._shelf.state_generations if self._extent.is_state else self._shelf.generations
-        generations = list(map(generation, self._block_ids[blocks]))
-        if generations != self._leased_generations[blocks]:
-            raise StaleBlocks("the source has given blocks of this lease to another request")
-        return generations
-
-    async def _reply(self) -> None:
-        """Send the answers to the taker: they wait for the payload under way, reading and renewing must not."""
-        while True:
-            await self._line.send(await self._replies.get())

@@ -20,8 +20,8 @@ from kvtransfer.compatible import MIXED
 from kvtransfer.errors import DeviceHangs, KVError, ProtocolError
 from kvtransfer.layout import BlockRef, KVHandle
 from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.destination import Destination
 from kvtransfer.transfer.fetcher import FetchReport
-from kvtransfer.transfer.pull import Destination
 from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)

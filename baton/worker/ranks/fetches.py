@@ -18,9 +18,9 @@ from baton.worker.ranks.notes import LocalStream
 from kvtransfer.compatible import EXACT, MIXED
 from kvtransfer.errors import PeerLost, of_status
 from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.destination import CommonProgress, Destination
 from kvtransfer.transfer.dialogue import together
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
-from kvtransfer.transfer.pull import Destination
 from kvtransfer.wire import decode_handle
 
 
@@ -42,24 +42,6 @@ class _Share:
 
     async def caught_up(self) -> None:
         await self._whole.caught_up()
-
-
-class _Shares:
-    """The parts of one fetch: `destination` is told of what all of them have."""
-
-    def __init__(self, destination: Destination, num_ranks: int):
-        self._destination = destination
-        self._told = destination.num_cached_tokens
-        self._tokens = [self._told] * num_ranks
-
-    def of(self, rank: int) -> _Share:
-        return _Share(self._destination, lambda token: self._verified(rank, token))
-
-    def _verified(self, rank: int, token: int) -> None:
-        self._tokens[rank] = token
-        if (common := min(self._tokens)) > self._told:
-            self._told = common
-            self._destination.verified(common)
 
 
 class RankFetches:
@@ -111,9 +93,11 @@ class GroupFetcher:
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
         """As Fetcher.fetch. The blocks of the other ranks are set aside at once, not as they are announced."""
-        shares, reports = _Shares(destination, 1 + len(self._others)), []
+        cached, reports = destination.num_cached_tokens, []
+        progress = CommonProgress(1 + len(self._others), cached, destination.verified)
+        own, *others = (_Share(destination, partial(progress.note, rank)) for rank in range(1 + len(self._others)))
         told = {
-            "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": destination.num_cached_tokens,
+            "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": cached,
             "blocks": list(destination.set_aside(decode_handle(handle).num_tokens)),
             "within_s": deadline - time.monotonic(),
         }  # fmt: skip
@@ -121,8 +105,8 @@ class GroupFetcher:
         async def note(pull: Callable[[], Awaitable[FetchReport]]) -> None:
             reports.append(await pull())
 
-        pulls = [partial(self._own.fetch, handle, ticket, shares.of(0), deadline)]
-        pulls += [partial(other.fetch, told, shares.of(rank)) for rank, other in enumerate(self._others, 1)]
+        pulls = [partial(self._own.fetch, handle, ticket, own, deadline)]
+        pulls += [partial(rank.fetch, told, share) for rank, share in zip(self._others, others, strict=True)]
         await together([note(pull) for pull in pulls])
         return joined(reports)
 

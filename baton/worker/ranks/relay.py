@@ -12,9 +12,9 @@ from baton.engine.parallel.pipeline import put_message
 from baton.worker.ranks.listener import JoiningRank
 from kvtransfer.errors import TransferFailed
 from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.destination import Destination
 from kvtransfer.transfer.dialogue import together
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
-from kvtransfer.transfer.pull import Destination
 
 PIECE_BYTES = 1 << 20  # of a message: a step waits behind one at most
 

@@ -384,7 +384,7 @@ def test_a_ticket_is_worth_nothing_afterwards(name):
                     await rig.make_fetcher(b"decode-0", 22).fetch(offer.handle, offer.ticket, stolen, float("inf"))
             parsed = parse_ticket(elsewhere.ticket)
             with pytest.raises(errors.TicketRefused, match="not minted"):
-                other.source._shelf.mint.check(parsed, b"decode-0", 22)
+                other.source._context.mint.check(parsed, b"decode-0", 22)
             assert stolen.upto == []
 
     asyncio.run(main())

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import DigestMismatch
-from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
+from kvtransfer.transfer.mirror_room import MirrorRoom, RoomUse, Side
 from tests.support.kvtransfer.rig import NUM_BLOCKS, assert_still_serves, kind, layout, running, until
 
-GIVEN, TAKEN = Side.GIVEN, Side.TAKEN
+SOURCE, TAKER = Side.SOURCE, Side.TAKER
 
 
 def blocks(*ids: int) -> np.ndarray:
@@ -25,8 +25,8 @@ def test_what_was_used_longest_ago_goes_first():
     room, dropped = make_room(4)
 
     async def use(*ids):
-        await room.enter(TAKEN, blocks(*ids))
-        room.leave(TAKEN, blocks(*ids))
+        await room.enter(TAKER, blocks(*ids))
+        room.leave(TAKER, blocks(*ids))
 
     async def main():
         await use(0, 1)
@@ -64,14 +64,14 @@ def test_what_is_cancelled_leaves_nothing_behind():
     room, _ = make_room(4)
 
     async def main():
-        await room.enter(GIVEN, blocks(0, 1, 2))
-        waiting = asyncio.create_task(room.enter(GIVEN, blocks(3, 4)))
+        await room.enter(SOURCE, blocks(0, 1, 2))
+        waiting = asyncio.create_task(room.enter(SOURCE, blocks(3, 4)))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        room.leave(GIVEN, blocks(0, 1, 2))
+        room.leave(SOURCE, blocks(0, 1, 2))
         async with asyncio.timeout(5):
-            await room.enter(GIVEN, blocks(5, 6, 7))
+            await room.enter(SOURCE, blocks(5, 6, 7))
         assert not room._num_users[:5].any()
 
     asyncio.run(main())
@@ -82,16 +82,16 @@ def test_ranges_that_wait_for_other_workers_leave_room_for_those_that_come():
     room, _ = make_room(4)
 
     async def main():
-        await room.enter(GIVEN, blocks(0, 1, 2))
-        given = asyncio.create_task(room.enter(GIVEN, blocks(3)))
+        await room.enter(SOURCE, blocks(0, 1, 2))
+        given = asyncio.create_task(room.enter(SOURCE, blocks(3)))
         await asyncio.sleep(0.01)
         assert not given.done()
         async with asyncio.timeout(5):
-            await room.enter(TAKEN, blocks(4, 5, 6))  # more than is left: the first one that is taken never waits
-        taken = asyncio.create_task(room.enter(TAKEN, blocks(7)))
+            await room.enter(TAKER, blocks(4, 5, 6))  # more than is left: the first one that is taken never waits
+        taken = asyncio.create_task(room.enter(TAKER, blocks(7)))
         await asyncio.sleep(0.01)
         assert not taken.done()
-        room.leave(TAKEN, blocks(4, 5, 6))
+        room.leave(TAKER, blocks(4, 5, 6))
         async with asyncio.timeout(5):
             await taken
         given.cancel()
@@ -104,13 +104,13 @@ def test_a_dialogue_leaves_once_for_each_range():
     room, _ = make_room(4)
 
     async def main():
-        stay = Stay(room, GIVEN)
+        use = RoomUse(room, SOURCE)
         for name in "ab":
-            await stay.enter(name, blocks(1))
-        stay.leave("a")
-        stay.leave("a")
+            await use.enter(name, blocks(1))
+        use.leave("a")
+        use.leave("a")
         assert room._num_users[1] == 1
-        stay.leave_all()
+        use.leave_all()
         assert not room._num_users.any()
 
     asyncio.run(main())

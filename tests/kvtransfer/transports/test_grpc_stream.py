@@ -61,7 +61,7 @@ def test_a_fetch_that_has_ended_leaves_no_call_for_the_collector(how, monkeypatc
     async def main():
         async with running("grpc") as rig:
             fetching = asyncio.create_task(rig.fetch(rig.offer(), rig.destination()))
-            await until(lambda: rig.source._shelf.dialogues, "the taker to come")
+            await until(lambda: rig.source._context.dialogues, "the taker to come")
             assert len(calls) == 1
             if how == "it has everything":
                 rig.source.finish("k")

@@ -173,14 +173,14 @@ def test_cancel_waits_for_the_copy(monkeypatch):
     """A thread in mid-copy cannot be stopped, so `fetch` must not return before it has ended."""
     monkeypatch.setattr(transport, "INLINE_BYTES", 0)
     ended = []
-    place = pull.Pull._place_and_check
+    place = pull.TakerDialogue._place_and_check
 
     def slow(self, *args):
         time.sleep(0.2)
         place(self, *args)
         ended.append(True)
 
-    monkeypatch.setattr(pull.Pull, "_place_and_check", slow)
+    monkeypatch.setattr(pull.TakerDialogue, "_place_and_check", slow)
 
     async def main():
         async with running("shm") as rig:

@@ -44,9 +44,9 @@ def test_the_bound_is_told_and_pages_are_given_back(monkeypatch, caplog):
 
     async def main():
         for block in range(4):
-            await memory.room.enter(Side.TAKEN, np.array([block]))
+            await memory.room.enter(Side.TAKER, np.array([block]))
             memory.region.memory[block * mmap.PAGESIZE] = 1
-            memory.room.leave(Side.TAKEN, np.array([block]))
+            memory.room.leave(Side.TAKER, np.array([block]))
 
     asyncio.run(main())
     assert [memory.region.memory[block * mmap.PAGESIZE] for block in range(4)] == [0, 0, 1, 1]

@@ -5,7 +5,7 @@ import pytest
 from kvtransfer.errors import ProtocolError, StaleBlocks, TransferFailed
 from kvtransfer.layout import STATE, BlockRef, KVGroup, KVHandle, KVLayout
 from kvtransfer.memory.blocks import BlockMemory
-from kvtransfer.transfer.pull import Shelter
+from kvtransfer.transfer.destination import SharedDestination
 
 LAYOUT = KVLayout((KVGroup("paged", 1, 1, 8, "bf16", 16),))
 WITH_STATES = KVLayout((*LAYOUT.groups, KVGroup(STATE, 1, 1, 8, "fp32", 1)))
@@ -37,6 +37,9 @@ class Destination:
     def set_aside(self, upto_token):
         return self.blocks
 
+    def verified(self, upto_token):
+        """Nothing is moved here."""
+
 
 class Growing(Destination):
     """Has what it was asked for and no more, as an engine has."""
@@ -51,10 +54,10 @@ class Growing(Destination):
         return self.blocks
 
 
-def shelter_of(destination, layout: KVLayout = LAYOUT) -> Shelter:
+def shared_by(destination, layout: KVLayout = LAYOUT) -> SharedDestination:
     memory = BlockMemory(bytearray(layout.pool_bytes(NUM_BLOCKS, 4 if layout.state else 0)), layout)
     handle = KVHandle(b"", 0, b"", b"", "", layout, (), NUM_BLOCKS * 16, (), b"", ())
-    return Shelter(memory, destination, 1, handle)
+    return SharedDestination(memory, destination, 1, handle)
 
 
 @pytest.mark.parametrize("kind", (Destination, Growing))
@@ -62,36 +65,36 @@ def test_the_room_of_a_long_prompt_is_looked_at_once(kind):
     """A range of a span has four blocks of 16 tokens, however many came before."""
     order = [index * 5 % NUM_BLOCKS for index in range(NUM_BLOCKS)]
     destination = kind(order)
-    shelter = shelter_of(destination)
+    shared = shared_by(destination)
     for upto_token in range(64, NUM_BLOCKS * 16 + 1, 64):
-        before = shelter.ids
+        before = shared.ids
         seen = before.tolist()
-        shelter.make_room(upto_token)
+        shared.make_room(upto_token)
         assert before.tolist() == seen  # a thread may be reading it
-        assert shelter.ids[: upto_token // 16].tolist() == order[: upto_token // 16]
-    assert shelter.ids.tolist() == order
+        assert shared.ids[: upto_token // 16].tolist() == order[: upto_token // 16]
+    assert shared.ids.tolist() == order
     assert destination.blocks.num_read <= 2 * NUM_BLOCKS
 
 
 def test_what_a_destination_may_not_do():
-    shelter = shelter_of(destination := Growing(range(100, 110)))
-    shelter.make_room(64)
+    shared = shared_by(destination := Growing(range(100, 110)))
+    shared.make_room(64)
     destination.blocks[3] = BlockRef(103, 2)
     with pytest.raises(StaleBlocks):
-        shelter.make_room(128)
+        shared.make_room(128)
     with pytest.raises(TransferFailed, match="2 blocks aside for 64"):
-        shelter_of(Destination(range(2))).make_room(64)
+        shared_by(Destination(range(2))).make_room(64)
     with pytest.raises(ProtocolError):
-        shelter_of(Destination([0, 1, 2, NUM_BLOCKS])).make_room(64)
+        shared_by(Destination([0, 1, 2, NUM_BLOCKS])).make_room(64)
 
 
 def test_the_rest_of_a_state_goes_where_the_first_of_it_is():
-    shelter, state = shelter_of(destination := Growing(range(8)), WITH_STATES), BlockRef(2, 1)
+    shared, state = shared_by(destination := Growing(range(8)), WITH_STATES), BlockRef(2, 1)
     destination.state_block = lambda: state
     for _ in range(2):
-        shelter.make_room_for_state(128)
-    assert shelter.state_ids.tolist() == [2] and shelter.ids.tolist() == list(range(8))
+        shared.make_room_for_state(128)
+    assert shared.state_ids.tolist() == [2] and shared.ids.tolist() == list(range(8))
     state = BlockRef(3, 1)
     with pytest.raises(StaleBlocks, match="the state"):
-        shelter.make_room_for_state(128)
-    assert shelter.state_ids.tolist() == [2]
+        shared.make_room_for_state(128)
+    assert shared.state_ids.tolist() == [2]
