@@ -66,22 +66,22 @@ class KVGroup:
 
     @property
     def num_kinds(self) -> int:
-        """Rows of a token and head: K and V, or one of which both are made. A state is one row."""
+        """Return the rows of a token and head: K and V, or one of which both are made. A state is one row."""
         return 1 if self.kind in ("latent", STATE) else 2
 
     @property
     def row_bytes(self) -> int:
-        """One token of one head of K or of V, without its scale."""
+        """Return the bytes of one token of one head of K or of V, without its scale."""
         return self.head_dim * KV_FORMS[self.form].bits // 8
 
     @property
     def row_scale_bytes(self) -> int:
-        """The scale of one row; 0: the form has none."""
+        """Return the bytes of the scale of one row; 0: the form has none."""
         return KV_FORMS[self.form].scale_bytes
 
     @property
     def cell_bytes(self) -> int:
-        """One (layer, k|v, kv head) of one block, without scales: block_size rows, contiguous."""
+        """Return the bytes of one (layer, k|v, kv head) of one block, without scales: block_size rows, contiguous."""
         return self.block_size * self.row_bytes
 
     @property
@@ -90,7 +90,7 @@ class KVGroup:
 
     @property
     def scale_bytes(self) -> int:
-        """All scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
+        """Return the bytes of all scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
         return self.num_layers * self.num_kinds * self.num_kv_heads * self.block_size * self.row_scale_bytes
 
     @property
@@ -120,16 +120,16 @@ class KVLayout:
 
     @property
     def state(self) -> KVGroup | None:
-        """The group of layers that keep a state; a layout has one at most, behind the others."""
+        """Return the group of layers that keep a state; a layout has one at most, behind the others."""
         return self.groups[-1] if self.groups[-1].kind == STATE else None
 
     @property
     def state_bytes(self) -> int:
-        """One block of states: all layers of one sequence."""
+        """Return the bytes of one block of states: all layers of one sequence."""
         return 0 if self.state is None else self.state.block_bytes
 
     def pool_bytes(self, num_blocks: int, num_states: int = 0) -> int:
-        """The memory of a pool with so many blocks of tokens and of states."""
+        """Return the bytes of a pool with so many blocks of tokens and of states."""
         num_bytes = num_blocks * self.block_bytes
         if num_states:
             num_bytes += -num_bytes % _ALIGNMENT
@@ -145,16 +145,17 @@ class KVLayout:
         return sum(group.num_layers for group in self.groups)
 
     def first_layer(self, group: int) -> int:
-        """The number of a group's first layer, counted over all groups."""
+        """Return the number of a group's first layer, counted over all groups."""
         return sum(each.num_layers for each in self.groups[:group])
 
     @property
     def whole(self) -> tuple[Box, ...]:
-        """The shard of a rank that is alone."""
+        """Return the shard of a rank that is alone."""
         return tuple(Box(i, range(g.num_layers), range(g.num_kv_heads)) for i, g in enumerate(self.groups))
 
     def cut(self, shard: Sequence[Box]) -> "KVLayout":
-        """The layout of the pool that holds `shard` of this model. Raises ValueError for boxes that are not in it."""
+        """Return the layout of the pool that holds `shard` of this model. Raises ValueError for boxes that are not in
+        it."""
         groups: list[KVGroup] = []
         for box in shard:
             group = self.groups[box.group] if box.group < len(self.groups) else None
@@ -171,7 +172,7 @@ class KVLayout:
         return hashlib.sha256(repr(self).encode()).digest()[:16]
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 

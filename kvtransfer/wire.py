@@ -4,8 +4,7 @@ A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; ra
 """
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -63,7 +62,8 @@ def layout_to_proto(layout: KVLayout) -> kv_pb2.KVLayout:
 
 
 def layout_from_proto(proto: kv_pb2.KVLayout) -> KVLayout:
-    """Raises LayoutMismatch for a version or a form that this build does not know, ProtocolError for nonsense."""
+    """Return the layout. Raises LayoutMismatch for a version or a form that this build does not know, ProtocolError for
+    nonsense."""
     if proto.version != LAYOUT_VERSION:
         raise LayoutMismatch(f"layout version {proto.version}, this build speaks {LAYOUT_VERSION}")
     if not 1 <= len(proto.groups) <= _MAX_GROUPS:
@@ -81,8 +81,8 @@ def _group_from_proto(proto: kv_pb2.KVGroup) -> KVGroup:
         raise ProtocolError(f"a KV group of {sizes} layers, heads, head_dim, block_size: each 1 to {_MAX_DIMENSION}")
     try:
         return KVGroup(proto.kind, *sizes[:3], proto.form, sizes[3])
-    except ValueError as exc:
-        raise LayoutMismatch(str(exc)) from exc
+    except ValueError as error:
+        raise LayoutMismatch(str(error)) from error
 
 
 def taker_to_proto(taker: Taker) -> kv_pb2.Taker:
@@ -95,7 +95,7 @@ def taker_to_proto(taker: Taker) -> kv_pb2.Taker:
 
 
 def taker_from_proto(proto: kv_pb2.Taker) -> Taker:
-    """Raises ProtocolError or LayoutMismatch."""
+    """Return the taker. Raises ProtocolError, LayoutMismatch."""
     if not proto.instance:
         raise ProtocolError("a taker without an instance")
     return Taker(proto.instance, proto.epoch, layout_from_proto(proto.layout), proto.numerics_class)
@@ -120,24 +120,13 @@ def encode_handle(handle: KVHandle) -> bytes:
     ).SerializeToString()
 
 
-def join_handles(handles: Sequence[bytes]) -> bytes:
-    """One handle out of those of a source's ranks, which have leased their parts under one name. Raises ProtocolError
-    for handles that differ in more than their parts."""
-    first, *others = [decode_handle(data) for data in handles]
-    parts = list(first.parts)
-    for other in others:
-        if replace(other, parts=first.parts) != first:
-            raise ProtocolError("handles of ranks that speak of different leases")
-        parts += other.parts
-    return encode_handle(replace(first, parts=tuple(parts)))
-
-
 def decode_handle(data: bytes) -> KVHandle:
-    """Raises ProtocolError for bytes that are no handle or contradict themselves, LayoutMismatch for a form unknown."""
+    """Return the handle. Raises ProtocolError for bytes that are none or contradict themselves, LayoutMismatch for a
+    form unknown."""
     try:
         proto = kv_pb2.KVHandle.FromString(data)
-    except DecodeError as exc:
-        raise ProtocolError("these bytes are no KV handle") from exc
+    except DecodeError as error:
+        raise ProtocolError("these bytes are no KV handle") from error
     layout = layout_from_proto(proto.layout)
     _check_counts(proto, layout)
     return KVHandle(
@@ -187,7 +176,7 @@ def box_to_proto(box: Box) -> kv_pb2.KVPart:
 
 
 def box_from_proto(proto: kv_pb2.KVPart, layout: KVLayout) -> Box:
-    """Raises ProtocolError for layers or heads that the layout has not."""
+    """Return the box. Raises ProtocolError for layers or heads that the layout has not."""
     if proto.group >= len(layout.groups):
         raise ProtocolError(f"a part of group {proto.group}, the layout has {len(layout.groups)}")
     group = layout.groups[proto.group]
@@ -206,7 +195,7 @@ def range_from_proto(proto: kv_pb2.Range) -> Range:
 
 
 def encode_frame(frame: kv_pb2.KVFrame) -> bytes:
-    """Raises ProtocolError for a frame beyond MAX_FRAME_BYTES."""
+    """Return the frame with its header. Raises ProtocolError for one beyond MAX_FRAME_BYTES."""
     body = frame.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(body)} bytes: at most {MAX_FRAME_BYTES}")
@@ -214,7 +203,7 @@ def encode_frame(frame: kv_pb2.KVFrame) -> bytes:
 
 
 def frame_length(header: bytes, max_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Bytes of the frame behind this header. Raises ProtocolError."""
+    """Return the bytes of the frame behind this header. Raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a frame header of {len(header)} bytes: {HEADER_BYTES}")
     magic, version, _, length = _HEADER.unpack(header)
@@ -228,11 +217,11 @@ def frame_length(header: bytes, max_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def decode_frame(body: bytes) -> kv_pb2.KVFrame:
-    """Raises ProtocolError for bytes that are no frame or an empty one."""
+    """Return the frame. Raises ProtocolError for bytes that are none or an empty one."""
     try:
         frame = kv_pb2.KVFrame.FromString(body)
-    except DecodeError as exc:
-        raise ProtocolError("these bytes are no KV frame") from exc
+    except DecodeError as error:
+        raise ProtocolError("these bytes are no KV frame") from error
     if frame.WhichOneof("kind") is None:
         raise ProtocolError("a frame without a kind that this build knows")
     return frame

@@ -245,7 +245,8 @@ class Cells:
             view[selector] = run
 
     def _staged_runs(self, ids: np.ndarray, moved: Range, staged: Staged) -> Iterator[tuple]:
-        """(rows of the pool, which blocks of them, the same rows staged), [block, layer x k|v, head, row, bytes]."""
+        """Return (rows of the pool, which blocks of them, the same rows staged), [block, layer x k|v, head, row,
+        bytes]."""
         for piece in pieces_of(moved, self.block_size):
             own, rows = ids[piece.block_begin : piece.block_end], piece.row_end - piece.row_begin
             first = piece.block_begin * self.block_size + piece.row_begin - moved.token_begin
@@ -262,8 +263,8 @@ class Cells:
 
     def outgoing(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
         """Yield the range in wire order, in groups of buffers; `ids`: int64 [n], one per block position. With
-        `in_blocks` (the taker keeps this box alone, in blocks of the same size and form) whole blocks are sent as they are
-        kept there, from where they are if they are kept so here; the rest is staged."""
+        `in_blocks` (the taker keeps this box alone, in blocks of the same size and form) whole blocks are sent as they
+        are kept there, from where they are if they are kept so here; the rest is staged."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is None:
                 yield [memoryview(self._alone(selector)).cast("B") for selector in selectors]
@@ -320,7 +321,7 @@ class Cells:
                 yield None, runs
 
     def _flat(self, part: Range) -> tuple[np.ndarray, Staged]:
-        """One buffer and, in it, the staged arrays of a range."""
+        """Return one buffer and, in it, the staged arrays of a range."""
         return flat_staged((self._kinds * (part.layer_end - part.layer_begin), self.num_heads, part.num_tokens),
                            [plane.shape[-1] for plane in self.planes])  # fmt: skip
 

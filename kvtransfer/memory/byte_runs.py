@@ -25,7 +25,8 @@ class BoxOfPool(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """Rows, or their scales, of one block: `width` bytes side by side of each of `heads` of each of `layers` (k and v apart)."""
+    """Rows, or their scales, of one block: `width` bytes side by side of each of `heads` of each of `layers` (k and v
+    apart)."""
 
     offset: int
     width: int
@@ -38,9 +39,9 @@ class _Plane(NamedTuple):
 def merged_runs(
     source: BoxOfPool, own: BoxOfPool, source_ids: np.ndarray, own_ids: np.ndarray, moved: Range
 ) -> np.ndarray:
-    """Return int64 [n, 6]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height` places, and how
-    far these are apart there and here. Both boxes are of one size, and count the layers of `moved` from their first one on;
-    both ids int64 [m], one per block position of the prompt."""
+    """Return int64 [n, 6]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height`
+    places, and how far these are apart there and here. Both boxes are of one size, and count the layers of `moved` from
+    their first one on; both ids int64 [m], one per block position of the prompt."""
     found = [np.empty((0, 6), np.int64)]
     for piece in pieces_of(moved, own.layout.block_size):
         strips = np.array(_strips(source, own, moved, piece.row_begin, piece.row_end), np.int64).reshape(-1, 6)
@@ -71,7 +72,7 @@ def single_rows(runs: np.ndarray) -> np.ndarray:
 
 
 def _strips(source: BoxOfPool, own: BoxOfPool, moved: Range, row_begin: int, row_end: int) -> list[tuple[int, ...]]:
-    """Runs of block 0 of both pools with the range's layers, and these rows; a whole block is one."""
+    """Return runs of block 0 of both pools with the range's layers, and these rows; a whole block is one."""
     is_all = (moved.layer_begin, moved.layer_end, row_begin) == (0, len(own.box.layers), 0)
     if is_all and row_end == own.layout.block_size and source.is_whole and own.is_whole:
         width = own.layout.block_bytes
@@ -116,7 +117,7 @@ def _runs_of(there: _Plane, here: _Plane) -> list[tuple[int, ...]]:
 
 
 def _merged(runs: np.ndarray) -> np.ndarray:
-    """Runs of one place each that follow each other in both pools, as one."""
+    """Return runs of one place each that follow each other in both pools, as one."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, (SOURCE, OWN)] + runs[:-1, WIDTH, None]

@@ -104,7 +104,7 @@ class CudaRuntime:
         self._call("cudaSetDevice", device)
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of zeroed memory of the current device."""
+        """Return the address of zeroed memory of the current device."""
         pointer = c_void_p()
         self._call("cudaMalloc", byref(pointer), num_bytes)
         self._call("cudaMemset", pointer, 0, num_bytes)
@@ -122,7 +122,7 @@ class CudaRuntime:
         return bytes(handle)
 
     def open_handle(self, handle: bytes) -> int:
-        """Address of another process's allocation in this one."""
+        """Return the address of another process's allocation in this one."""
         pointer = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(pointer), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         return pointer.value or 0
@@ -138,7 +138,7 @@ class CudaRuntime:
         return major.value, minor.value
 
     def pci_id(self, device: int) -> str:
-        """Names a GPU whatever number each process gives it."""
+        """Return what names a GPU whatever number each process gives it."""
         text = ctypes.create_string_buffer(_PCI_ID_BYTES)
         self._call("cudaDeviceGetPCIBusId", text, _PCI_ID_BYTES, device)
         return text.value.decode()
@@ -179,7 +179,8 @@ class CudaRuntime:
         return code == 0
 
     def copy(self, target: int, source: int, width: int, pitches: tuple[int, int], height: int, stream: int) -> None:
-        """Within devices: `width` bytes at each of `height` places, which are so many bytes apart in the target and in the source."""
+        """Within devices: `width` bytes at each of `height` places, which are so many bytes apart in the target and in
+        the source."""
         if height == 1:
             self._call("cudaMemcpyAsync", target, source, width, _DEVICE_TO_DEVICE, stream)
         else:
@@ -187,17 +188,17 @@ class CudaRuntime:
             self._call("cudaMemcpy2DAsync", *places, _DEVICE_TO_DEVICE, stream)
 
     def copy_from_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Returns when the bytes are there."""
+        """Return when the bytes are there."""
         self._call("cudaMemcpyAsync", target, source, num_bytes, _HOST_TO_DEVICE, stream)
         self.synchronize(stream)
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Returns when the bytes are there."""
+        """Return when the bytes are there."""
         self._call("cudaMemcpyAsync", target, source, num_bytes, _DEVICE_TO_HOST, stream)
         self.synchronize(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Until all that was put on `stream` has passed."""
+        """Wait until all that was put on `stream` has passed."""
         self._call("cudaStreamSynchronize", stream)
 
     def _call(self, name: str, *arguments) -> None:
@@ -205,8 +206,8 @@ class CudaRuntime:
             self._fail(name, code)
 
     def _fails(self, name: str, *arguments) -> int:
-        """Return the code of a call that fails, 0 of others. The thread keeps no error of it: torch asks for the last one
-        behind each of its kernels, and would take it for the kernel's."""
+        """Return the code of a call that fails, 0 of others. The thread keeps no error of it: torch asks for the last
+        one behind each of its kernels, and would take it for the kernel's."""
         if code := getattr(self._library, name)(*arguments):
             self._library.cudaGetLastError()
         return code
@@ -247,7 +248,8 @@ def _version(number: int) -> str:
 
 
 def _candidates() -> list[str]:
-    """torch's first: two runtimes in one process share the device's primary context, one is simpler."""
+    """Return paths to try, torch's first: two runtimes in one process share the device's primary context, one is
+    simpler."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     patterns = [str(Path(root, folder, "libcudart.so.*")) for root in roots for folder in _FOLDERS]

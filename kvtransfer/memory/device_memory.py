@@ -9,8 +9,8 @@ CANARY_BYTES = 1 << 20
 
 
 class DeviceRegion:
-    """`address`: of the first byte, on `device`; behind the last one lie CANARY_BYTES of `canary`. torch takes the region for an array (torch.as_tensor(region)) by way
-    of the CUDA array interface, without a copy."""
+    """`address`: of the first byte, on `device`; behind the last one lie CANARY_BYTES of `canary`. torch takes the
+    region for an array (torch.as_tensor(region)) by way of the CUDA array interface, without a copy."""
 
     def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int):
         """Zeroed. Raises ValueError for a size below 1, CudaError when there is no memory."""
@@ -59,11 +59,3 @@ def wrong_canary_bytes(runtime: CudaRuntime, device: int, address: int) -> int:
         runtime.free(scratch)
         runtime.destroy_stream(stream)
     return int(np.count_nonzero(found != wanted))
-
-
-def copied_to_host(region: DeviceRegion, stream: int, offset: int, num_bytes: int) -> np.ndarray:
-    """uint8 [num_bytes] from `offset` on. Raises CudaError."""
-    found = np.empty(num_bytes, np.uint8)
-    region.runtime.set_device(region.device)
-    region.runtime.copy_to_host(found.ctypes.data, region.address + offset, num_bytes, stream)
-    return found

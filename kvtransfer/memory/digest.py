@@ -273,7 +273,7 @@ def cell_sums(
 
 
 def _unit_pieces(moved: Range, block_size: int) -> list[Piece]:
-    """Pieces whose rows are whole units (the smaller of a block and a span), or a part of one unit."""
+    """Return pieces whose rows are whole units (the smaller of a block and a span), or a part of one unit."""
     unit = min(block_size, SPAN_TOKENS)
     pieces = []
     for piece in pieces_of(moved, block_size):
@@ -289,7 +289,7 @@ def _add_plane(
     sums: np.ndarray, plane: np.ndarray, ids: np.ndarray, piece: Piece, first_span: int, is_scale: bool,
     target: tuple[np.ndarray, np.ndarray] | None, word_sums: WordSums | None,
 ) -> None:  # fmt: skip
-    """Adds one plane [block, layer x k|v, head, row, bytes] of one piece into `sums` [spans, cells]; `target`: a plane
+    """Add one plane [block, layer x k|v, head, row, bytes] of one piece into `sums` [spans, cells]; `target`: a plane
     and its block ids that the piece is copied to; `word_sums`: what sums them; None: numpy."""
     block_size, row_bytes = plane.shape[-2:]
     _, row_words = word_of(row_bytes)
@@ -321,7 +321,7 @@ def _add_plane(
 
 
 def _words(plane: np.ndarray, piece: Piece, unit: int) -> np.ndarray:
-    """A view [block, layer x k|v, head, unit, words of a unit] of the piece's rows."""
+    """Return a view [block, layer x k|v, head, unit, words of a unit] of the piece's rows."""
     dtype, row_words = word_of(plane.shape[-1])
     words = plane.view(dtype)[:, :, :, piece.row_begin : piece.row_end]
     unit_rows = min(unit, piece.row_end - piece.row_begin)

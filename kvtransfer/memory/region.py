@@ -29,13 +29,13 @@ class Region:
                 os.close(fd)
                 os.close(read_only)
                 raise
-        except OSError as exc:
-            raise OSError(f"no room for KV of {num_bytes / 2**20:.1f} MiB in memory: {exc.strerror}") from exc
+        except OSError as error:
+            raise OSError(f"no room for KV of {num_bytes / 2**20:.1f} MiB in memory: {error.strerror}") from error
 
     @classmethod
     def map(cls, fd: int, num_bytes: int) -> "Region":
-        """Another process's region, read-only; takes the descriptor over. Raises ProtocolError for what is none, PeerLost where
-        it cannot be mapped now; then `fd` is closed."""
+        """Another process's region, read-only; takes the descriptor over. Raises ProtocolError for what is none,
+        PeerLost where it cannot be mapped now; then `fd` is closed."""
         try:
             size = os.fstat(fd).st_size
             if num_bytes < 1 or size < num_bytes:
@@ -43,22 +43,22 @@ class Region:
             if not system.keeps_its_size(fd):
                 raise ProtocolError("the file sent for the pool is not sealed against shrinking")
             return cls(fd, mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
-        except OSError as exc:
+        except OSError as error:
             os.close(fd)
-            raise PeerLost(f"the source's pool cannot be mapped here: {exc.strerror}") from exc
+            raise PeerLost(f"the source's pool cannot be mapped here: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise
 
     def discard(self, begin: int, num_bytes: int) -> None:
-        """Give the whole pages within these bytes back to the system; they read as zeros then, in all mappings. Raises OSError
-        where the system cannot."""
+        """Give the whole pages within these bytes back to the system; they read as zeros then, in all mappings. Raises
+        OSError where the system cannot."""
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         if (length := (begin + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
             self._mapping.madvise(mmap.MADV_REMOVE, first, length)
 
     def open_read_only(self) -> int:
-        """A descriptor to hand out: a taker that maps it cannot write by accident. The caller closes it."""
+        """Return a descriptor to hand out: a taker that maps it cannot write by accident. The caller closes it."""
         return os.dup(self._read_only)
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ Shard = tuple[Box, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """`layout`: of a whole model's KV; `shards`: what each rank's pool holds of it; `rank`: whose pool this is. A worker
-    of one rank holds everything: `Sharding.whole`. `in_whole_pool`: the pool has room for the whole model, in which the rest is
-    left empty; only transports by which the source sends know where to find what is there."""
+    """`layout`: of a whole model's KV; `shards`: what each rank's pool holds of it; `rank`: whose pool this is. A
+    worker of one rank holds everything: `Sharding.whole`. `in_whole_pool`: the pool has room for the whole model, in
+    which the rest is left empty; only transports by which the source sends know where to find what is there."""
 
     layout: KVLayout
     shards: tuple[Shard, ...]
@@ -42,7 +42,7 @@ class Sharding:
 
     @property
     def pool_layout(self) -> KVLayout:
-        """The layout of this rank's pool. Raises ValueError for boxes that are not in the model."""
+        """Return the layout of this rank's pool. Raises ValueError for boxes that are not in the model."""
         return self.layout if self.in_whole_pool else self.layout.cut(self.shard)
 
     def cells(self, memory: BlockMemory, box: Box) -> Cells:
@@ -128,8 +128,8 @@ def contains(outer: range, inner: range) -> bool:
 
 
 def sharding_of(part: Part, parts: Sequence[Part], layout: KVLayout) -> Sharding:
-    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints. Groups without layers have no
-    parts, and every rank."""
+    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints. Groups without layers have
+    no parts, and every rank."""
     empty = [box for box in layout.whole if not box.layers]
     return Sharding(layout, ((*empty, *(each.box for each in parts if each.endpoints == part.endpoints)),))
 

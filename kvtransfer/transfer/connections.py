@@ -26,7 +26,7 @@ class Connections:
         return len(self._pending) + len(self._established)
 
     def open(self, line: Line, dialogue: Coroutine) -> None:
-        """Runs `dialogue`, which owns `line`, until it is established and beyond; or until it is the oldest that is
+        """Run `dialogue`, which owns `line`, until it is established and beyond; or until it is the oldest that is
         not, and there is no place."""
         now = asyncio.get_running_loop().time()
         while len(self._pending) >= MAX_PENDING or (len(self._pending) >= MAX_SILENT and self._is_silent(now)):
@@ -36,7 +36,8 @@ class Connections:
         task.add_done_callback(self._forget)
 
     def establish(self) -> None:
-        """The dialogue that calls has shown its ticket. Raises PeerLost where there are too many: a taker comes back."""
+        """Note that the dialogue that calls has shown its ticket. Raises PeerLost where there are too many: a taker
+        comes back."""
         if len(self._established) >= MAX_ESTABLISHED:
             raise PeerLost("this source has as many takers as it can serve")
         task = asyncio.current_task()
@@ -45,14 +46,14 @@ class Connections:
         self._established.add(task)
 
     def cancel(self) -> list[asyncio.Task]:
-        """All of them; they have ended when the tasks have."""
+        """Cancel all; return their tasks, which have to be awaited."""
         tasks = [*self._pending, *self._established]
         for task in tasks:
             task.cancel()
         return tasks
 
     def _is_silent(self, now: float) -> bool:
-        """The oldest has had its time."""
+        """Return whether the oldest has had its time."""
         return now - next(iter(self._pending.values()))[1] > SILENT_S
 
     def _evict(self) -> None:

@@ -16,8 +16,8 @@ class Destination(Protocol):
     num_cached_tokens: int  # verified there already, so the fetch begins here; a multiple of 64
 
     def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
-        """Blocks that hold the tokens [0, upto_token), from the first on, the same ones at every call. What it raises
-        ends the fetch."""
+        """Return blocks that hold the tokens [0, upto_token), from the first on, the same ones at every call. What it
+        raises ends the fetch."""
         ...
 
     def state_block(self) -> BlockRef:
@@ -29,12 +29,13 @@ class Destination(Protocol):
         attended to and cached."""
 
     async def caught_up(self) -> None:
-        """Wait until what is verified has gone wherever else it must go. The source is let on when it has, and the fetch ends
-        then. What this raises ends the fetch."""
+        """Wait until what is verified has gone wherever else it must go. The source is let on when it has, and the
+        fetch ends then. What this raises ends the fetch."""
 
 
 class CommonProgress:
-    """Join the progress of the parts of one fetch: `on_common` is called with what all of them have verified, when that grows."""
+    """Join the progress of the parts of one fetch: `on_common` is called with what all of them have verified, when that
+    grows."""
 
     def __init__(self, num_parts: int, begin: int, on_common: Callable[[int], None], least: int = 0):
         """`begin`: the token that each part begins at; less than `least` is not spoken of."""
@@ -51,8 +52,8 @@ class CommonProgress:
 
 
 class SharedDestination:
-    """The destination of all shares of one fetch: `destination` is called with what all of them have; of a prompt with a state
-    once that is all, since the state is the one behind the last token and goes with no fewer."""
+    """The destination of all shares of one fetch: `destination` is called with what all of them have; of a prompt with
+    a state once that is all, since the state is the one behind the last token and goes with no fewer."""
 
     def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int, handle: KVHandle):
         self.num_cached_tokens = destination.num_cached_tokens
@@ -65,8 +66,8 @@ class SharedDestination:
         self.ids = self.state_ids = self._room  # of the blocks set aside; of the one state
 
     def make_room(self, upto_token: int) -> None:
-        """Look at blocks that were not there before, and at the last that was: a long prompt comes in thousands of ranges,
-        each with a few. Raises what the destination raises, TransferFailed, StaleBlocks."""
+        """Look at blocks that were not there before, and at the last that was: a long prompt comes in thousands of
+        ranges, each with a few. Raises what the destination raises, TransferFailed, StaleBlocks."""
         blocks, known = self._destination.set_aside(upto_token), len(self.ids)
         if len(blocks) < self._memory.layout.num_blocks(upto_token):
             raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")

@@ -50,7 +50,7 @@ class Cursor:
         return self.token == self.num_tokens
 
     def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int, max_stretch: int) -> Range | None:
-        """The next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
+        """Return the next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
         token. A stretch of more than `max_stretch` tokens, which cannot be cut once it is begun, waits for its last
         layer."""
         num_bytes = min(max_bytes, MAX_RANGE_BYTES, max(FIRST_RANGE_BYTES, (self.token - self._begin) * token_bytes))
@@ -100,7 +100,7 @@ def renew_frame() -> kv_pb2.KVFrame:
 
 
 async def converse(listening: Coroutine, *others: Coroutine) -> None:
-    """Runs the parts of one side until `listening` returns or any of them fails, and raises what failed. All have
+    """Run the parts of one side until `listening` returns or any of them fails, and raises what failed. All have
     ended when this does, whatever cancels the waiting: a thread of theirs may still be writing."""
     tasks = [asyncio.create_task(part) for part in (listening, *others)]
     try:
@@ -114,7 +114,7 @@ async def converse(listening: Coroutine, *others: Coroutine) -> None:
 
 
 async def together(parts: Sequence[Coroutine]) -> None:
-    """Runs all to their ends; the first failure cancels the others and is raised when they have ended too."""
+    """Run all to their ends; the first failure cancels the others and is raised when they have ended too."""
     if len(parts) == 1:
         return await parts[0]
     tasks = [asyncio.create_task(part) for part in parts]
@@ -130,8 +130,8 @@ def _has_failed(task: asyncio.Task) -> bool:
 
 
 async def _end(tasks: list[asyncio.Task]) -> None:
-    """Cancel all, wait until they have ended, and forget them: what failed holds, by its traceback, the frame that has `tasks`,
-    and in a circle all that was on its way would wait for the collector."""
+    """Cancel all, wait until they have ended, and forget them: what failed holds, by its traceback, the frame that has
+    `tasks`, and in a circle all that was on its way would wait for the collector."""
     for task in tasks:
         task.cancel()
     cancelled = False

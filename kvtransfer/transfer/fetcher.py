@@ -56,11 +56,11 @@ class FetchReport:
 
 
 class Fetcher:
-    """`memory`: the pool that is written into. `layout`: of the whole model, which is in this pool;
-    `sharding`: where it holds one rank's part of it. `device`: the pool where it is on a GPU, `memory` then being its mirror.
+    """`memory`: the pool that is written into. `layout`: of the whole model, which is in this pool; `sharding`: where
+    it holds one rank's part of it. `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
-    forms are taken. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool
-    on a GPU, where it is bounded: the same one that the worker's source has.
+    forms are taken. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a
+    GPU, where it is bounded: the same one that the worker's source has.
 
     `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
@@ -97,7 +97,7 @@ class Fetcher:
         return Taker(self._instance, self._epoch, self._layout, self._numerics_class)
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
-        """Pulls everything that `destination` misses; `deadline` on time.monotonic().
+        """Pull everything that `destination` misses; `deadline` on time.monotonic().
 
         Raises a KVError, or what `destination` raises. However it ends, cancellation included, no byte lands and
         `verified` is not called afterwards."""
@@ -105,20 +105,20 @@ class Fetcher:
         try:
             async with timeout:
                 report = await self._fetch(decode_handle(handle), self._want(ticket), destination)
-        except TimeoutError as exc:
+        except TimeoutError as error:
             if not timeout.expired():
                 raise
             self.counters[TransferTimedOut.status] += 1
-            raise TransferTimedOut("the KV was not there in time") from exc
-        except KVError as exc:
-            self.counters[exc.status] += 1
+            raise TransferTimedOut("the KV was not there in time") from error
+        except KVError as error:
+            self.counters[error.status] += 1
             raise
         self.counters["fetches_done"] += 1
         self.counters["fetches_mixed"] += report.numerics == MIXED
         return report
 
     def close(self) -> None:
-        """Unmaps the pools of other processes. No fetch may be under way."""
+        """Unmap the pools of other processes. No fetch may be under way."""
         self._dialer.close()
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
@@ -150,15 +150,15 @@ class Fetcher:
         )
 
     async def _pull(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want, used: list[tuple[str, str]]) -> None:
-        """One share, over as many lines as it takes."""
+        """Pull one share, over as many lines as it takes."""
         pauses = iter(_PAUSES_S)
         while True:
             before = pull.verified_token
             try:
                 used.append(await self._pull_once(pull, choice, want))
                 return
-            except TransportBroken as exc:
-                choice = self._without(choice, pull.source, exc)
+            except TransportBroken as error:
+                choice = self._without(choice, pull.source, error)
             except PeerLost:
                 if pull.verified_token > before:
                     pauses = iter(_PAUSES_S)
@@ -175,19 +175,20 @@ class Fetcher:
     def _broken_with(self, source: bytes) -> set[str]:
         return {transport for name, transport in self._broken if name == source}
 
-    def _without(self, choice: TransportChoice, source: bytes, exc: TransportBroken) -> TransportChoice:
+    def _without(self, choice: TransportChoice, source: bytes, error: TransportBroken) -> TransportChoice:
         """Return the choice left after the used transport failed with this source, now and in later fetches. Raises
-        `exc` when none is left."""
-        transport = exc.transport
+        `error` when none is left."""
+        transport = error.transport
         self._set_aside(source, transport)
         left = tuple(endpoint for endpoint in choice.endpoints if endpoint.transport != transport)
         if not left:
-            raise exc
-        log.warning("%s is not used with this source any more: %s", transport, exc)
-        return TransportChoice(left, f"{left[0].transport}, because {transport}: {exc}")
+            raise error
+        log.warning("%s is not used with this source any more: %s", transport, error)
+        return TransportChoice(left, f"{left[0].transport}, because {transport}: {error}")
 
-    def _note_wrong(self, choice: TransportChoice, source: bytes, transport: str, exc: DigestMismatch) -> None:
-        """Take another transport from the next fetch on where this one brings wrong bytes again, and there is another."""
+    def _note_wrong(self, choice: TransportChoice, source: bytes, transport: str, error: DigestMismatch) -> None:
+        """Take another transport from the next fetch on where this one brings wrong bytes again, and there is
+        another."""
         self._wrong[source, transport] += 1
         if len(self._wrong) > _MAX_KEPT:
             del self._wrong[next(iter(self._wrong))]
@@ -195,7 +196,7 @@ class Fetcher:
             return
         del self._wrong[source, transport]
         self._set_aside(source, transport)
-        log.warning("%s is not used with this source any more: %d times in a row %s", transport, _MAX_WRONG, exc)
+        log.warning("%s is not used with this source any more: %d times in a row %s", transport, _MAX_WRONG, error)
 
     def _set_aside(self, source: bytes, transport: str) -> None:
         self._broken[source, transport] = None
@@ -203,12 +204,13 @@ class Fetcher:
             del self._broken[next(iter(self._broken))]
 
     async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:
-        """One line from Want to End; the transport and why it was taken. Raises PeerLost when the line breaks."""
+        """Pull over one line from Want to End; return the transport and why it was taken. Raises PeerLost when the line
+        breaks."""
         line, transport, reason = await self._connect(pull, choice)
         try:
             await pull.run(line, transport, want)
-        except DigestMismatch as exc:
-            self._note_wrong(choice, pull.source, transport, exc)
+        except DigestMismatch as error:
+            self._note_wrong(choice, pull.source, transport, error)
             raise
         finally:
             line.close()
@@ -218,28 +220,30 @@ class Fetcher:
         return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
 
     async def _connect(self, pull: Pull, choice: TransportChoice) -> tuple[Line, str, str]:
-        """The best endpoint that can be reached now. Raises PeerLost when none can."""
+        """Return a line to the best endpoint that can be reached now, its transport and why it was taken. Raises
+        PeerLost when none can."""
         failures = []
         for endpoint in choice.endpoints:
             try:
                 line = await self._dialer.open(endpoint, pull.source_layout)
-            except PeerLost as exc:
-                failures.append(f"{endpoint.transport}: {exc}")
+            except PeerLost as error:
+                failures.append(f"{endpoint.transport}: {error}")
                 continue
             reason = f"{endpoint.transport}, because {'; '.join(failures)}" if failures else choice.reason
             return line, endpoint.transport, reason
         raise PeerLost("; ".join(failures))
 
     def _want(self, ticket: bytes) -> kv_pb2.Want:
-        """Raises TicketRefused for another taker's ticket, ProtocolError for bytes that are none."""
+        """Return the part of a Want that all lines have. Raises TicketRefused for another taker's ticket, ProtocolError
+        for bytes that are none."""
         parsed = parse_ticket(ticket)
         if (parsed.taker_instance, parsed.taker_epoch) != (self._instance, self._epoch):
             raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
         return kv_pb2.Want(ticket=parsed, taker_instance=self._instance, taker_epoch=self._epoch)
 
     def _check(self, handle: KVHandle, want: kv_pb2.Want) -> tuple[str, tuple[Share, ...]]:
-        """Before anything is allocated: exact or mixed, and what to pull from which source. Raises LayoutMismatch,
-        TicketRefused."""
+        """Return exact or mixed, and what to pull from which source, before anything is allocated. Raises
+        LayoutMismatch, TicketRefused."""
         if want.ticket.lease_id != handle.lease_id:
             raise TicketRefused("the ticket is for another lease than the handle")
         check_movable(handle.layout)

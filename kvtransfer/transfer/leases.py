@@ -168,8 +168,8 @@ class LeaseTable:
         return lease
 
     def admit(self, key: Hashable, fetch_id: bytes) -> None:
-        """Add a ticket that another rank of this source has minted, and renew the lease as was done there. A key without a
-        lease is no fault."""
+        """Add a ticket that another rank of this source has minted, and renew the lease as was done there. A key
+        without a lease is no fault."""
         if (lease := self._by_key.get(key)) and self.renew(lease.lease_id):
             lease.add_fetch(fetch_id)
             self._news.set()

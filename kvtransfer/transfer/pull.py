@@ -38,8 +38,8 @@ class Pull:
         self, pools: Pools, sharding: Sharding, handle: KVHandle, share: Share, index: int,
         destination: SharedDestination, digest: str, codec: Codec | None, room: MirrorRoom | None,
     ):  # fmt: skip
-        """`sharding`: the taker's; `index`: which of the destination's shares this is; `room`: of the mirror of a pool on a
-        GPU, where it is bounded. Raises ProtocolError."""
+        """`sharding`: the taker's; `index`: which of the destination's shares this is; `room`: of the mirror of a pool
+        on a GPU, where it is bounded. Raises ProtocolError."""
         self.pools = pools
         self.sharding = sharding
         self.handle = handle
@@ -98,8 +98,8 @@ class Pull:
         self.destination.verified(self._index, self.handle.num_tokens if self.extent.is_state else upto_token)
 
     async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
-        """Pull over one line until everything is verified. Raises PeerLost when the line breaks, another KVError when it is
-        over; no byte lands and `verified` is not called once it has raised. The caller closes the line."""
+        """Pull over one line until everything is verified. Raises PeerLost when the line breaks, another KVError when
+        it is over; no byte lands and `verified` is not called once it has raised. The caller closes the line."""
         await TakerDialogue(self, line, transport).run(want)
 
 

@@ -44,11 +44,13 @@ class Offer(NamedTuple):
 
 class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
-    cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror.
-    `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
-    `on_over(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
-    `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one only takers of
-    the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. `grace_s`: for which a ticket of another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
+    cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror. `layout`: of
+    the whole model, which is in this pool; `sharding`: where it holds one rank's part of it. `on_over(key, ending)`:
+    exactly once per lease, in the event loop; ending: released | cancelled | expired. `generations(block_id)`: that
+    block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one
+    only takers of the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the
+    mirror of a pool on a GPU, where it is bounded. `grace_s`: for which a ticket of another rank's that is not known
+    yet is waited for. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
@@ -84,7 +86,7 @@ class Source:
         self._reaper: asyncio.Task | None = None
 
     async def start(self, address: Address | None = None) -> None:
-        """Raises OSError naming what cannot be listened on."""
+        """Listen for takers. Raises OSError naming what cannot be listened on."""
         pool = Memories(self._pools.host, self._region, self._device and self._device.region)
         await self._listeners.open(self._transports, pool, address or Address(), self._host_id, self._accept)
         self._reaper = tasks.start("lease reaper", self._reap)
@@ -97,10 +99,11 @@ class Source:
         chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
         states: Sequence[BlockRef] = (),
     ) -> Offer:  # fmt: skip
-        """A lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as soon
-        as it asks. `states`: of a layout with a state, the block as it will stand behind the last token. `lease_id`: where several ranks lease their parts under one name (wire.join_handles makes one handle
-        of theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that
-        contradict each other or a key that has a lease."""
+        """Grant a lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as
+        soon as it asks. `states`: of a layout with a state, the block as it will stand behind the last token.
+        `lease_id`: where several ranks lease their parts under one name (a handle of all their parts is made of theirs).
+        Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict each
+        other or a key that has a lease."""
         self._check_taker(taker)
         if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
@@ -120,18 +123,18 @@ class Source:
         return self._ticket(lease, taker)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
-        """The same lease for one more taker. Raises LeaseExpired where it has ended, LayoutMismatch, ValueError."""
+        """Offer the same lease to one more taker. Raises LeaseExpired where it has ended, LayoutMismatch, ValueError."""
         self._check_taker(taker)
         lease = self._leases.find(lease_id)
         self._leases.renew(lease_id)
         return self._ticket(lease, taker)
 
     def admit(self, key: Hashable, ticket: bytes) -> None:
-        """A ticket that another rank of this source has minted is good here too."""
+        """Accept a ticket that another rank of this source has minted."""
         self._leases.admit(key, parse_ticket(ticket).fetch_id)
 
     def withdraw(self, ticket: bytes) -> None:
-        """Its taker is not waited for, and not served any more. Idempotent."""
+        """Wait for the taker of this ticket no more, and serve it no more. Idempotent."""
         parsed = parse_ticket(ticket)
         self._leases.withdraw(parsed.lease_id, parsed.fetch_id)
 
@@ -142,21 +145,21 @@ class Source:
         return Offer(lease.lease_id, encode_handle(self._handle(lease)), ticket)
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
-        """KV is written below `upto_token` in the layers below `upto_layer` (None: all). A key without a lease is no
-        fault: it may have ended. Raises ValueError for a watermark that goes back."""
+        """Note that KV is written below `upto_token` in the layers below `upto_layer` (None: all). A key without a
+        lease is no fault: it may have ended. Raises ValueError for a watermark that goes back."""
         if lease := self._leases.of(key):
             lease.advance(upto_token, upto_layer)
 
     def finish(self, key: Hashable) -> None:
-        """Everything is written. The lease ends when its taker has confirmed everything."""
+        """Note that everything is written. The lease ends when its taker has confirmed everything."""
         self._leases.finish(key)
 
     def cancel(self, key: Hashable) -> None:
-        """Ends the lease and its dialogue. Idempotent."""
+        """End the lease and its dialogue. Idempotent."""
         self._leases.cancel(key)
 
     def renew(self, lease_id: bytes) -> bool:
-        """The lease lives its ttl from now; False where it has ended."""
+        """Let the lease live its ttl from now; False where it has ended."""
         return self._leases.renew(lease_id)
 
     @property
@@ -165,7 +168,7 @@ class Source:
 
     @property
     def num_tickets(self) -> int:
-        """That may still be used, or are in use."""
+        """Return the number of tickets that may still be used, or are in use."""
         return self._leases.num_fetches
 
     @property
@@ -174,7 +177,7 @@ class Source:
         return sum(map(len, self._connections.values()))
 
     async def stop(self) -> None:
-        """Ends every dialogue and every lease, and removes the sockets."""
+        """End every dialogue and every lease, and remove the sockets."""
         await self._listeners.close()
         if self._reaper:
             self._reaper.cancel()
@@ -183,7 +186,7 @@ class Source:
         await asyncio.gather(*tasks, *([self._reaper] if self._reaper else []), return_exceptions=True)
 
     async def serve(self, line: Line, transport: str) -> None:
-        """One dialogue on a line that was accepted."""
+        """Serve one dialogue on a line that was accepted."""
         await SourceDialogue(self._context, line, transport, self._connections[transport].establish).run()
 
     def _accept(self, line: Line, transport: str) -> None:

@@ -219,8 +219,8 @@ class _Delivery:
             await self._prepared.put(_Prepared(moved, digests, payload))
 
     async def _announce_all(self) -> None:
-        """Announce what is prepared, beside the listening: a taker that has everything already says so and goes before it can be
-        shared with."""
+        """Announce what is prepared, beside the listening: a taker that has everything already says so and goes before
+        it can be shared with."""
         share = self._share
         await self._line.share_memory()
         while True:

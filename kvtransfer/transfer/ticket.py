@@ -20,7 +20,7 @@ class TicketMint:
         self._key = key or secrets.token_bytes(32)
 
     def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int, fetch_id: bytes | None = None) -> bytes:
-        """A ticket of its own fetch id; the same taker may show it again to continue after a broken line."""
+        """Return a ticket of its own fetch id; the same taker may show it again to continue after a broken line."""
         ticket = kv_pb2.Ticket(
             lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch,
             fetch_id=fetch_id or secrets.token_bytes(16),
@@ -42,8 +42,8 @@ class TicketMint:
 
 
 def parse_ticket(data: bytes) -> kv_pb2.Ticket:
-    """Raises ProtocolError for bytes that are no ticket."""
+    """Return the ticket. Raises ProtocolError for bytes that are none."""
     try:
         return kv_pb2.Ticket.FromString(data)
-    except DecodeError as exc:
-        raise ProtocolError("these bytes are no ticket") from exc
+    except DecodeError as error:
+        raise ProtocolError("these bytes are no ticket") from error

@@ -88,13 +88,13 @@ class OpenRegions:
         try:
             async with asyncio.timeout(OPEN_S):
                 return await asyncio.shield(self._open[key])
-        except BaseException as exc:
+        except BaseException as error:
             self.leave(source, mapping.access)
-            if isinstance(exc, CudaError):  # two containers that share no PID or IPC namespace, for one
-                raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {exc}") from exc
-            if isinstance(exc, TimeoutError):
+            if isinstance(error, CudaError):  # two containers that share no PID or IPC namespace, for one
+                raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {error}") from error
+            if isinstance(error, TimeoutError):
                 why = f"the source's GPU memory was not opened within {OPEN_S:g} s"
-                raise TransportBroken("cuda_ipc", why) from exc
+                raise TransportBroken("cuda_ipc", why) from error
             raise
 
     def leave(self, source: Path, handle: bytes) -> None:
@@ -144,8 +144,8 @@ class OpenRegions:
         try:
             self._region.runtime.set_device(self._region.device)
             self._region.runtime.close_handle(address)
-        except CudaError as exc:
-            log.warning("memory of a source that is gone could not be closed: %s", exc)
+        except CudaError as error:
+            log.warning("memory of a source that is gone could not be closed: %s", error)
 
     def _taken(self, key: tuple[Path, bytes]) -> int:
         """Return the address, now the caller's to close; 0 where there is none yet."""
@@ -249,8 +249,8 @@ async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) 
         raise PeerLost(f"address {address[:80]!r} names no socket and GPU")
     try:
         reaches = copier.runtime.reaches(copier.region.device, found["gpu"])
-    except CudaError as exc:
-        raise PeerLost(f"GPU {found['gpu']}: {exc}") from exc
+    except CudaError as error:
+        raise PeerLost(f"GPU {found['gpu']}: {error}") from error
     if not reaches:
         raise PeerLost(f"GPU {found['gpu']} cannot be read from here")
     sock = await reached(found["socket"], parent)

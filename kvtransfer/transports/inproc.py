@@ -54,8 +54,8 @@ class InprocLine:
         try:
             async with asyncio.timeout(self._silence_s):
                 frame = await self._frames.get()
-        except TimeoutError as exc:
-            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from exc
+        except TimeoutError as error:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from error
         if frame is None:
             raise PeerLost("the other side closed the line")
         return frame

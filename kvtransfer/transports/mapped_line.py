@@ -8,7 +8,7 @@ class MappedLine(SocketLine):
     """The taker's side."""
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """A Mapping is for this line alone; the next frame is the caller's."""
+        """Return the next frame that is the caller's: a Mapping is for this line alone."""
         frame = await super().receive()
         if frame.WhichOneof("kind") == "mapping":
             await self._map(frame.mapping)
@@ -16,6 +16,6 @@ class MappedLine(SocketLine):
         return frame
 
     async def _map(self, mapping: kv_pb2.Mapping) -> None:
-        """Make the source's memory readable. Raises ProtocolError, also for a second Mapping; PeerLost or TransportBroken where it
-        cannot be."""
+        """Make the source's memory readable. Raises ProtocolError, also for a second Mapping; PeerLost or
+        TransportBroken where it cannot be."""
         raise NotImplementedError

@@ -85,8 +85,8 @@ class _NixlTakerLine(MappedLine):
             raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
         try:
             pool = Segment.of(mapping.base, mapping.num_bytes, mapping.device)
-        except ValueError as exc:
-            raise ProtocolError(str(exc)) from exc
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
         self._peer, self._pool = self._agent.open_peer(mapping.access), pool
 
     async def read(self, runs: np.ndarray) -> None:

@@ -25,7 +25,7 @@ _MEMORY = re.compile(rb"DRAM|VRAM:(?P<device>[0-9]{1,3})")
 
 
 def find_package() -> str | None:
-    """The module that holds NIXL's agent; None where no wheel of it is installed."""
+    """Return the module that holds NIXL's agent; None where no wheel of it is installed."""
     return next((name for name in _PACKAGES if importlib.util.find_spec(name)), None)
 
 
@@ -38,8 +38,8 @@ def has_rdma() -> bool:
 
 
 def _limit_of_locked() -> str:
-    """Return how much memory this process may lock, as a network card's queues and what it reads are; "" where there is no
-    limit."""
+    """Return how much memory this process may lock, as a network card's queues and what it reads are; "" where there is
+    no limit."""
     num_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if num_bytes == resource.RLIM_INFINITY:
         return ""
@@ -97,9 +97,9 @@ class NixlAgent:
             whole = (segment.base, segment.num_bytes, segment.device, "")
             self._registered = self._agent.register_memory([whole], segment.kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
-        except Exception as exc:  # its bindings raise classes of their own
-            why = f"NIXL cannot use this pool in {segment.kind}: {type(exc).__name__}: {exc}"
-            raise TransferFailed(why + _limit_of_locked()) from exc
+        except Exception as error:  # its bindings raise classes of their own
+            why = f"NIXL cannot use this pool in {segment.kind}: {type(error).__name__}: {error}"
+            raise TransferFailed(why + _limit_of_locked()) from error
 
     def close(self) -> None:
         """No transfer may be under way. Idempotent."""
@@ -112,20 +112,21 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def open_peer(self, metadata: bytes) -> str:
-        """Its name; to be given back by `close_peer`. Raises PeerLost for metadata that NIXL does not take."""
+        """Return its name; to be given back by `close_peer`. Raises PeerLost for metadata that NIXL does not take."""
         peer = self._peers.pop(metadata, None)
         if peer is None:
             try:
                 name = self._agent.add_remote_agent(metadata)
-            except Exception as exc:
-                raise PeerLost(f"NIXL does not reach the source: {type(exc).__name__}: {exc}") from exc
+            except Exception as error:
+                raise PeerLost(f"NIXL does not reach the source: {type(error).__name__}: {error}") from error
             peer = _Peer(name.decode() if isinstance(name, bytes) else name)
         self._peers[metadata] = peer  # the newest last
         peer.num_users += 1
         return peer.name
 
     def close_peer(self, name: str) -> None:
-        """Peers are kept: to meet one again takes milliseconds, and while one line ends others may read."""
+        """Note one line less: peers are kept, since to meet one again takes milliseconds, and while one line ends
+        others may read."""
         for peer in self._peers.values():
             peer.num_users -= peer.name == name
         idle = [metadata for metadata, peer in self._peers.items() if not peer.num_users]
@@ -133,7 +134,7 @@ class NixlAgent:
             self._remove(metadata)
 
     def _drop_peer(self, name: str) -> None:
-        """Its connection ends, and with it what was under way."""
+        """End its connection, and with it what was under way."""
         for metadata in [metadata for metadata, peer in self._peers.items() if peer.name == name]:
             self._remove(metadata)
 
@@ -144,9 +145,9 @@ class NixlAgent:
             pass  # it has gone already
 
     async def read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
-        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is cancelled the
-        transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped, whose
-        connection then ends with it."""
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is
+        cancelled the transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped,
+        whose connection then ends with it."""
         moving = asyncio.ensure_future(self._read(peer, theirs, runs, within_s))
         try:
             await asyncio.shield(moving)
@@ -171,9 +172,9 @@ class NixlAgent:
             if state != "DONE":
                 self._drop_peer(peer)
             self._agent.release_xfer_handle(handle)
-        except Exception as exc:
+        except Exception as error:
             self._drop_peer(peer)
-            raise PeerLost(f"NIXL: {type(exc).__name__}: {exc}") from exc
+            raise PeerLost(f"NIXL: {type(error).__name__}: {error}") from error
         if state != "DONE":
             raise PeerLost("NIXL: the transfer failed" if state == "ERR" else f"NIXL: not done within {within_s:g} s")
 

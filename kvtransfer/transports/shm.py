@@ -54,9 +54,9 @@ class _SharingLine(SocketLine):
         mapping = kv_pb2.Mapping(num_bytes=len(self._region.memory), block_bytes=self._layout.block_bytes)
         try:
             descriptor = self._region.open_read_only()
-        except OSError as exc:
-            log.warning("the pool cannot be shared with a taker now: %s", exc.strerror)
-            raise PeerLost("the pool cannot be shared") from exc
+        except OSError as error:
+            log.warning("the pool cannot be shared with a taker now: %s", error.strerror)
+            raise PeerLost("the pool cannot be shared") from error
         try:
             await self.send_with_fd(kv_pb2.KVFrame(mapping=mapping), descriptor)
         finally:
@@ -74,15 +74,15 @@ class _Mapped:
 
 class Mappings:
     """Pools of other processes, mapped once and kept for the next fetch: touching fresh pages costs as much as the
-    copy. A pool whose process is lost is unmapped with its last user, or within a second where it has none: the host would
-    not have that memory back. An idle one goes by the first fetch a minute later. Belongs to the event loop."""
+    copy. A pool whose process is lost is unmapped with its last user, or within a second where it has none: the host
+    would not have that memory back. An idle one goes by the first fetch a minute later. Belongs to the event loop."""
 
     def __init__(self):
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         self._watching: asyncio.Task | None = None
 
     def open(self, fd: int, num_bytes: int, layout: KVLayout, source: Path) -> tuple[int, int]:
-        """Takes `fd` over; return the key with `close`. Raises ProtocolError, PeerLost."""
+        """Take `fd` over; return the key with `close`. Raises ProtocolError, PeerLost."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
         mapped = self._mapped.get(key)
@@ -183,8 +183,8 @@ async def reached(address: str, parent: Path) -> socket.socket:
     """Raises PeerLost."""
     try:
         return await _reached(socket_path(parent, address))
-    except (OSError, ValueError, TimeoutError) as exc:
-        raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
+    except (OSError, ValueError, TimeoutError) as error:
+        raise PeerLost(f"the source cannot be reached at {address}: {error}") from error
 
 
 async def _reached(path: str) -> socket.socket:

@@ -33,7 +33,8 @@ def host_id(parent: Path) -> str:
 
 
 def socket_path(parent: Path, address: str) -> str:
-    """The socket that `address` names below `parent`. Raises ValueError for an address that leads elsewhere."""
+    """Return the path of the socket that `address` names below `parent`. Raises ValueError for an address that leads
+    elsewhere."""
     if not _NAME.fullmatch(address):
         raise ValueError(f"{address[:80]!r} names no socket below {parent}")
     return str(parent / address)
@@ -55,8 +56,8 @@ class SocketFolder:
         sweep(parent)
         try:
             self._path, self._lock = _make(parent)
-        except OSError as exc:
-            raise OSError(f"no KV sockets can be made in {parent}: {exc.strerror or exc}") from exc
+        except OSError as error:
+            raise OSError(f"no KV sockets can be made in {parent}: {error.strerror or error}") from error
         self.address = f"{self._path.name}/{SOCKET}"
         self._socket_path = str(self._path / SOCKET)
         if len(os.fsencode(self._socket_path)) > _MAX_SOCKET_PATH:
@@ -64,7 +65,7 @@ class SocketFolder:
             raise OSError(f"{parent} is too long a path for unix sockets, at most {_MAX_SOCKET_PATH} bytes with them")
 
     def bind(self) -> socket.socket:
-        """The socket that takers find at `address`. Raises OSError; the folder is removed then."""
+        """Return the socket that takers find at `address`. Raises OSError; the folder is removed then."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(self._socket_path)
@@ -99,7 +100,7 @@ def _make(parent: Path) -> tuple[Path, int]:
 
 
 def sweep(parent: Path) -> list[str]:
-    """Removes this user's folders whose process is gone; their names."""
+    """Remove this user's folders whose process is gone; return their names."""
     swept = []
     try:
         found = [Path(entry.path) for entry in os.scandir(parent) if entry.name.startswith(_PREFIX)]

@@ -76,7 +76,7 @@ class SocketLine:
             self._wake_at(1)
 
     def take_fd(self) -> int | None:
-        """The descriptor that came with a frame, at most once; the caller closes it."""
+        """Return the descriptor that came with a frame, at most once; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
 
     async def drain(self) -> None:
@@ -117,8 +117,8 @@ class SocketLine:
                 await asyncio.sleep(0)
 
     async def _take(self, num_bytes: int, until: float) -> bytes:
-        """Return the next `num_bytes`, read together with as much as has arrived of what follows. Raises PeerLost where they
-        are not there at `until`, on the loop's clock."""
+        """Return the next `num_bytes`, read together with as much as has arrived of what follows. Raises PeerLost where
+        they are not there at `until`, on the loop's clock."""
         while len(self._ahead) < num_bytes:
             if not self._read_ahead():
                 await self._more(until)
@@ -134,16 +134,16 @@ class SocketLine:
             count = self._receive_once([self._scratch])
         except (BlockingIOError, InterruptedError):
             return False
-        except OSError as exc:
-            raise PeerLost(f"the line broke: {exc}") from exc
+        except OSError as error:
+            raise PeerLost(f"the line broke: {error}") from error
         if count == 0:
             raise PeerLost("the other side closed the line")
         self._ahead += self._scratch[:count]
         return True
 
     async def _more(self, until: float) -> None:
-        """Wait until more of a frame has been read. The descriptor stays watched between frames, and one timer covers all
-        of a frame (seen: a frame there and one back in 42 us of CPU in place of 79)."""
+        """Wait until more of a frame has been read. The descriptor stays watched between frames, and one timer covers
+        all of a frame (seen: a frame there and one back in 42 us of CPU in place of 79)."""
         loop = asyncio.get_running_loop()
         self._listening = listening = loop.create_future()
         if not self._watched:
@@ -166,8 +166,8 @@ class SocketLine:
         try:
             if self._read_ahead():
                 listening.set_result(None)
-        except Exception as exc:
-            listening.set_exception(exc)
+        except Exception as error:
+            listening.set_exception(error)
 
     def _unwatch(self) -> None:
         if self._watched:
@@ -223,11 +223,11 @@ class SocketLine:
                 return operation(*args)
             except (BlockingIOError, InterruptedError):
                 await self._ready(writes)
-            except OSError as exc:
-                raise PeerLost(f"the line broke: {exc}") from exc
+            except OSError as error:
+                raise PeerLost(f"the line broke: {error}") from error
 
     async def _ready(self, writes: bool) -> None:
-        """Until the socket can be read or written. Raises PeerLost after SILENCE_S or when the line is closed."""
+        """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S or when the line is closed."""
         loop = asyncio.get_running_loop()
         add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
         waiting = loop.create_future()

@@ -86,9 +86,9 @@ def choose(
     memory: Sequence[str] = (HOST,), are_alike: bool = True, broken: Container[str] = (),
 ) -> TransportChoice:  # fmt: skip
     """Rank a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
-    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools' blocks have one
-    size and form; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons, when none
-    is left."""
+    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools' blocks have
+    one size and form; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons,
+    when none is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
     against = auto_against() if "auto" in transports else {}
     fitting, passed_over = [], []

@@ -14,7 +14,7 @@ from kvtransfer.memory import blocks
 from kvtransfer.memory.convert import encode, read
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.reshard import plan, sharding_of
-from kvtransfer.wire import Range, decode_handle, encode_handle, join_handles
+from kvtransfer.wire import Range
 from tests.support.kvtransfer.rig import Destination, span_hashes, until
 from tests.support.kvtransfer.unlike import (
     IDENTITY,
@@ -308,16 +308,6 @@ def test_ranks_with_room_for_the_whole_model_feed_any_cut(taker_cut, form):
             cluster.finish("k")
             await cluster.fetch(handle, ticket, cluster.destinations(300))
             cluster.check_arrived((0, 127, 128, 299))
-
-    asyncio.run(main())
-
-
-def test_handles_of_other_leases_are_not_joined():
-    async def main():
-        async with Cluster("tcp", layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(1)) as cluster:
-            first, second = (decode_handle(cluster.offer(key, 100)[0]) for key in "ab")
-            with pytest.raises(ProtocolError, match="different leases"):
-                join_handles([encode_handle(first), encode_handle(second)])
 
     asyncio.run(main())
 

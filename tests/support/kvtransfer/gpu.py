@@ -1,4 +1,4 @@
-"""A pool on a GPU as a worker has it, over the stand-in for libcudart."""
+"""A pool on a GPU as a worker has it, over the stand-in for libcudart; and the bytes of one."""
 
 import numpy as np
 import torch
@@ -26,3 +26,11 @@ class Gpu:
         self.region.close()
         library = self.library
         assert not (library.allocations or library.opened or library.events or library.streams), "all was given back"
+
+
+def copied_to_host(region: DeviceRegion, stream: int, offset: int, num_bytes: int) -> np.ndarray:
+    """Return uint8 [num_bytes] of a region, from `offset` on. Raises CudaError."""
+    found = np.empty(num_bytes, np.uint8)
+    region.runtime.set_device(region.device)
+    region.runtime.copy_to_host(found.ctypes.data, region.address + offset, num_bytes, stream)
+    return found

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import local_host_id
-from kvtransfer.wire import join_handles
+from kvtransfer.wire import decode_handle, encode_handle
 from tests.support.kvtransfer.rig import Destination, span_hashes
 from tests.support.pace import patience
 
@@ -193,7 +193,9 @@ class Cluster:
         for source in self.sources[1:]:
             source.admit(key, offers[0].ticket)
             source.withdraw(offers[self.sources.index(source)].ticket)
-        return join_handles([offer.handle for offer in offers]), offers[0].ticket
+        handles = [decode_handle(offer.handle) for offer in offers]
+        parts = tuple(part for handle in handles for part in handle.parts)
+        return encode_handle(replace(handles[0], parts=parts)), offers[0].ticket
 
     def destinations(self, num_tokens: int) -> list[Destination]:
         count = self.taker_layout.num_blocks(num_tokens)
