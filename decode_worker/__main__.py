@@ -3,7 +3,7 @@
 import sys
 
 from baton.worker.main import main
-from decode_worker.settings import ROLE
+from decode_worker.role import ROLE
 
 
 def load_table():

@@ -3,7 +3,7 @@
 import sys
 
 from baton.worker.main import main
-from prefill_worker.settings import ROLE
+from prefill_worker.role import ROLE
 
 
 def load_table():

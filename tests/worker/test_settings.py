@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import decode_worker.settings
-import prefill_worker.settings
+import decode_worker.role
+import prefill_worker.role
 from baton.engine.core import config
 from baton.engine.core import device as engine_device
 from baton.engine.core.config import EngineConfig
@@ -118,11 +118,11 @@ def test_a_lease_outlives_the_pauses_between_its_renewals():
 @pytest.mark.parametrize(
     ("role", "device", "flags", "expected"),
     [
-        (prefill_worker.settings.ROLE, "cpu", [], (64, 512)),
-        (prefill_worker.settings.ROLE, "cuda", [], (64, 8192)),
-        (decode_worker.settings.ROLE, "cuda", [], (256, 2048)),
-        (decode_worker.settings.ROLE, "cuda", ["--max-num-seqs", "32"], (32, 2048)),
-        (prefill_worker.settings.ROLE, "cuda", ["--max-num-batched-tokens", "1024"], (64, 1024)),
+        (prefill_worker.role.ROLE, "cpu", [], (64, 512)),
+        (prefill_worker.role.ROLE, "cuda", [], (64, 8192)),
+        (decode_worker.role.ROLE, "cuda", [], (256, 2048)),
+        (decode_worker.role.ROLE, "cuda", ["--max-num-seqs", "32"], (32, 2048)),
+        (prefill_worker.role.ROLE, "cuda", ["--max-num-batched-tokens", "1024"], (64, 1024)),
     ],
 )
 def test_a_gpu_has_defaults_of_its_own_and_flags_win(monkeypatch, role, device, flags, expected):

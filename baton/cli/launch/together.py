@@ -17,7 +17,7 @@ from baton.worker import main as worker_main
 from baton.worker.main import FAILED, WRONG_USE
 from baton.worker.settings import WorkerSettings
 from decode_worker.__main__ import load_table
-from decode_worker.settings import ROLE
+from decode_worker.role import ROLE
 from gateway.__main__ import fail, read_settings
 from gateway.config.settings import GatewaySettings
 
