@@ -1,4 +1,4 @@
-"""A file of a model that is not what its name says. Plain Python, for gateway and engine alike."""
+"""Files of a model that are not what their names say, or not where they may be. Plain Python, for gateway and engine alike."""
 
 import os
 from pathlib import Path
@@ -26,3 +26,13 @@ def why_not_itself(path: Path) -> str | None:
     except OSError:
         return None
     return "is Git LFS's pointer to the file; fetch the file itself: git lfs pull" if is_pointer else None
+
+
+def below_root(root: Path, path: str) -> Path | None:
+    """Return what `path` names below `root`, links followed; None: it leads elsewhere, or names `root` by being empty. Raises
+    ValueError for what can name nothing."""
+    try:
+        found = (root / path).resolve()
+    except (ValueError, RuntimeError, OSError) as error:  # a NUL in it; links in a circle, until Python 3.12
+        raise ValueError(str(error)) from None
+    return found if path and found.is_relative_to(root.resolve()) else None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from baton.model_files import below_root
 from baton.protocol import check_model_name
 from baton.service.errors import BatonError, FailedPrecondition, InvalidRequest
 from baton.service.logs import fields
@@ -124,7 +125,7 @@ class Catalog:
         if identity and not _IDENTITY.fullmatch(identity):
             raise InvalidRequest("identity", "is not 64 hex digits, as a worker's ready line has them")
         required_identity = bytes.fromhex(identity)
-        folder = self._below_root(path)
+        folder = self._folder_of(path)
         async with self._turn:
             self._check(name, required_identity)
             try:
@@ -156,14 +157,14 @@ class Catalog:
         if any(name in version.fleet.model.adapters for version in self.current):
             raise InvalidRequest("name", f"{name} is an adapter's")
 
-    def _below_root(self, path: str) -> Path:
+    def _folder_of(self, path: str) -> Path:
         if (root := self._root) is None:
             raise FailedPrecondition("this gateway has no --model-root: it adds no model while it runs")
         try:
-            found = (root / path).resolve()
-        except (ValueError, RuntimeError, OSError):  # a NUL in it; links in a circle, until Python 3.12
+            found = below_root(root, path)
+        except ValueError:
             raise InvalidRequest("path", "names no folder") from None
-        if not path or not found.is_relative_to(root.resolve()):
+        if found is None:
             raise InvalidRequest("path", "is not below --model-root")
         if not found.is_dir():
             raise InvalidRequest("path", "names no folder")

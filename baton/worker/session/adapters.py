@@ -7,6 +7,7 @@ from pathlib import Path
 
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
+from baton.model_files import below_root
 from baton.protocol import check_model_name
 from baton.service.errors import FailedPrecondition, InvalidRequest, NotFound
 from baton.service.logs import fields
@@ -151,16 +152,16 @@ class LiveAdapters:
             check_model_name(name, "name")
         except ValueError as error:
             raise InvalidRequest("name", str(error).removeprefix("name ")) from None
-        return self._below_root(path)
+        return self._folder_of(path)
 
-    def _below_root(self, path: str) -> Path:
+    def _folder_of(self, path: str) -> Path:
         if (root := self._engine.config.adapter_root) is None:
             raise FailedPrecondition("this worker has no --adapter-root: it loads no adapter while it runs")
         try:
-            folder = (root / path).resolve()
-        except (ValueError, RuntimeError) as error:  # NUL, links in a circle
+            folder = below_root(root, path)
+        except ValueError as error:
             raise InvalidRequest("path", f"is none: {error}") from None
-        if not path or not folder.is_relative_to(root.resolve()):
+        if folder is None:
             raise InvalidRequest("path", "is not below --adapter-root")
         return folder
 
