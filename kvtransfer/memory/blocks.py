@@ -128,7 +128,7 @@ class BlockMemory:
         if num_bytes := layout.state_bytes:
             self.states = flat[len(flat) % num_bytes :].reshape(-1, num_bytes)[::-1]
 
-    def check_ids(self, block_ids: Sequence[int], are_states: bool = False) -> np.ndarray:
+    def check_ids(self, block_ids: Sequence[int] | np.ndarray, are_states: bool = False) -> np.ndarray:
         """Return the ids as int64 [n]. Raises ProtocolError for a block that is not in this pool."""
         array, count = np.asarray(block_ids, np.int64), len(self.states) if are_states else self.num_blocks
         if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= count)):

@@ -13,11 +13,16 @@ from kvtransfer.transfer.leases import Lease, Watermark
 class LeasedPrompt(Protocol):
     """A handle, or the lease behind it."""
 
-    num_tokens: int
-    span_hashes: Sequence[bytes]
-    chain_parent: bytes
-    blocks: tuple[BlockRef, ...]
-    states: tuple[BlockRef, ...]
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def span_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def chain_parent(self) -> bytes: ...
+    @property
+    def blocks(self) -> tuple[BlockRef, ...]: ...
+    @property
+    def states(self) -> tuple[BlockRef, ...]: ...
 
 
 class Extent(NamedTuple):

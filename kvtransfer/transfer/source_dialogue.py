@@ -121,7 +121,7 @@ class _WantedShare:
         if self._wire.form != self.cells.form:
             parts = encode(self.cells, self.ids, moved, self._wire, self._codec)
             digests = self.digests.of_parts(moved, ((each.part, each.staged) for each in parts))
-            return digests, [[memoryview(each.flat)] for each in parts]
+            return digests, [[each.flat.data] for each in parts]
         digests = self.digests.of_pool(self.cells, self.ids, moved)
         return digests, self.cells.outgoing(self.ids, moved, self._in_blocks) if self.sends else ()
 
