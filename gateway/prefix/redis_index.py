@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
 
 from redis.exceptions import ResponseError
 
@@ -37,7 +38,7 @@ from gateway.prefix.worker_bitmap import (
     spread,
 )
 from gateway.store.breaker import Breaker
-from gateway.store.redis_client import FAILURES, fault_of, make_client, values_of, words_of
+from gateway.store.redis_client import FAILURES, MAX_BATCH, answers_of, fault_of, make_client, values_of, words_of
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -47,6 +48,7 @@ _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
 _REFRESH_S = KV_TTL_S / 3
 _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
+_LEASED_AT_ONCE = 64  # slots whose answer is lost rest for 12 minutes
 _MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
 _MAX_LOOKUP_BYTES = 1 << 17  # 276 values of 1,024 slots are 38 KB, and there are 32 connections
@@ -99,7 +101,7 @@ class RedisIndex:
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
         self._left: dict[bytes, _Worker] = {}  # whose session is gone for a moment
-        self._slots = SlotLeases(self._control)
+        self._slots = SlotLeases(self._control, _CONTROL_TIMEOUT_S)
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
@@ -234,11 +236,10 @@ class RedisIndex:
 
     async def _heartbeat(self, at: float) -> None:
         await self._hold_secret()
-        for entry in list(self._workers.values()):
-            await self._hold_writer(entry)
-            if entry.is_ours:
-                await self._hold_slot(entry, at)
+        for part in _parts(list(self._workers.values()), MAX_BATCH):
+            await self._hold_writers(part)  # who holds a name is not asked long before it is renewed
         await self._slots.read(at)
+        await self._hold_slots(at)
         await self._retire(at)
         for entry in self._workers.values():
             if entry.may_write(at) and at - entry.refreshed_at > _REFRESH_S:
@@ -252,10 +253,8 @@ class RedisIndex:
 
     async def _retire(self, at: float) -> None:
         """Retire slots without a writer: of workers that have gone, and those that a worker has beside its own."""
-        for entry in list(self._workers.values()):
-            for slot in self._slots.slots_of(entry.worker) if entry.may_write(at) else ():
-                if slot != entry.slot:
-                    await self._slots.retire(slot)
+        own = {entry.worker: entry.slot for entry in self._workers.values() if entry.may_write(at)}
+        await self._slots.retire(self._slots.slots_beside(own))
         await self._slots.retire_orphans(_writer_name, at)
 
     async def _hold_secret(self) -> None:
@@ -266,30 +265,57 @@ class RedisIndex:
             raise SecretDiffers("the gateways on this Redis have another cluster secret: give this one the same file")
         await self._control.expire("baton:secret", SECRET_TTL_S)
 
-    async def _hold_writer(self, entry: _Worker) -> None:
-        """Make sure that one gateway writes this worker's events. Two that do for a moment write the same."""
-        name = _writer_name(entry.worker)
-        is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
-        if not is_ours and await self._value(name) == self._gateway:
-            await self._control.expire(name, WRITER_TTL_S)
-            is_ours = True
-        was_ours, entry.is_ours = entry.is_ours, is_ours
-        if is_ours and not was_ours:
-            entry.feed.subscribe()
+    async def _hold_writers(self, entries: Sequence[_Worker]) -> None:
+        """Make sure that one gateway writes each worker's events. Two that do for a moment write the same."""
+        ours = await self._held_names([_writer_name(entry.worker) for entry in entries])
+        for entry in entries:
+            was_ours, entry.is_ours = entry.is_ours, _writer_name(entry.worker) in ours
+            if entry.is_ours and not was_ours:
+                entry.feed.subscribe()
 
-    async def _hold_slot(self, entry: _Worker, at: float) -> None:
-        if entry.may_write(at):
-            if await self._slots.renew(entry.worker, entry.slot):
+    async def _held_names(self, names: Sequence[bytes]) -> set[bytes]:
+        """Take the names that are free and renew those that are this gateway's; return all of these."""
+        holders = await values_of(self._control, names, _MAX_NAME_BYTES)
+        asked = {
+            name: methodcaller("expire", name, WRITER_TTL_S)
+            if holder == self._gateway
+            else methodcaller("set", name, self._gateway, nx=True, ex=WRITER_TTL_S)
+            for name, holder in zip(names, holders, strict=True)
+            if holder in (self._gateway, None)
+        }
+        answers = await answers_of(self._control, list(asked.values()), _CONTROL_TIMEOUT_S)
+        return {name for name, is_held in zip(asked, answers, strict=True) if is_held}
+
+    async def _hold_slots(self, at: float) -> None:
+        """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now."""
+        ours = [entry for entry in self._workers.values() if entry.is_ours]
+        own = {entry.worker: entry.slot for entry in ours if entry.slot is not None and entry.may_write(at)}
+        renewed = await self._slots.renew(own)
+        taken = await self._slots.take({worker: slot for worker, slot in own.items() if worker not in renewed})
+        without = []
+        for entry in ours:
+            if entry.worker in renewed:
                 entry.held_at = at
-                return
-            if await self._slots.take(entry.worker, entry.slot):  # a Redis that forgot it has forgotten bits
+            elif entry.worker in taken:  # a Redis that forgot it has forgotten bits
                 entry.held_at, entry.refreshed_at = at, _NEVER
-                return
-        if entry.slot is not None:
-            await self._slots.give_up(entry.slot)
-        entry.begin(await self._slots.lease(entry.worker, at), at)
-        if entry.slot is None:
-            log.warning("redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS))
+            else:
+                without.append(entry)
+        if without:
+            await self._lease_slots(without, at)
+        if taken or without:
+            await self._slots.read(at)
+
+    async def _lease_slots(self, entries: Sequence[_Worker], at: float) -> None:
+        await self._slots.give_up([entry.slot for entry in entries if entry.slot is not None])
+        await self._slots.read(at)
+        for part in _parts(entries, _LEASED_AT_ONCE):
+            leased = await self._slots.lease([entry.worker for entry in part], at)
+            for entry in part:
+                entry.begin(leased.get(entry.worker), at)
+                if entry.slot is None:
+                    log.warning(
+                        "redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS)
+                    )
 
     async def _value(self, name: bytes) -> bytes | None:
         return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
@@ -350,6 +376,10 @@ class RedisIndex:
 
 def _writer_name(worker: bytes) -> bytes:
     return b"baton:writer:" + worker
+
+
+def _parts(entries: Sequence[_Worker], most: int) -> Iterator[Sequence[_Worker]]:
+    return (entries[begin : begin + most] for begin in range(0, len(entries), most))
 
 
 def _is_of_the_key(error: Exception) -> bool:

@@ -8,11 +8,12 @@ does any gateway with the slot of a worker that has no writer any more. Bits of 
 span's time to live is renewed they are cleared, so that none is left when the slot is free.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import methodcaller
 
 from gateway.prefix.prefix_matches import NOWHERE, WorkerBits
 from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, places_of
-from gateway.store.redis_client import values_of
+from gateway.store.redis_client import answers_of, values_of
 
 KV_TTL_S = 600
 # Longer than the last span lives that was renewed by a gateway which did not know yet that the slot was retired.
@@ -28,10 +29,10 @@ _LOOK_S = 10.0  # between two looks for slots of workers without a writer
 class SlotLeases:
     """Every method raises one of FAILURES. `at` is the time now, of any clock that does not go back."""
 
-    def __init__(self, client):
+    def __init__(self, client, timeout_s: float):
         self.places: WorkerBits = NOWHERE
         self.retired = 0  # bits, as of bit_sets
-        self._client = client
+        self._client, self._timeout_s = client, timeout_s
         self._holders: list[bytes | None] = [None] * NUM_SLOTS
         self._read_at = self._looked_at = float("-inf")
         self._seen: dict[int, float] = {}  # slots that have or had a worker, when last
@@ -52,37 +53,50 @@ class SlotLeases:
         self._seen.update((slot, at) for slot, holder in enumerate(self._holders) if holder is not None)
         self._read_at = at
 
-    async def renew(self, worker: bytes, slot: int) -> bool:
-        """Renew this worker's slot; return whether it still has it."""
-        (holder,) = await values_of(self._client, [_name(slot)], _MAX_NAME_BYTES)
-        return holder == worker and bool(await self._client.expire(_name(slot), SLOT_TTL_S))
+    async def renew(self, slots: Mapping[bytes, int]) -> set[bytes]:
+        """Renew the slots that were these workers' when they were read; return the workers that still have theirs."""
+        workers = [worker for worker, slot in slots.items() if self._holders[slot] == worker]
+        answers = await self._ask([methodcaller("expire", _name(slots[worker]), SLOT_TTL_S) for worker in workers])
+        return {worker for worker, is_there in zip(workers, answers, strict=True) if is_there}
 
-    async def take(self, worker: bytes, slot: int) -> bool:
-        """Take a slot that is free; return whether it was. After Redis has forgotten a slot it is taken again in this
-        way, perhaps without its bits."""
-        return bool(await self._client.set(_name(slot), worker, nx=True, ex=SLOT_TTL_S))
+    async def take(self, slots: Mapping[bytes, int]) -> set[bytes]:
+        """Take slots that are free; return the workers whose slot was. After Redis has forgotten a slot it is taken
+        again in this way, perhaps without its bits."""
+        answers = await self._ask(
+            [methodcaller("set", _name(slot), worker, nx=True, ex=SLOT_TTL_S) for worker, slot in slots.items()]
+        )
+        return {worker for worker, is_taken in zip(slots, answers, strict=True) if is_taken}
 
-    async def lease(self, worker: bytes, at: float) -> int | None:
-        """Return a slot without bits, or None if there is none. Slots that the worker had before are retired."""
-        await self.read(at)
-        for slot in self.slots_of(worker):
-            await self.retire(slot)
-        for slot in range(NUM_SLOTS):
-            # One that had a worker a moment ago is left to it: Redis was emptied, and it comes back for it.
-            if at - self._seen.get(slot, float("-inf")) > GIVE_UP_S and await self.take(worker, slot):
-                return slot
-        return None
+    async def lease(self, workers: Sequence[bytes], at: float) -> dict[bytes, int]:
+        """Return slots without bits, for as many workers as there are. Slots that they had before are retired."""
+        await self.retire(self.slots_beside(dict.fromkeys(workers)))
+        leased: dict[bytes, int] = {}
+        while len(leased) < len(workers) and (free := self._free(at)):
+            asked = dict(zip([worker for worker in workers if worker not in leased], free))
+            leased.update((worker, asked[worker]) for worker in await self.take(asked))
+            self._seen.update(dict.fromkeys(asked.values(), at))  # or another gateway was faster
+        return leased
 
-    async def give_up(self, slot: int) -> None:
-        """Retire a slot whose writer has heard nothing of it for a while: Redis may have forgotten it, and bits may be
-        written."""
-        await self._client.set(_name(slot), RETIRED, nx=True, ex=SLOT_TTL_S)
+    def _free(self, at: float) -> list[int]:
+        """Return the slots that may be leased. One that had a worker a moment ago is left to it: Redis was emptied, and
+        it comes back for it."""
+        return [slot for slot in range(NUM_SLOTS) if at - self._seen.get(slot, float("-inf")) > GIVE_UP_S]
 
-    async def retire(self, slot: int) -> None:
-        await self._client.set(_name(slot), RETIRED, xx=True, ex=SLOT_TTL_S)
+    async def give_up(self, slots: Iterable[int]) -> None:
+        """Retire slots whose writer has heard nothing of them for a while: Redis may have forgotten them, and bits may
+        be written."""
+        await self._ask([methodcaller("set", _name(slot), RETIRED, nx=True, ex=SLOT_TTL_S) for slot in slots])
 
-    def slots_of(self, worker: bytes) -> Iterator[int]:
-        return (slot for slot, holder in enumerate(self._holders) if holder == worker)
+    async def retire(self, slots: Iterable[int]) -> None:
+        await self._ask([methodcaller("set", _name(slot), RETIRED, xx=True, ex=SLOT_TTL_S) for slot in slots])
+
+    def slots_beside(self, own: Mapping[bytes, int | None]) -> list[int]:
+        """Return the slots that these workers have beside their own."""
+        holders = enumerate(self._holders)
+        return [slot for slot, holder in holders if holder is not None and own.get(holder, slot) != slot]
+
+    async def _ask(self, commands: Sequence[Callable]) -> list[object]:
+        return await answers_of(self._client, commands, self._timeout_s)
 
     async def retire_orphans(self, writer_name: Callable[[bytes], bytes], at: float) -> None:
         """Retire slots of workers for which `writer_name(worker)` has been missing for ORPHAN_S."""
@@ -92,9 +106,8 @@ class SlotLeases:
         writers = await values_of(self._client, list(map(writer_name, workers)), _MAX_NAME_BYTES) if workers else []
         missing = [worker for worker, writer in zip(workers, writers, strict=True) if writer is None]
         self._unwritten = {worker: self._unwritten.get(worker, at) for worker in missing}
-        for worker, since in self._unwritten.items():
-            for slot in self.slots_of(worker) if at - since >= ORPHAN_S else ():
-                await self.retire(slot)
+        orphans = [worker for worker, since in self._unwritten.items() if at - since >= ORPHAN_S]
+        await self.retire(self.slots_beside(dict.fromkeys(orphans)))
 
 
 def _name(slot: int) -> bytes:

@@ -1,11 +1,13 @@
 """Connections to Redis that fail within bounds of time and bytes. Nothing that comes from there is trusted: no value,
 no length, and no announced length."""
 
+import asyncio
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import redis.asyncio as redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -28,6 +30,7 @@ MAX_REPLY_BYTES = 1 << 20  # of any call of a gateway: 4,096 names of workers
 # thousand million stop the event loop for 3 s, or 12 s and 7.6 GB.
 _LONG_LIST = re.compile(rb"[*%~>|][1-9]\d{4}")
 _TAIL_BYTES = 6
+MAX_BATCH = 256  # commands of one round trip: they take the event loop 3 ms, and 1,000 of them 11 ms
 # In our words, for operators' pages: those of Redis may repeat what it was sent.
 _FAULTS = (
     (AuthenticationError, "it refuses the gateway's user or password"),
@@ -110,6 +113,24 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
     if not isinstance(found, list) or len(found) != len(names):
         raise ValueError("an unexpected reply to a request for values")
     return [value if isinstance(value, bytes) and 0 < len(value) <= most else None for value in found]
+
+
+async def answers_of(
+    client: redis.Redis, commands: Sequence[Callable[[Pipeline], object]], timeout_s: float
+) -> list[object]:
+    """Return the answer to each command, for all of which there are a few round trips. Raises one of FAILURES, after
+    which any of them may have been carried out."""
+    answers = []
+    for begin in range(0, len(commands), MAX_BATCH):
+        async with client.pipeline(transaction=False) as batch:
+            for command in commands[begin : begin + MAX_BATCH]:
+                command(batch)
+            async with asyncio.timeout(timeout_s):  # of all answers: each has as long
+                answers += await batch.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 def fault_of(error: Exception) -> str:

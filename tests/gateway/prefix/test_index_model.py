@@ -7,6 +7,7 @@ real one.
 
 import asyncio
 import itertools
+import math
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from gateway.prefix import redis_index
 from gateway.prefix.prefix_index import Feed
 from gateway.prefix.redis_index import RedisIndex
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, ORPHAN_S, RETIRED, SLOT_TTL_S
+from gateway.store.redis_client import MAX_BATCH
 
 SPANS = [b"%016d" % n + bytes(16) for n in range(12)]
 BEAT_S = 1.0
@@ -51,9 +53,17 @@ class Memory:
         data[bit // 8] = data[bit // 8] & ~(128 >> bit % 8) | (128 >> bit % 8) * value
         self.set(name, bytes(data))
 
-    def expire(self, name: bytes, seconds: int) -> None:
+    def expire(self, name: bytes, seconds: int) -> bool:
         if (value := self.get(name)) is not None:
             self.set(name, value, self._clock() + seconds)
+        return value is not None
+
+    def set_if(self, name: bytes, value: bytes, nx: bool = False, xx: bool = False, ex: int = 0) -> bool | None:
+        is_there = self.get(name) is not None
+        if (nx and is_there) or (xx and not is_there):
+            return None
+        self.set(name, value, self._clock() + ex)
+        return True
 
     def names(self) -> list[bytes]:
         return [name for name in self._data if self.get(name) is not None]
@@ -71,9 +81,10 @@ class Client:
     def __init__(self, memory: Memory, clock: Clock):
         self._memory, self._clock = memory, clock
         self.is_cut = self.loses_answers = False
-        self._batch: list | None = None
+        self.num_trips = self.num_commands = 0
 
-    async def _do(self, work):
+    async def _do(self, work, num_commands: int = 1):
+        self.num_trips, self.num_commands = self.num_trips + 1, self.num_commands + num_commands
         await asyncio.sleep(0)
         if self.is_cut:
             raise redis.exceptions.ConnectionError("cut")
@@ -85,21 +96,11 @@ class Client:
     async def mget(self, names):
         return await self._do(lambda: [self._memory.get(name) for name in names])
 
-    async def set(self, name, value, nx=False, xx=False, ex=None):
-        def work():
-            is_there = self._memory.get(name) is not None
-            if (nx and is_there) or (xx and not is_there):
-                return None
-            self._memory.set(name, value, self._clock() + ex)
-            return True
-
-        return await self._do(work)
+    async def set(self, name, value, **options):
+        return await self._do(lambda: self._memory.set_if(name, value, **options))
 
     async def expire(self, name, seconds):
-        name = name if isinstance(name, bytes) else name.encode()
-        is_there = self._memory.get(name) is not None
-        await self._do(lambda: self._memory.expire(name, seconds))
-        return is_there
+        return await self._do(lambda: self._memory.expire(name, seconds))
 
     async def ping(self):
         return await self._do(lambda: True)
@@ -124,11 +125,14 @@ class Batch:
     def setbit(self, *args):
         self._work.append(lambda memory: memory.setbit(*args))
 
+    def set(self, *args, **options):
+        self._work.append(lambda memory: memory.set_if(*args, **options))
+
     def expire(self, *args):
         self._work.append(lambda memory: memory.expire(*args))
 
     async def execute(self, raise_on_error):
-        return await self._client._do(lambda: [work(self._client._memory) for work in self._work])
+        return await self._client._do(lambda: [work(self._client._memory) for work in self._work], len(self._work))
 
 
 class Worker:
@@ -210,6 +214,11 @@ class World:
             for gateway in self.gateways:
                 await gateway.live()
 
+    def add_worker(self) -> None:
+        self.workers.append(Worker(next(self._numbers)))
+        for gateway in self.gateways:
+            gateway.join(self.workers[-1])
+
     # ---- what may happen ----
 
     def seal(self) -> None:
@@ -222,9 +231,7 @@ class World:
 
     def a_worker_comes(self) -> None:
         if len(self.workers) < 5:
-            self.workers.append(Worker(next(self._numbers)))
-            for gateway in self.gateways:
-                gateway.join(self.workers[-1])
+            self.add_worker()
 
     def a_worker_dies(self) -> None:
         if worker := self._any():
@@ -488,3 +495,49 @@ async def test_the_feed_tells_what_was_evicted_between_two_sessions():
     assert feed.apply(pb.BlockEvents(seq=1, sealed=[b"z"])) == ((), ())
     feed.subscribe()
     assert feed.apply(pb.BlockEvents(seq=0, snapshot=True, sealed=[b"b", b"c"])) == ((b"c",), (b"a",))
+
+
+@pytest.mark.parametrize("num_workers", (3, 200, 600))
+async def test_a_heartbeat_is_a_few_round_trips_however_many_workers_there_are(num_workers, clock):
+    """With some for each worker, 150 of them and a Redis 15 ms away outlasted the leases of writers."""
+    world = World(1, clock)
+    for _ in range(num_workers):
+        world.add_worker()
+    await world.settle()
+    writer, reader = sorted(
+        world.gateways, key=lambda gateway: -sum(e.is_ours for e in gateway.index._workers.values())
+    )
+    for gateway in (writer, reader):
+        gateway.client.num_trips = gateway.client.num_commands = 0
+        await gateway.live()
+    parts = math.ceil(num_workers / MAX_BATCH)
+    assert 0 <= writer.client.num_trips - (3 * parts + 1) <= 1, "now and then it looks for slots without a writer"
+    assert writer.client.num_commands - writer.client.num_trips == 2 * (num_workers - parts)
+    assert 0 <= reader.client.num_trips - (parts + 1) <= 1
+    assert reader.client.num_commands == reader.client.num_trips, "who holds nothing renews nothing"
+
+
+async def test_workers_that_come_at_once_have_slots_within_a_few_round_trips(clock):
+    """As have those that another gateway takes over."""
+    world = World(1, clock)
+    for _ in range(200):
+        world.add_worker()
+    for gateway in world.gateways:
+        gateway.client.num_trips = 0
+        await gateway.live()
+        assert gateway.client.num_trips < 20
+        assert len({entry.slot for entry in gateway.index._workers.values()} - {None}) == 200
+        clock.now += redis_index.WRITER_TTL_S  # it is dead
+    values = [world.memory.get(name) for name in world.memory.names() if name.startswith(b"baton:slot:")]
+    assert sorted(values) == sorted([worker.id for worker in world.workers] + [RETIRED] * 200)
+
+
+async def test_gateways_that_begin_at_once_share_the_slots(clock):
+    """Each asks for some that the other has taken a moment before."""
+    world = World(1, clock)
+    for gateway, begin in zip(world.gateways, (0, 100), strict=True):
+        for number in range(begin, begin + 100):
+            gateway.join(Worker(number))
+    await asyncio.gather(*(gateway.live() for gateway in world.gateways))
+    slots = [entry.slot for gateway in world.gateways for entry in gateway.index._workers.values()]
+    assert sorted(slots) == list(range(200))
