@@ -15,6 +15,7 @@ from baton.service.logs import fields
 NAME = "baton:workers"
 MAX_NAMES = 4096  # read at once
 MAX_LEFT_S = 60  # no gateway writes an entry that lasts longer
+_LACKS = "it lacks ZMSCORE or ZRANGE with REV, use Redis 6.2 or newer"
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RedisDirectory:
             found = await self._exchange(here, sorted(known))
         except self._failures as error:
             if self._was_up:
-                log.warning("redis: workers of other gateways are not known %s", fields(error=type(error).__name__))
+                log.warning("redis: workers of other gateways are not known %s", fields(error=_words_of(error)))
             self._was_up = False
             return set()
         self._was_up = True
@@ -91,6 +92,14 @@ class RedisDirectory:
 def make_directory(redis_url: str | None) -> WorkerDirectory:
     """Return the directory in Redis, or a local one without a URL."""
     return RedisDirectory(redis_url) if redis_url else LocalDirectory()
+
+
+def _words_of(error: Exception) -> str:
+    """Describe a failure in one line, also that of a Redis to which a command of ours is new."""
+    from gateway.store.redis_client import words_of
+
+    is_new_there = str(error).startswith(("unknown command", "syntax error"))
+    return f"{_LACKS}: {words_of(error)}" if is_new_there else words_of(error)
 
 
 def _read(member: object) -> Worker | None:

@@ -171,6 +171,38 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
         await directory.close()
 
 
+@pytest.mark.parametrize(
+    "lacking",
+    (
+        {"ZMSCORE": ""},
+        {"ZRANGE": "", "ZREVRANGE": "ZRANGE"},  # to which REV is a syntax error, as to ZRANGE before 6.2
+    ),
+)
+async def test_what_an_old_redis_lacks_is_told_by_name(lacking, tmp_path, caplog):
+    class OldRedis(RedisServer):
+        def _argv(self) -> list[str]:
+            renamed = [word for old, new in lacking.items() for word in ("--rename-command", old, new)]
+            return [*super()._argv(), *renamed]
+
+    known = {("decode", "10.0.0.2:5")}
+    with OldRedis(tmp_path) as server:
+        directory = RedisDirectory(server.url)
+        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}, known) == set()
+        await directory.close()
+    assert "it lacks ZMSCORE or ZRANGE with REV, use Redis 6.2 or newer" in caplog.text
+
+
+async def test_a_right_that_the_directory_lacks_is_told_by_name(tmp_path, caplog):
+    with RedisServer(tmp_path) as server:
+        server.client.acl_setuser(
+            "default", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-zadd"]
+        )
+        directory = RedisDirectory(server.url)
+        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == set()
+        await directory.close()
+    assert "'zadd'" in caplog.text
+
+
 # ---- strangers ----
 
 
