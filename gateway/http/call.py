@@ -117,8 +117,9 @@ class HttpCall:
         await self.end(body)
 
     def open_stream(self, to_event: Callable[[Json], bytes], ping: bytes) -> None:
-        """Have an answer of events, before anything is waited for. `to_event`: from the body of an error to the event that it
-        ends with; `ping`: what is sent where nothing else is, so that neither client nor proxy takes it for dead."""
+        """Have an answer of events. Has to be called before anything is waited for: the watch, which begins then, looks once
+        whether there are pings. `to_event`: from the body of an error to the event that the answer ends with; `ping`: what
+        is sent where nothing else is, so that neither client nor proxy takes it for dead."""
         self._to_event, self._ping = to_event, ping
         self._ping_at = _time() + _FIRST_SILENCE_S
 

@@ -2,7 +2,7 @@
 tokens alone: models write about them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gateway.parsers.answer_parser import AnswerParser, spell
 from gateway.parsers.reading import Cut, Malformed, Markers, Reading
@@ -21,21 +21,21 @@ class HarmonyParser(AnswerParser):
         self._has_tools, self._continues = has_tools, continues
         self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
         self._ends = tuple(ends)
-        self._emitted = set[Callable[[str], None]]()  # what a message had text for
+        self._kinds = set[str]()  # of the messages that had text
         super().__init__(spellings)
 
     def _run(self) -> Reading:
         source = self._source
         try:
             if self._continues:
-                yield from self._text(self._say)
+                yield from self._text("content")
             while True:
                 head, end = yield from source.until(self._message, self._start, *self._ends)
                 if end == self._message:
                     yield from self._body(head)
                 source.forget()
         except Cut:
-            self._emitted.clear()  # its methods lead back here: a circle
+            pass
 
     def _body(self, head: str) -> Reading:
         channel = head.rpartition(self._channel)[2].replace(self._constrain, " ").split()
@@ -43,20 +43,21 @@ class HarmonyParser(AnswerParser):
         name = channel[0] if channel and self._channel in head else ""
         to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "").removeprefix(_FUNCTIONS)
         if to:
-            yield from self._call_or_text(to) if self._has_tools else self._text(_drop)
+            yield from self._call_or_text(to) if self._has_tools else self._text("")
         elif name == "analysis":
-            yield from self._text(self._think)
+            yield from self._text("reasoning")
         elif not recipients:  # what else is sent to a tool is for nobody here
-            yield from self._text(self._say)
+            yield from self._text("content")
 
-    def _text(self, emit: Callable[[str], None]) -> Reading:
-        """Read a message's text: a line of its own where there is another of its kind before it. Raises Cut."""
+    def _text(self, kind: str) -> Reading:
+        """Read a message's text: a line of its own where there is another of its kind before it. `kind`: content, reasoning, or
+        "" for a call of a request without tools, which is for nobody. Raises Cut."""
         source, markers = self._source, Markers((*self._ends, self._start))
-        line_end, has_text = "\n" if emit in self._emitted else "", False
+        line_end, has_text = "\n" if kind in self._kinds else "", False
         while not (found := markers.find(source.text, source.at)):
             end = len(source.text) if source.has_ended else len(source.text) - markers.num_held(source.text, source.at)
             if end > source.at:
-                emit(line_end + source.text[source.at : end])
+                self._emit(kind, line_end + source.text[source.at : end])
                 line_end, has_text = "", True
             source.at = end
             source.forget()
@@ -64,11 +65,17 @@ class HarmonyParser(AnswerParser):
                 raise Cut
             yield
         if found.start() > source.at:
-            emit(line_end + source.text[source.at : found.start()])
+            self._emit(kind, line_end + source.text[source.at : found.start()])
             has_text = True
         if has_text:
-            self._emitted.add(emit)
+            self._kinds.add(kind)
         source.at = found.start() if found[0] == self._start else found.end()
+
+    def _emit(self, kind: str, text: str) -> None:
+        if kind == "content":
+            self._say(text)
+        elif kind == "reasoning":
+            self._think(text)
 
     def _call_or_text(self, name: str) -> Reading:
         """Read a call; what turns out to be none is content, from the beginning of the body on. Raises Cut."""
@@ -79,7 +86,7 @@ class HarmonyParser(AnswerParser):
             if isinstance(error, Cut) and not self._is_whole:
                 raise
             self._source.at = begin
-            yield from self._text(self._say)
+            yield from self._text("content")
 
     def _call(self, name: str) -> Reading:
         """Read a call, of which no body is one without arguments. Raises Malformed, Cut."""
@@ -95,7 +102,3 @@ class HarmonyParser(AnswerParser):
             self._sink.begin(name)
             self._sink.add("{}")
         self._sink.end()
-
-
-def _drop(text: str) -> None:
-    """Do nothing: a call of a request without tools is for nobody."""

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 class GatewayGone(Exception):
-    """No gateway answers: the line has no result, and neither would those after it."""
+    """No gateway answers, or one that is too old: the line has no result, and neither would those after it."""
 
 
 @dataclass
@@ -117,6 +117,8 @@ class LineRunner:
         for begin in range(0, len(unknown), _IDS_AT_ONCE):
             token_ids = unknown[begin : begin + _IDS_AT_ONCE]
             texts = await self._client.token_texts(token_ids, model=model.name)
+            if not texts:
+                raise GatewayGone("the gateway is older than this program, which log-probabilities need: upgrade it")
             for token_id, text in zip(token_ids, texts, strict=True):
                 model.add(token_id, text)
 

@@ -27,7 +27,7 @@ class Echo(inference_pb2_grpc.InferenceServicer):
     """Answers with the prompt; `failures` says how often which prompt is refused first."""
 
     def __init__(self):
-        self.requests, self.target, self.models = [], "", ["demo"]
+        self.requests, self.target, self.models, self.is_old = [], "", ["demo"], False
         self.failures: dict[str, list[BatonError]] = {}
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
 
@@ -57,6 +57,8 @@ class Echo(inference_pb2_grpc.InferenceServicer):
 
     def Detokenize(self, request, context):
         name = self._named(request, context)
+        if self.is_old:
+            return pb.DetokenizeResponse(text="x")
         texts = (f"<{name} {token_id}>".encode() for token_id in request.token_ids)
         return pb.DetokenizeResponse(tokens=(pb.TokenText(text=text, first_text=text) for text in texts))
 
@@ -273,6 +275,14 @@ def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
     assert "2 lines are left" in capsys.readouterr().err
     status, results = run(lines)
     assert status == 0 and [text_of(result) for result in results] == ["R0", "R1", "R2", "R3"]
+
+
+def test_a_gateway_that_does_not_tell_what_tokens_say(run, echo, capsys):
+    """One of the version before, which knows no such field of the request."""
+    echo.is_old = True
+    status, results = run([chat("r0"), chat("r1", logprobs=True)])
+    assert status == 1 and [result["custom_id"] for result in results] == ["r0"]
+    assert "older than this program" in capsys.readouterr().err
 
 
 def test_of_several_addresses_one_that_serves_is_enough(run, echo):

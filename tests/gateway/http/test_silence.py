@@ -1,6 +1,7 @@
 """Streams that are silent, before their first token or behind it, show that they live."""
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -43,12 +44,28 @@ def events(data: bytes, ping: bytes) -> list[str]:
     return [each for each in data.replace(ping, b"").decode().split("\n\n") if each]
 
 
+def text_of(value) -> str:
+    """Join the texts of an event, wherever in it they are."""
+    if isinstance(value, dict):
+        own = (value[key] for key in ("content", "text", "delta") if isinstance(value.get(key), str))
+        return "".join((*own, *map(text_of, value.values())))
+    return "".join(map(text_of, value)) if isinstance(value, list) else ""
+
+
+def gist(data: bytes, ping: bytes) -> tuple[str, list[str]]:
+    """Return what does not depend on how many tokens share an event: the text, and the kinds of neighbours."""
+    found = events(data, ping)
+    bodies = [each.partition("data: ")[2] for each in found]
+    kinds = [kind for kind, _ in itertools.groupby(each.partition("data: ")[0] for each in found)]
+    return "".join(text_of(json.loads(each)) for each in bodies if each != "[DONE]"), kinds
+
+
 @pytest.mark.parametrize("path", _DOORS)
 async def test_a_stream_that_is_silent_has_pings_and_nothing_else_is_other(served, hasty, path):
     _, ping = _DOORS[path]
     async with served() as (c, client), raw(client) as http:
         async with asking(http, path) as undisturbed:
-            wanted = events(await undisturbed.aread(), ping)
+            wanted = gist(await undisturbed.aread(), ping)
         for worker in c.prefill:
             worker.hold("prefill")
         c.decode[0].hold("decode")
@@ -64,12 +81,35 @@ async def test_a_stream_that_is_silent_has_pings_and_nothing_else_is_other(serve
                 data += await anext(parts)
             c.decode[0].release("decode")
             data += b"".join([part async for part in parts])
-    assert len(events(data, ping)) == len(wanted) and not data.endswith(ping)
-    kinds = (
-        [each.partition("\n")[0] for each in found if each.startswith("event: ")]
-        for found in (events(data, ping), wanted)
-    )
-    assert next(kinds) == next(kinds)
+    assert gist(data, ping) == wanted and wanted[0] and not data.endswith(ping)
+
+
+async def test_who_hangs_up_behind_a_ping_is_heard(served, hasty):
+    async with served() as (c, client), raw(client) as http:
+        c.decode[0].hold("decode")
+        async with asking(http, "chat/completions") as answer:
+            data, parts = b"", answer.aiter_bytes()
+            while data.count(b": \n\n") < 2:
+                data += await anext(parts)
+            assert "cancel" not in c.decode[0].kinds()
+        await c.until(lambda: "cancel" in c.decode[0].kinds())
+        c.decode[0].release("decode")
+        await c.idle()
+
+
+async def test_a_client_of_http_1_0_has_pings(served, hasty):
+    body = json.dumps({"model": "fake", "stream": True, **_MESSAGES}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    async with served() as (c, _):
+        c.decode[0].hold("decode")
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(patience(20)):
+            answer = await reader.readuntil(2 * b": \n\n")
+            c.decode[0].release("decode")
+            answer += await reader.read()
+        writer.close()
+    assert b" 200 OK" in answer.partition(b"\r\n")[0] and answer.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("path", _DOORS)

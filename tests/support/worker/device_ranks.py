@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from baton.engine import loading
 from baton.engine.gpu_ranks import build
 from baton.worker import app, settings
 from baton.worker.ranks import device
@@ -35,7 +36,7 @@ def stand_in_workers(replace: Callable[[object, str, object], None], folder: Pat
         replace(module, "PoolMemory", lambda mirror_gib: StandInPool(host, mirror_gib))
     replace(settings, "find_runtime", lambda: CudaRuntime(Cudart(host)))
     replace(device, "PROGRAM", "tests.support.worker.device_ranks")
-    replace(build, "find_device", lambda name: torch.device("cuda", 0))  # of several ranks alone
+    replace(loading, "find_device", lambda name: torch.device("cuda", 0))  # of several ranks alone
     replace(build, "devices_for", lambda config: [torch.device("cpu")] * config.num_ranks)
 
 
