@@ -48,6 +48,14 @@ def whole(text: str) -> int:
     return _above_zero(int, "a whole number", text)
 
 
+def port(text: str) -> int:
+    """A port, from 1 to 65535."""
+    value = whole(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: must be from 1 to 65535")
+    return value
+
+
 def _above_zero(kind: type, what: str, text: str):
     try:
         value = kind(text)

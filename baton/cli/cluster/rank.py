@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from baton.service import logs
-from baton.service.arguments import add_command, whole
+from baton.service.arguments import add_command, port, whole
 from baton.service.net.server import run as run_process
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--kv-host", default="127.0.0.1", metavar="HOST", help="address of this host at which other workers take its KV"
     )
     parser.add_argument(
-        "--kv-port", type=whole, default=0, metavar="PORT",
+        "--kv-port", type=port, default=0, metavar="PORT",
         help="its port for that, of gRPC; without certificates tcp has the next one (default: the system chooses)",
     )  # fmt: skip
     add_access_flags(parser)

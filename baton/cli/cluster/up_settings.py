@@ -42,15 +42,8 @@ from gateway.config.settings import GatewaySettings
 # What `baton up` sets itself.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
 _NOT_GATEWAY_OPTIONS = (
-    "model",
-    "served_model_name",
-    "listen",
-    "http",
-    "prefill_workers",
-    "decode_workers",
-    "redis",
-    "admin",
-)
+    "model", "served_model_name", "listen", "http", "prefill_workers", "decode_workers", "redis", "admin",
+)  # fmt: skip
 _SHIPPED_NAME = "baton-demo"
 # The help of one screen has these; --help-all the rest.
 _SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
@@ -65,10 +58,8 @@ class UpSettings:
 
     model: str | None = option(
         "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL; several with the "
-        "names by which requests ask for them (default: the shipped one)",
-        None,
-        metavar="DIR|FILE|NAME|NAME=DIR,...",
-    )
+        "names by which requests ask for them (default: the shipped one)", None, metavar="DIR|FILE|NAME|NAME=DIR,..."
+    )  # fmt: skip
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     http: str | None = option(
         "address of the HTTP API in OpenAI's form (default: not served)", None, metavar="HOST:PORT"
@@ -86,15 +77,11 @@ class UpSettings:
     )
     launcher: str = option("where workers are placed: on this machine, or on a Ray cluster", "local", choices=LAUNCHERS)
     address: str | None = option(
-        "address of the Ray cluster, as ray.init takes it (default: auto, the one that this machine is part of)",
-        None,
-        metavar="auto|HOST:PORT",
-    )
+        "address of the Ray cluster, as ray.init takes it (default: auto, the one that this machine is part of)", None, metavar="auto|HOST:PORT"
+    )  # fmt: skip
     control: str | None = option(
-        "address for operators who scale the stack (default: 127.0.0.1:50050, or another port where that is taken)",
-        None,
-        metavar="HOST:PORT",
-    )
+        "address for operators who scale the stack (default: 127.0.0.1:50050, or another port where that is taken)", None, metavar="HOST:PORT"
+    )  # fmt: skip
     redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
     certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
@@ -382,6 +369,8 @@ def _worker_values(
     for model in models.values():
         for role in ROLES:
             settings[role] = worker_settings(values[role], model)
+    if up.launcher == "local":
+        _check_kv_ports({role: settings[role].kv_port for role in ROLES}, num_workers, len(models))
     engines = {role: settings[role].engine for role in ROLES}
     num_ranks = {role: len(models) * num_workers[role] * engines[role].num_ranks_here for role in ROLES}
     threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
@@ -398,3 +387,14 @@ def _worker_values(
     for role in ROLES:
         values[role] |= {} if threads[role] is None else {"threads": threads[role]}
     return values, cpu_roles, resources
+
+
+def _check_kv_ports(ports: Mapping[str, int], num_workers: Mapping[str, int], num_models: int) -> None:
+    """Raises SettingsError where workers of this machine would listen at one port. `ports`: by role; 0: any."""
+    for port in set(ports.values()) - {0}:
+        num_sharing = num_models * sum(num_workers[role] for role in ROLES if ports[role] == port)
+        if num_sharing > 1:
+            raise SettingsError(
+                f"--kv-port {port}: {num_sharing} workers of this machine would listen there; leave it out, or give one worker "
+                "each by --prefill.kv-port and --decode.kv-port"
+            )

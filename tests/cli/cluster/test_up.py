@@ -219,6 +219,8 @@ def plan(*argv: str):
         (["--transports", "udp"], ["--transports", "udp"]),
         (["--decode", "0"], ["--decode"]),
         (["--address", "auto"], ["--address", "--launcher ray"]),
+        (["--kv-port", "50070"], ["--kv-port 50070", "2 workers"]),
+        (["--prefill", "0", "--decode", "2", "--kv-port", "50070"], ["--kv-port 50070", "2 workers"]),
         (["--control", "10.0.0.1:50050"], ["--control 10.0.0.1:50050", "--certs"]),
         (["--together", "--decode", "2"], ["--together", "--decode"]),
         (["--together", "--gateways", "2"], ["--together", "--gateways"]),
@@ -232,6 +234,21 @@ def test_options_without_effect_are_refused(folder, options, words):
     assert "\n" not in str(raised.value)
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prefill.kv-port", "50070", "--decode.kv-port", "50080"],
+        ["--decode.kv-port", "50070"],
+        ["--together", "--kv-port", "50070"],
+        ["--kv-port", "50070", "--launcher", "ray"],
+    ],
+)
+def test_one_worker_of_a_machine_may_have_a_port_for_kv(folder, options):
+    """On a cluster those of one port may be on several machines."""
+    planned = plan("--model", str(folder / "m"), *options)
+    assert "--kv-port=50070" in [*planned.worker_options["prefill"], *planned.worker_options["decode"]]
 
 
 def test_missing_model_is_named(tmp_path):
@@ -265,6 +282,13 @@ def test_an_option_before_the_command_is_told_where_it_goes(capsys):
         main(["--target=x", "generate", "hi"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.endswith("baton: error: options go behind the command: baton generate --target=x\n")
+
+
+def test_what_is_no_port_is_told_before_a_model_is_read(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["rank", "--leader", "127.0.0.1:1", "--model", "m", "--kv-port", "70000"])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.endswith("--kv-port: '70000' is not a port: must be from 1 to 65535\n")
 
 
 @pytest.mark.parametrize("argv", [[], ["up"], ["generate"], ["train-demo"]])
