@@ -35,7 +35,11 @@ async def addresses_of(host: str, port: str) -> list[str]:
     looked.set_running_or_notify_cancel()
     # What waits for the DNS cannot be ended. It would keep one of the four threads that all look-ups of uvloop share, or of
     # asyncio's own, and both wait for theirs at the end of the process.
-    threading.Thread(target=_look_up, args=(host, port, looked), name="dns", daemon=True).start()
+    looking = threading.Thread(target=_look_up, args=(host, port, looked), name="dns", daemon=True)
+    try:
+        looking.start()
+    except RuntimeError as error:  # the system has no thread left now
+        raise OSError(errno.EAGAIN, str(error)) from None
     found = await asyncio.wrap_future(looked)
     v4 = {f"{where[0]}:{where[1]}" for family, _, _, _, where in found if family == socket.AF_INET}
     return sorted(v4 or {f"[{where[0]}]:{where[1]}" for family, _, _, _, where in found})

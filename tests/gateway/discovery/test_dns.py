@@ -156,6 +156,17 @@ async def test_a_name_whose_dns_is_silent_holds_up_itself_alone(monkeypatch):
         answering.set()
 
 
+async def test_a_look_up_without_a_thread_is_one_that_failed(monkeypatch):
+    """It was a fault of the gateway: INTERNAL to a worker that registered by the name."""
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(OSError, match="can't start new thread"):
+        await names.Resolver(1).resolve("localhost", "5")
+
+
 def test_a_process_ends_while_a_name_is_looked_up():
     """It waited for the DNS, 127 s for two names that had not been answered for a minute."""
     program = """
