@@ -355,6 +355,7 @@ def test_workers_are_let_in_where_the_others_give_kv(count, ports):
         ("workers.kind=StatefulSet", "kind"),
         ("workers.decode.replicas=0", "replicas"),
         ("secrets.certificates=none", "certificates"),
+        ("workers.decode.flags.kv-port=50070", "workers.decode.flags.kv-port: the chart gives 50063, .* leave it out"),
         ("workers.kind=DisaggregatedSet,autoscaling.enabled=true", "take workers.kind=Deployment"),
         (
             "otlpEndpoint=http://c:4317,env.OTEL_EXPORTER_OTLP_ENDPOINT=http://d:4317",

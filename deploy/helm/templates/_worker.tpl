@@ -4,6 +4,9 @@
 {{- $name := include "baton.name" $root }}
 {{- $worker := index $root.Values.workers $role }}
 {{- $port := include "baton.port" $role }}
+{{- if hasKey ($worker.flags | default dict) "kv-port" }}
+{{- fail (printf "workers.%s.flags.kv-port: the chart gives %s, which its policies let workers reach; leave it out" $role (include "baton.port" "kv" | trim)) }}
+{{- end }}
 metadata:
   labels: {{- include "baton.labels" (list $root $role) | nindent 4 }}
 spec:
