@@ -221,16 +221,18 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
 
 async def until_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
     """Return what `work` does; None once it has ended where `stop` came first, by which it is cancelled. Raises what it
-    raises."""
+    raises, but what it raises while it is cancelled goes to the log."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
     finally:
-        working.cancel()
+        is_cancelled = working.cancel()
         stopping.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        ended, _ = await asyncio.gather(working, stopping, return_exceptions=True)
+        if is_cancelled and isinstance(ended, Exception):
+            log.warning("failed as it was told to end %s", fields(error=f"{type(ended).__name__}: {ended}"))
 
 
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int | None:

@@ -20,7 +20,15 @@ from baton.client import NO_RETRIES, AsyncClient
 from baton.protocol import KEEPER_VARIABLE
 from baton.service.net import server as net_server
 from baton.service.net.client import open_channel
-from baton.service.net.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
+from baton.service.net.server import (
+    AddressInUse,
+    Health,
+    ListenError,
+    bind,
+    enable_reflection,
+    make_server,
+    until_stopped,
+)
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.pace import patience
@@ -229,6 +237,23 @@ def draining(number: signal.Signals, *arguments: str) -> Iterator[subprocess.Pop
         os.kill(process.pid, number)
         assert process.stdout.readline() == "draining\n"
         yield process
+
+
+async def test_what_fails_as_it_is_told_to_end_is_told(caplog):
+    begun, stop = asyncio.Event(), asyncio.Event()
+
+    async def work():
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("the lease is not given up")
+
+    ending = asyncio.create_task(until_stopped(work(), stop))
+    await begun.wait()
+    stop.set()
+    assert await ending is None
+    assert "OSError: the lease is not given up" in caplog.text
 
 
 def test_grpc_itself_writes_nothing_for_callers_that_it_refuses():
