@@ -25,6 +25,7 @@ from baton.engine.weights.formats.rounded import GROUPS
 from baton.quantization.core import linears
 from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
+from baton.quantization.core.progress import bar_disabled
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import SCHEMES, Form, Scheme, Settings
 from baton.quantization.stored import config_of, tensors_of
@@ -82,9 +83,7 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
         activations = [F.embedding(sample, embedding).float() for sample in samples or ()]
         longest = max((len(sample) for sample in samples or ()), default=1)
         rope, config = Rope(job.spec.ropes[0], job.spec.head_dim, longest), None
-        for index in tqdm(
-            range(job.spec.num_layers), job.scheme.name, unit="layer", disable=None if progress else True
-        ):
+        for index in tqdm(range(job.spec.num_layers), job.scheme.name, unit="layer", disable=bar_disabled(progress)):
             form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
             config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)
         writer.add({_EMBEDDING: embedding, _FINAL_NORM: weights.read(_FINAL_NORM, (job.spec.hidden_size,))})
@@ -102,7 +101,7 @@ def _open(spec: ModelSpec) -> Weights:
 def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, progress: bool) -> None:
     """Round every linear of the layers, a tensor at a time, and copy the rest: nothing of the layers is computed."""
     spec, config, rounded, kept = job.spec, None, set[str](), list[str]()
-    for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=None if progress else True):
+    for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=bar_disabled(progress)):
         for module, shape in linears.linear_shapes(spec, weights, index).items():
             weight, stored = weights.read(f"{module}.weight", shape).float(), weights.stored_name(f"{module}.weight")
             if not torch.isfinite(weight).all():

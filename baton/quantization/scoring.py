@@ -16,6 +16,7 @@ from tqdm import tqdm
 from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
+from baton.quantization.core.progress import bar_disabled
 
 CHUNK = 512  # tokens of one step
 LOGIT_ROWS = 128  # of which logits are held at once: half a GB at a vocabulary of a million
@@ -68,7 +69,7 @@ def score(
     nats, choices = [], []
     total = sum(len(ids) - 1 for ids in texts)
     with (
-        tqdm(total=total, unit="token", desc="score", disable=None if progress else True) as bar,
+        tqdm(total=total, unit="token", desc="score", disable=bar_disabled(progress)) as bar,
         torch.inference_mode(),
     ):
         for ids in texts:

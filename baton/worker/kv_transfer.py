@@ -30,7 +30,7 @@ REGISTERING = "nixl"  # registers the pages of a pool once, where its network ca
 
 def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
     """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and one is
-    named that does not follow, or where none of them moves the model's states."""
+    named that does not follow, or where, on a CPU, none of them moves the model's states."""
     found = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
     if engine.layout.state is not None and engine.pool.device.type == "cpu" and found == [REGISTERING]:
         raise ValueError(

@@ -54,9 +54,8 @@ async def connected(address: str) -> socket.socket:
         for index, (family, kind, proto, _, target) in enumerate(found):
             left_s = until - asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(
-                    left_s / (len(found) - index)
-                ):  # one that drops packets leaves time for the next
+                # One that drops packets leaves time for the next.
+                async with asyncio.timeout(left_s / (len(found) - index)):
                     return await _connected_to(socket.socket(family, kind, proto), target)
             except TimeoutError:
                 error = f"no answer within {CONNECT_S:g} s"
