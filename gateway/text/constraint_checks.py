@@ -1,4 +1,4 @@
-"""Check constraints in processes of their own, one for each thread that asks: what takes too long or too much memory ends
+"""Check constraints in processes of their own, as many as are asked at once: what takes too long or too much memory ends
 with its process, and nobody else waits for it."""
 
 import contextlib
@@ -26,22 +26,23 @@ _NUM_KEPT = 1024  # answers, 100 bytes each
 
 
 class ConstraintChecks:
-    """Thread-safe. The process of a thread begins with its first constraint, or before (`start`), and ends with this
-    object's `close`."""
+    """Thread-safe. A process begins with a constraint that finds none idle, or before (`start`), and ends with this object's
+    `close`."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
         """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
         self._first = vocab_size.to_bytes(8, "little") + tokenizer_json
-        self._own = threading.local()  # process: that of this thread
+        self._idle: list[_Checker] = []  # the one that was asked last comes first again: more are seldom needed
         self._processes: WeakSet[_Checker] = WeakSet()
         self._known: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # by digest: ("", "") is good
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the process of this thread, before a constraint waits for it. What goes wrong, goes wrong again there."""
+        """Start a process, before a constraint waits for it. What goes wrong, goes wrong again there."""
         with contextlib.suppress(Unavailable):
-            self._own_process()
+            process, _ = self._take()
+            self._give_back(process)
 
     def known(self, constraint: Constraint) -> tuple[str, str] | None:
         """Return what was found before, as (place, reason); None: it was not looked at."""
@@ -72,26 +73,27 @@ class ConstraintChecks:
                 process.close()
 
     def _ask(self, constraint: Constraint) -> tuple[str, str]:
-        process, problem = self._own_process()
+        process, problem = self._take()
         if problem != ("", ""):
             return problem
         if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
             if process.close() == -signal.SIGKILL:  # by us, or by a kernel without memory: not for what it did
                 raise Unavailable("the constraint could not be checked in time", _RETRY_AFTER_S)
             return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
+        self._give_back(process)
         return problem
 
-    def _own_process(self) -> tuple["_Checker", tuple[str, str]]:
-        """Return the process of this thread, and what is wrong with the vocabulary, as `check` does. Raises
+    def _take(self) -> tuple["_Checker", tuple[str, str]]:
+        """Return a process that nobody else asks, and what is wrong with the vocabulary, as `check` does. Raises
         Unavailable."""
-        process = getattr(self._own, "process", None)
-        if process is not None and process.is_alive:
-            return process, ("", "")
         with self._lock:
             if self._is_closed:
                 raise Unavailable("constraints are checked no more", _RETRY_AFTER_S)
+            while self._idle:
+                if (process := self._idle.pop()).is_alive:
+                    return process, ("", "")
             try:
-                process = self._own.process = _Checker()
+                process = _Checker()
             except OSError as error:  # no memory, descriptors or processes are left
                 problem = f"the process that checks constraints cannot be started: {error.strerror}"
                 raise Unavailable(problem, _RETRY_AFTER_S) from None
@@ -102,6 +104,10 @@ class ConstraintChecks:
         if problem != ("", ""):
             process.close()
         return process, problem
+
+    def _give_back(self, process: "_Checker") -> None:
+        with self._lock:
+            self._idle.append(process)
 
 
 class _Checker:

@@ -3,6 +3,7 @@ cancelled before its thread begins is never done."""
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ class TextThreads:
     """Belongs to the event loop. Waiting calls are counted by AdmissionControl, which bounds them."""
 
     def __init__(self, num_threads: int = NUM_THREADS, name: str = "text"):
+        """Raises RuntimeError where the system refuses a thread: all are started here, and no call fails of it later."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._start_threads(num_threads)
         self._num_idle, self._most_of_one = num_threads, max(1, num_threads - 1)
         # Of tenants with work that waits: whose turn it is comes first.
         self._lines: dict[str, dict[asyncio.Future, Callable[[], object]]] = {}
@@ -39,6 +42,18 @@ class TextThreads:
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    def _start_threads(self, num_threads: int) -> None:
+        """The executor starts a thread where none is idle: here each waits until the last one is there."""
+        all_here = threading.Barrier(num_threads + 1)
+        try:
+            for _ in range(num_threads):
+                self._executor.submit(all_here.wait)
+            all_here.wait()
+        except RuntimeError:
+            all_here.abort()
+            self.close()
+            raise
+
     def _begin(self) -> None:
         while self._num_idle and (tenant := self._next()) is not None:
             future = next(iter(self._lines[tenant]))
@@ -47,13 +62,9 @@ class TextThreads:
                 continue
             if tenant in self._lines:
                 self._lines[tenant] = self._lines.pop(tenant)  # the turn is the others'
-            try:
-                running = asyncio.get_running_loop().run_in_executor(self._executor, work)
-            except RuntimeError as error:  # it was to start a thread, and cannot now
-                future.set_exception(error)
-                continue
             self._num_idle -= 1
             self._num_taken[tenant] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._executor, work)
             running.add_done_callback(lambda ended, tenant=tenant, future=future: self._ended(tenant, future, ended))
 
     def _next(self) -> str | None:

@@ -4,6 +4,7 @@ import errno
 import json
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,8 +96,8 @@ def test_a_tokenizer_that_grammars_cannot_read():
 
 def test_a_process_that_dies_is_replaced(checks):
     assert checks.check(GOOD) == ("", "")
-    checks._own.process._process.kill()
-    checks._own.process._process.wait()
+    checks._idle[-1]._process.kill()
+    checks._idle[-1]._process.wait()
     assert checks.check(Constraint("regex", "[0-9]")) == ("", "")
 
 
@@ -131,7 +132,7 @@ def test_one_that_has_too_little_time_says_nothing_of_a_constraint(checks, monke
     """It may have had no processor: its own bound is of processor time."""
     slow = Constraint("regex", "[0-9]+")
     assert checks.check(GOOD) == ("", "")
-    checks._own.process._process.send_signal(signal.SIGSTOP)
+    checks._idle[-1]._process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(constraint_checks, "_MAX_WAIT_S", 0.0)
         with pytest.raises(Unavailable):
@@ -142,3 +143,10 @@ def test_one_that_has_too_little_time_says_nothing_of_a_constraint(checks, monke
 def test_a_walk_follows_the_grammar_to_its_end():
     vocabulary = checker.Vocabulary(byte_vocabulary(), 270)
     checker.walk(vocabulary.compile(Constraint("choice", '["yes"]')))
+
+
+def test_any_thread_asks_the_process_that_is_there(checks, monkeypatch):
+    checks.start()
+    monkeypatch.setattr(constraint_checks, "_Checker", lambda: pytest.fail("a process was started"))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(checks.check, GOOD).result() == ("", "")

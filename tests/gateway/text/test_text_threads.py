@@ -32,18 +32,43 @@ def threads():
     made.close()
 
 
-async def test_a_thread_that_cannot_be_started_takes_no_place(threads, monkeypatch):
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+async def test_no_call_needs_a_thread_to_be_started(threads, monkeypatch):
     """Two such failures of a tenant, and each of its chats waited until its deadline, for ever."""
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran = []
+    gates = [Gate(ran, name) for name in ("a1", "b1")]
+    calls = [asyncio.create_task(threads.run(gate._name[0], gate)) for gate in gates]
+    try:
+        async with asyncio.timeout(patience(10)):
+            await until(lambda: all(gate.began.is_set() for gate in gates))
+            for gate in gates:
+                gate.go.set()
+            assert await asyncio.gather(*calls) == ["a1", "b1"]
+            assert await threads.run("a", lambda: 2) == 2
+    finally:
+        for gate in gates:
+            gate.go.set()
 
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
 
-    async with asyncio.timeout(patience(10)):
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", fail)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                await threads.run("a", lambda: 1)
-        assert await threads.run("a", lambda: 2) == 2
+async def test_where_a_thread_cannot_be_started_none_stays(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def start_two(thread):
+        if len(started) == 2:
+            refuse(thread)
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            TextThreads(3)
+    await until(lambda: not any(thread.is_alive() for thread in started))
+    assert len(started) == 2
 
 
 def test_a_tenant_never_has_them_all():
