@@ -190,9 +190,8 @@ class Registry:
         self._forget()  # it may hold more than those that are known
         return WorkerLink(
             address,
-            secrets.token_bytes(
-                INSTANCE_BYTES
-            ),  # of its own: two links to one worker must not end each other's sessions
+            # Of its own: two links to one worker must not end each other's sessions.
+            secrets.token_bytes(INSTANCE_BYTES),
             check_hello=partial(self._refusal_of, is_named=is_named),
             on_change=self._on_link_change,
             on_block_events=self._on_block_events,

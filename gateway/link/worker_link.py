@@ -71,8 +71,9 @@ class WorkerLink:
         access: Access = Access(),
         batching: TokenBatching | None = None,
     ):
-        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
-        changed. `batching`: of all tokens that this gateway receives."""
+        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello` returns
+        why this worker cannot be used, or None; `on_change` is called when what others see has changed. `batching`: of all
+        tokens that this gateway receives."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.limits: WorkerLimits | None = None  # its reported limits; kept while it is away
