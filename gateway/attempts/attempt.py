@@ -34,6 +34,7 @@ class Attempt:
     __slots__ = (
         "decode",
         "prefill",
+        "chosen_at",
         "prefill_link",
         "counted_prefill_link",
         "prefix_holder",
@@ -58,6 +59,7 @@ class Attempt:
         """`deadline`: time.monotonic() at which the request ends."""
         self.decode: WorkerLeg | None = None
         self.prefill: WorkerLeg | None = None
+        self.chosen_at = 0.0  # when the decode worker was (time.monotonic())
         self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
         self.counted_prefill_link: WorkerLink | None = None  # of whose recent work reading the prompt is a part
         self.prefix_holder: WorkerLink | None = None  # gives the decode worker a prefix
@@ -102,6 +104,7 @@ class Attempt:
 
     def admit(self, link: WorkerLink, prefills_on_admit: bool) -> None:
         """Ask a decode worker for credit; if `prefills_on_admit` to prefill as soon as it has granted that."""
+        self.chosen_at = now()
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
         self.decode.set_slo(self._record.routing_request.slo.tpot_s)
         self.prefills_on_admit = prefills_on_admit and PREFILL_ON_ADMIT in link.limits.features

@@ -90,8 +90,14 @@ class RequestRouter:
         """This worker has failed the request; if `is_leaving`, only because it drains."""
         self._tried.note_failure(worker_id, is_leaving)
 
+    def note_fetch(self, source: WorkerLink | None, taker: WorkerLink, chosen_at: float) -> None:
+        """KV of `source`, if any, is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
+        if source is not None:
+            self._router.note_fetch(source, taker, chosen_at)
+
     def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: requests use other pairs for a while. Return whether they used this one until now."""
+        """No KV of `source` came to `taker`: requests use other pairs for a while. Return False where it was known that none
+        might."""
         return self._router.note_no_kv(source, taker, why)
 
     def note_kv(self, source: WorkerLink | None, taker: WorkerLink) -> None:

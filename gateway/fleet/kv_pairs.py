@@ -2,7 +2,7 @@
 a wrong address. Its breaker stays closed, for it has read the prompt, and as its lease ends soon it looks idle: it would draw in
 request after request.
 
-    good ─ a fetch fails ─► left ─ pause over ─► one request tries it ─ its KV comes ─► good
+    good ─ a fetch fails ─► left ─ pause over ─► one request fetches ── its KV comes ─► good
                               ▲                       └ it fails ─┐
                               └───────── twice the pause ◄────────┘
 """
@@ -14,19 +14,23 @@ from baton.service.clock import now
 from baton.service.logs import fields
 from gateway.link.worker_link import WorkerLink
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # a try costs one request the time of its fetch, some 13 s at most
-_MAX_PAIRS = 4096  # workers come and go: the oldest are forgotten
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # a try costs one request the time of its fetch
+_TRY_S = 30.0  # for a try to end: the prompt is read, and where packets are dropped some 13 s pass behind that
 
 log = logging.getLogger(__name__)
 
 
 class _LeftPair:
-    """`until`: when it may be tried (time.monotonic()); `is_tried`: a request has been sent there since."""
+    """`since`: when it was left last; `until`: when it may be tried (both time.monotonic()); `is_tried`: it was, since then."""
 
-    __slots__ = ("pause_s", "until", "is_tried")
+    __slots__ = ("pause_s", "since", "until", "is_tried")
 
     def __init__(self) -> None:
-        self.pause_s, self.until, self.is_tried = _FIRST_PAUSE_S, now() + _FIRST_PAUSE_S, False
+        self.leave(_FIRST_PAUSE_S)
+
+    def leave(self, pause_s: float) -> None:
+        """Leave it for so long from now on."""
+        self.pause_s, self.since, self.until, self.is_tried = pause_s, now(), now() + pause_s, False
 
 
 class KVPairs:
@@ -41,32 +45,29 @@ class KVPairs:
         return bool(self._left)
 
     def note_failure(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`. Return whether that was asked for before they were left."""
+        """No KV of `source` came to `taker`. Return False where that was the try of a pair that had been left."""
         sources = self._left.setdefault(taker.worker_id, {})
         if (pair := sources.get(source.worker_id)) is None:
-            pair, was_tried = _LeftPair(), False
-            sources[source.worker_id] = pair
-            self._forget_oldest()
-        elif was_tried := pair.is_tried:
-            pair.pause_s = min(2 * pair.pause_s, _LONGEST_PAUSE_S)
-            pair.until, pair.is_tried = now() + pair.pause_s, False
-        else:
+            pair = sources[source.worker_id] = _LeftPair()
+            _warn(source, taker, pair, why)
             return True
-        where = fields(source=source.address, taker=taker.address, for_s=pair.pause_s, why=why)
-        log.warning("no KV comes from a worker, which is not paired with that taker %s", where)
-        return not was_tried
+        if not pair.is_tried:
+            return True
+        pair.leave(min(2 * pair.pause_s, _LONGEST_PAUSE_S))
+        _warn(source, taker, pair, why)
+        return False
 
     def note_arrival(self, source: WorkerLink, taker: WorkerLink) -> None:
         """KV of `source` came to `taker`."""
-        if (sources := self._left.get(taker.worker_id)) and sources.pop(source.worker_id, None):
+        if self._drop(source.worker_id, taker.worker_id):
             log.info("KV comes again %s", fields(source=source.address, taker=taker.address))
-            if not sources:
-                del self._left[taker.worker_id]
 
-    def note_try(self, source: WorkerLink, taker: WorkerLink) -> None:
-        """A request is sent to both. Where they were left no other one is until that has come to its end, or for a pause."""
-        if (sources := self._left.get(taker.worker_id)) and (pair := sources.get(source.worker_id)):
-            pair.until, pair.is_tried = now() + pair.pause_s, True
+    def note_fetch(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
+        """KV of `source` is fetched by `taker`, chosen at `chosen_at` (time.monotonic()). Where they had been left before, no
+        other request is sent to both until it has come or failed, or for as long as either may take."""
+        pair = self._left.get(taker.worker_id, {}).get(source.worker_id)
+        if pair is not None and chosen_at >= pair.since:
+            pair.until, pair.is_tried = now() + max(pair.pause_s, _TRY_S), True
 
     def left_by(self, taker: bytes, at: float) -> Collection[bytes]:
         """Return the sources that are not paired with `taker` at this time."""
@@ -74,6 +75,21 @@ class KVPairs:
             return ()
         return [source for source, pair in sources.items() if at < pair.until]
 
-    def _forget_oldest(self) -> None:
-        while sum(map(len, self._left.values())) > _MAX_PAIRS:
-            del self._left[next(iter(self._left))]
+    def forget(self, worker_id: bytes) -> None:
+        """Forget the pairs of a worker that is gone."""
+        self._left.pop(worker_id, None)
+        for taker in [taker for taker, sources in self._left.items() if worker_id in sources]:
+            self._drop(worker_id, taker)
+
+    def _drop(self, source: bytes, taker: bytes) -> bool:
+        """Return whether they were left."""
+        sources = self._left.get(taker, {})
+        was_left = sources.pop(source, None) is not None
+        if was_left and not sources:
+            del self._left[taker]
+        return was_left
+
+
+def _warn(source: WorkerLink, taker: WorkerLink, pair: _LeftPair, why: str) -> None:
+    where = fields(source=source.address, taker=taker.address, for_s=pair.pause_s, why=why)
+    log.warning("no KV comes from a worker, which is not paired with that taker %s", where)

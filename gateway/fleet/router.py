@@ -59,13 +59,9 @@ class Router:
         with_lefts = (False, True) if self._candidates.kv_pairs.are_some_left else (False,)
         for with_left, split, avoided in itertools.product(with_lefts, self._splits(unable), avoidances):
             try:
-                decision, prefill, decode = self._route(request, matches, avoided, split, with_left)
+                return self._route(request, matches, avoided, split, with_left)
             except NoRoute as error:
                 reason = str(error)
-                continue
-            if prefill is not None:
-                self._candidates.kv_pairs.note_try(prefill, decode)
-            return decision, prefill, decode
         for avoided in avoidances if self._stand_in else ():
             if found := self._route_to_stand_in(request, matches, avoided):
                 return found
@@ -142,7 +138,6 @@ class Router:
         for each, avoided in itertools.product(takers, self._avoidances(avoid, unable, is_forced)):
             near = self._candidates.shortlisted("prefill", request, matches, avoided)
             if best := choose_source(request, self._candidates.as_candidates(near.values(), matches, request), each):
-                self._candidates.kv_pairs.note_try(near[best.name], taker)
                 return near[best.name]
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
@@ -176,13 +171,14 @@ class Router:
         holders = self._candidates.holders(matches, avoid)
         (here,) = self._candidates.as_candidates([taker], matches)
         best = choose_holder(here, self._candidates.as_candidates(holders.values(), matches))
-        if best is None:
-            return None
-        self._candidates.kv_pairs.note_try(holders[best.name], taker)
-        return holders[best.name]
+        return holders[best.name] if best else None
+
+    def note_fetch(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
+        """KV of `source` is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
+        self._candidates.kv_pairs.note_fetch(source, taker, chosen_at)
 
     def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: others are paired for a while. Return whether they were until now."""
+        """No KV of `source` came to `taker`: others are paired for a while. Return False where it was known that none might."""
         return self._candidates.kv_pairs.note_failure(source, taker, why)
 
     def note_kv(self, source: WorkerLink, taker: WorkerLink) -> None:

@@ -93,6 +93,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
+        router.note_fetch(holder, attempt.decode.link, attempt.chosen_at)
         attempt.prefill_on_decode_worker(holder, _spans_held(request, holder))
     else:
         holder = router.prefix_holder_for(attempt.prefill_link)
@@ -140,7 +141,9 @@ def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
     """Have the decode worker pull KV while the prompt is read."""
     request.leave_line()
     request.place.note_running()
-    request.attempt.fetch(occurred.message)
+    attempt = request.attempt
+    request.router.note_fetch(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
+    attempt.fetch(occurred.message)
 
 
 def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:

@@ -60,17 +60,19 @@ def test_one_request_tries_a_pair_that_was_left(clock, caplog):
     def left() -> bool:
         return list(pairs.left_by(b"d", clock.now)) == [b"p"]
 
-    pairs.note_try(source, taker)
+    pairs.note_fetch(source, taker, clock.now)
     pairs.note_arrival(source, taker)
     assert not left()
     for pause_s in (5, 10, 20, 40, 80, 160, 300, 300):
         assert pairs.note_failure(source, taker, "cut off") == (pause_s == 5)
+        pairs.note_fetch(source, taker, clock.now - 1)
         assert pairs.note_failure(source, taker, "one that was on its way")
         clock.now += pause_s - 1
         assert left() and not pairs.left_by(b"e", clock.now)
         clock.now += 1
         assert not left()
-        pairs.note_try(source, taker)
+        pairs.note_fetch(source, taker, clock.now)
+        clock.now += 29
         assert left(), "while that one tries it"
     assert caplog.text.count(WARNING) == 8
     pairs.note_arrival(source, taker)
@@ -80,9 +82,47 @@ def test_one_request_tries_a_pair_that_was_left(clock, caplog):
     assert not left(), "the first pause again"
 
 
-def test_pairs_of_workers_that_are_gone_are_forgotten(monkeypatch):
-    monkeypatch.setattr(kv_pairs, "_MAX_PAIRS", 10)
-    pairs = KVPairs()
-    for number in range(40):
-        pairs.note_failure(link(f"p{number % 2}"), link(f"d{number // 2}"), "cut off")
-    assert len(pairs._left) == 5
+def test_a_try_that_comes_to_no_end_is_followed_by_another(clock):
+    pairs, source, taker = KVPairs(), link("p"), link("d")
+    pairs.note_failure(source, taker, "cut off")
+    clock.now += 5
+    pairs.note_fetch(source, taker, clock.now)
+    clock.now += 30
+    assert not pairs.left_by(b"d", clock.now)
+
+
+async def test_what_fetches_nothing_is_no_try(cluster, monkeypatch):
+    """One that was refused by decode workers without room used up the try of each."""
+    monkeypatch.setattr(kv_pairs, "_FIRST_PAUSE_S", 0.0)
+    async with cluster(num_prefill=1, split="always") as c:
+        registry, worker = c.gateway.registry, c.decode[0]
+        pairs, (source,), (taker,) = registry.fleets[0].candidates.kv_pairs, registry.prefill, registry.decode
+
+        def left() -> bool:
+            return bool(pairs.left_by(taker.worker_id, kv_pairs.now()))
+
+        pairs.note_failure(source, taker, "cut off")
+        worker.hold("admit")
+        worker.hold("fetch")
+        answering = asyncio.create_task(answer_all(c, 1))
+        await c.until(lambda: "admit" in worker.kinds())
+        assert not left()
+        worker.release("admit")
+        await c.until(lambda: "fetch" in worker.kinds())
+        assert left()
+        worker.release("fetch")
+        await answering
+        assert not pairs.are_some_left
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_pairs_of_a_worker_that_is_gone_are_forgotten(cluster, role):
+    async with cluster(num_prefill=1, split="always") as c:
+        c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")]
+        await answer_all(c, 1)
+        pairs = c.gateway.registry.fleets[0].candidates.kv_pairs
+        source, taker = c.gateway.registry.prefill[0], c.gateway.registry.decode[0]
+        pairs.note_failure(source, taker, "cut off")
+        assert pairs.are_some_left
+        await getattr(c, role)[0].stop()
+        await c.until(lambda: not pairs.are_some_left)
