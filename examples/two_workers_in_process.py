@@ -41,7 +41,7 @@ async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetch
     accepted = prefill.admission.accept(request)
     offer = source.offer(
         request.key, accepted.blocks, len(request.token_ids), request.span_hashes, request.chain_parent,
-        fetcher.taker(num_cached),
+        fetcher.taker(),
     )  # fmt: skip
     blocks = EngineBlocks(decode, request.key, num_cached, lambda token: None)
     fetch = asyncio.create_task(fetcher.fetch(offer.handle, offer.ticket, blocks, deadline=float("inf")))

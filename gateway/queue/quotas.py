@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.protocol import TENANT_TOKENS
+from baton import protocol
 from baton.service.errors import InvalidRequest, Overloaded
 from baton.service.logs import fields
 
@@ -217,7 +217,7 @@ def _check_balance(usage: Usage, at: float) -> None:
     if rate is not None and (balance := usage.balance(at)) <= 0:
         message = f"the tenant has used up its quota {usage.whose}of {rate:g} tokens_per_s"
         message += ", including what its running requests may still use"
-        raise Overloaded(message, max(_RETRY_AFTER_S, (1 - balance) / rate), reason=TENANT_TOKENS)
+        raise Overloaded(message, max(_RETRY_AFTER_S, (1 - balance) / rate), reason=protocol.TENANT_TOKENS)
 
 
 class Quotas:
