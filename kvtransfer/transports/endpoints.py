@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and
-    neither the host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of `num_ports` ports
-    for takers on other machines; 0: the system chooses each."""
+    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and neither the
+    host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of
+    `num_ports` ports for takers on other machines; 0: the system chooses each."""
 
     listen_host: str = "127.0.0.1"
     advertise_host: str | None = None
@@ -62,8 +62,8 @@ def _own_address(with_ipv6: bool) -> str:
     try:
         family = socket.AF_UNSPEC if with_ipv6 else socket.AF_INET
         found = [where[0] for *_, where in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)]
-    except OSError as exc:
-        why += f": {exc.strerror}"
+    except OSError as error:
+        why += f": {error.strerror}"
     for address in (*sorted(found, key=lambda each: ":" in each), *_ways_out(with_ipv6)):
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             return address
@@ -139,8 +139,8 @@ class Listeners:
             case "cuda_ipc" if pool.device is not None:
                 try:
                     listener = cuda_ipc.CudaIpcListener(pool.device, block_bytes, address.socket_folder, on_line)
-                except CudaError as exc:
-                    log.warning("cuda_ipc is not offered, this GPU's memory cannot be shared: %s", exc)
+                except CudaError as error:
+                    log.warning("cuda_ipc is not offered, this GPU's memory cannot be shared: %s", error)
                     return None
                 return listener, listener.address
             case "shm" if pool.region is not None:
@@ -152,10 +152,10 @@ class Listeners:
             case "nixl":
                 try:
                     agent = await _agent(pool.host, pool.device)
-                except TransferFailed as exc:
+                except TransferFailed as error:
                     if pool.device is None:
-                        raise OSError(str(exc)) from exc
-                    log.warning("nixl is not offered, the network cannot read this GPU's memory: %s", exc)
+                        raise OSError(str(error)) from error
+                    log.warning("nixl is not offered, the network cannot read this GPU's memory: %s", error)
                     return None
                 listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line, port)
                 return listener, address.of(*listener.sock.getsockname()[:2])
@@ -204,8 +204,8 @@ class Dialer:
         """Made when it is first needed. Raises PeerLost: another transport may do."""
         try:
             self._copier = self._copier or cuda_ipc.Copier(self._device)
-        except CudaError as exc:
-            raise PeerLost(str(exc)) from exc
+        except CudaError as error:
+            raise PeerLost(str(error)) from error
         return self._copier
 
     async def _own_agent(self) -> NixlAgent:
@@ -215,8 +215,8 @@ class Dialer:
             if self._agent is None and not self._no_agent:
                 try:
                     self._agent = await _agent(self._memory, self._device)
-                except TransferFailed as exc:
-                    self._no_agent = str(exc)
+                except TransferFailed as error:
+                    self._no_agent = str(error)
             if self._agent is None:
                 raise PeerLost(self._no_agent)
             return self._agent

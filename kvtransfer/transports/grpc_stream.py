@@ -197,8 +197,8 @@ class GrpcLine:
             async with asyncio.timeout(self._silence_s):
                 if not self._lost:
                     await self._outgoing.put(message)
-        except TimeoutError as exc:
-            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from exc
+        except TimeoutError as error:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from error
         if self._lost:
             raise PeerLost(self._lost)
 
@@ -206,8 +206,8 @@ class GrpcLine:
         try:
             async with asyncio.timeout(self._silence_s):
                 message = await self._incoming.get()
-        except TimeoutError as exc:
-            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from exc
+        except TimeoutError as error:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from error
         if message is None or (self._lost and self._finishing):
             self._incoming.put_nowait(None)
             raise PeerLost(self._lost or "the other side closed the line")
@@ -222,8 +222,8 @@ class GrpcLine:
                 if self._finishing is None:
                     self._incoming.put_nowait(message)
                     await self._room.acquire()
-        except _BROKEN as exc:
-            self._lost = self._lost or f"the line broke: {_cause(exc)}"
+        except _BROKEN as error:
+            self._lost = self._lost or f"the line broke: {_cause(error)}"
         self._incoming.put_nowait(None)  # a taker that has closed its half may still be spoken to
 
     async def _write(self) -> None:
@@ -232,14 +232,14 @@ class GrpcLine:
             message = await self._outgoing.get()
             try:
                 await self._call.write(message)
-            except _BROKEN as exc:
-                self._lost = self._lost or f"the line broke: {_cause(exc)}"
+            except _BROKEN as error:
+                self._lost = self._lost or f"the line broke: {_cause(error)}"
             finally:
                 self._outgoing.task_done()
 
 
-def _cause(exc: Exception) -> str:
-    return f"{exc.code().name}: {exc.details()}" if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
+def _cause(error: Exception) -> str:
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
 class _TakerCall:
@@ -319,8 +319,8 @@ async def listen(host: str, on_line: Callable, security: Security = OPEN, port: 
             listener.port = server.add_secure_port(address, security.server)
         else:
             listener.port = server.add_insecure_port(address)
-    except RuntimeError as exc:
-        raise OSError(f"cannot listen for KV over gRPC on {host}: {exc}") from exc
+    except RuntimeError as error:
+        raise OSError(f"cannot listen for KV over gRPC on {host}: {error}") from error
     await server.start()
     return listener
 
@@ -334,9 +334,9 @@ async def connect(address: str, security: Security = OPEN) -> GrpcLine:
                 if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     raise PeerLost(f"the source cannot be reached at {address}")
                 await channel.wait_for_state_change(state)
-    except TimeoutError as exc:
+    except TimeoutError as error:
         await channel.close()
-        raise PeerLost(f"the source cannot be reached at {address} within {tcp.CONNECT_S:g} s") from exc
+        raise PeerLost(f"the source cannot be reached at {address} within {tcp.CONNECT_S:g} s") from error
     except BaseException:
         await channel.close()
         raise
@@ -348,7 +348,7 @@ def _channel(address: str, security: Security) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=_TAKER_OPTIONS)
     try:
         credentials = security.channel()
-    except OSError as exc:  # a certificate that is not there for a moment
-        raise PeerLost(f"{exc.filename}: {exc.strerror}") from exc
+    except OSError as error:  # a certificate that is not there for a moment
+        raise PeerLost(f"{error.filename}: {error.strerror}") from error
     named = ("grpc.ssl_target_name_override", security.server_name)
     return grpc.aio.secure_channel(address, credentials, options=(*_TAKER_OPTIONS, named))

@@ -36,8 +36,8 @@ async def listening(host: str, port: int = 0) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-    except (OSError, OverflowError) as exc:
-        raise OSError(f"cannot listen for KV on {host}{f', port {port}' if port else ''}: {exc}") from exc
+    except (OSError, OverflowError) as error:
+        raise OSError(f"cannot listen for KV on {host}{f', port {port}' if port else ''}: {error}") from error
     return sock
 
 
@@ -47,7 +47,7 @@ async def connected(address: str) -> socket.socket:
     if not host or not port.isdigit():
         raise PeerLost(f"address {address!r} is not host:port")
     until = asyncio.get_running_loop().time() + CONNECT_S
-    error: Exception | str = "no such host"
+    why: Exception | str = "no such host"
     try:
         async with asyncio.timeout_at(until):
             found = await _resolve(host.strip("[]"), int(port))
@@ -58,14 +58,14 @@ async def connected(address: str) -> socket.socket:
                 async with asyncio.timeout(left_s / (len(found) - index)):
                     return await _connected_to(socket.socket(family, kind, proto), target)
             except TimeoutError:
-                error = f"no answer within {CONNECT_S:g} s"
-            except OSError as exc:
-                error = exc
+                why = f"no answer within {CONNECT_S:g} s"
+            except OSError as error:
+                why = error
     except TimeoutError:
-        error = f"no answer of the DNS within {CONNECT_S:g} s"
-    except OSError as exc:
-        error = exc
-    raise PeerLost(f"the source cannot be reached at {address}: {error}")
+        why = f"no answer of the DNS within {CONNECT_S:g} s"
+    except OSError as error:
+        why = error
+    raise PeerLost(f"the source cannot be reached at {address}: {why}")
 
 
 async def _connected_to(sock: socket.socket, target: tuple) -> socket.socket:
