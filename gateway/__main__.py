@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.service import logs
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from gateway.config.settings import GatewaySettings
-
-FAILED, WRONG_USE = 1, 2
 
 
 def read_settings(argv: Sequence[str] | None = None) -> GatewaySettings:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(argv)
     except SettingsError as error:
-        return fail(error, WRONG_USE)
+        return fail("gateway", error, WRONG_USE)
     logs.setup("gateway", settings.log_level)
 
     from gateway.app import serve
@@ -35,15 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(lambda stop: serve(settings, stop), use_uvloop=True)
     except SettingsError as error:
-        return fail(error, WRONG_USE)
+        return fail("gateway", error, WRONG_USE)
     except ListenError as error:
-        return fail(error, FAILED)
-
-
-def fail(error: Exception, status: int) -> int:
-    """Say on stderr why the gateway ends, and return `status`."""
-    print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
-    return status
+        return fail("gateway", error, FAILED)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from baton.service import logs, progress
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from baton.worker.settings import WorkerSettings
 
-FAILED, WRONG_USE = 1, 2
 SWITCH_INTERVAL_S = 0.001
 
 
@@ -38,7 +38,7 @@ def main(
     try:
         settings = load_settings(WorkerSettings, _flags(args), file=args.config)
     except SettingsError as error:
-        return _fail(prog, error, WRONG_USE)
+        return fail(prog, error, WRONG_USE)
     logs.setup(role.name, settings.log_level)
 
     # Two workers on one machine share its cores: a thread that spins for work it does not have stalls the other's
@@ -64,9 +64,9 @@ def main(
             _become(ended, sys.argv[1:] if argv is None else argv)
         return ended
     except (ListenError, OSError) as error:
-        return _fail(prog, error, FAILED)
+        return fail(prog, error, FAILED)
     except (ModelError, SettingsError, ValueError) as error:
-        return _fail(prog, error, WRONG_USE)
+        return fail(prog, error, WRONG_USE)
 
 
 def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821
@@ -77,8 +77,3 @@ def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F8
 
 def _flags(args) -> dict[str, object]:
     return {name: value for name, value in vars(args).items() if name != "config"}
-
-
-def _fail(prog: str, error: Exception, status: int) -> int:
-    print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
-    return status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from baton.client import CallError, Client, GenerateOptions, RetryPolicy
@@ -52,9 +51,3 @@ def explain(error: CallError, target: str, access: Access) -> str:
     if "," in target:
         return f"{target}: {error}"
     return explain_failure(target, error.code(), error.message, access)
-
-
-def say_failed(command: str, message: str, status: int) -> int:
-    """Print one line and return the status."""
-    print(f"baton {command}: {message}", file=sys.stderr)
-    return status

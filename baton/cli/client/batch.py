@@ -15,10 +15,11 @@ from typing import IO
 
 from tqdm import tqdm
 
-from baton.cli.client.asking import add_target_flags, explain, say_failed
+from baton.cli.client.asking import add_target_flags, explain
 from baton.cli.client.batch_lines import GatewayGone, Json, LineRunner, custom_id_of
 from baton.client import AsyncClient, CallError, RetryPolicy
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
 from gateway.http.wire.writing import to_bytes
@@ -65,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
         access = read_access(args)
         num_lines, num_done = _compare(args.file, output)
     except (ValueError, SettingsError) as error:
-        return say_failed("batch", str(error), 2)
+        return fail("baton batch", error, WRONG_USE)
     except OSError as error:
-        return say_failed("batch", f"{error.filename}: {error.strerror}", 2)
+        return fail("baton batch", f"{error.filename}: {error.strerror}", WRONG_USE)
     counts = {"failed": 0, "written": 0}
     try:
         with output.open("ab") as results, _progress(num_lines, num_done) as bar:
@@ -81,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
 
             asyncio.run(_send(args, access, num_done, write))
     except CallError as error:
-        return say_failed("batch", explain(error, args.target, access), 1)
+        return fail("baton batch", explain(error, args.target, access), FAILED)
     except GatewayGone as error:
         left = num_lines - num_done - counts["written"]
-        return say_failed("batch", f"{args.target}: {error}; {left} lines are left: run it again to continue", 1)
+        return fail("baton batch", f"{args.target}: {error}; {left} lines are left: run it again to continue", FAILED)
     except KeyboardInterrupt:
-        return say_failed("batch", f"interrupted; run it again to continue {output}", 1)
+        return fail("baton batch", f"interrupted; run it again to continue {output}", FAILED)
     except ValueError as error:
-        return say_failed("batch", f"--target {error}", 2)
+        return fail("baton batch", f"--target {error}", WRONG_USE)
     except OSError as error:
-        return say_failed("batch", f"{output}: {error.strerror}", 1)
+        return fail("baton batch", f"{output}: {error.strerror}", FAILED)
     already = f", {num_done} were there already" if num_done else ""
     print(f"{output}: {counts['written']} results, {counts['failed']} of them failures{already}")
     return 0

@@ -32,6 +32,7 @@ from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.observe.bottleneck import Bottleneck, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
 from baton.service.security.access import add_access_flags, read_access
@@ -126,13 +127,13 @@ def run(args: argparse.Namespace) -> int:
             if folder:
                 _write(folder, summary, ran, steps)
     except (ValueError, TraceError, SettingsError) as error:
-        return _fail(str(error), 2)
+        return fail("baton bench", error, WRONG_USE)
     except (Unreachable, SenderDied) as error:
-        return _fail(str(error), 1)
+        return fail("baton bench", error, FAILED)
     except OSError as error:
-        return _fail(f"--out {args.out}: {error.strerror}", 1)
+        return fail("baton bench", f"--out {args.out}: {error.strerror}", FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 1)
+        return fail("baton bench", "interrupted; nothing was written", FAILED)
     if args.out:
         print(f"{args.out / 'report.html'}")
     return 0 if summary["valid"] and summary["num_answered"] else 1
@@ -352,11 +353,6 @@ def _write(folder: Path, summary: dict, ran: Ran, steps: list[dict]) -> None:
     (folder / "summary.json").write_text(json.dumps({**summary, "sweep": steps}, indent=1) + "\n")
     (folder / "requests.csv").write_text(table(ran.outcomes))
     (folder / "report.html").write_text(report.page(summary, ran.outcomes, steps))
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"baton bench: {message}", file=sys.stderr)
-    return status
 
 
 def _shapes() -> str:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 
-from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
+from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of
 from baton.client import CallError, Client, GenerateOptions
 from baton.service.arguments import add_command
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import read_access
 from baton.service.settings import SettingsError
 
@@ -48,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
                 try:
                     conversation.say(line)
                 except CallError as error:
-                    status = say_failed("chat", explain(error, args.target, access), 1)
+                    status = fail("baton chat", explain(error, args.target, access), FAILED)
                     if not is_terminal:
                         return status
     except (ValueError, SettingsError) as error:
-        return say_failed("chat", str(error), 2)
+        return fail("baton chat", error, WRONG_USE)
     except OSError as error:
-        return say_failed("chat", str(error), 1)
+        return fail("baton chat", error, FAILED)
     return 0
 
 

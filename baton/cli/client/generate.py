@@ -11,9 +11,10 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
+from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of
 from baton.client import CallError, make_request
 from baton.service.arguments import add_command, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import read_access
 from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--logprobs needs --json")
         access, request = read_access(args), read_request(args)
     except (ValueError, SettingsError) as error:
-        return say_failed("generate", str(error), 2)
+        return fail("baton generate", error, WRONG_USE)
     try:
         with open_client(args.target, access) as client, client.send(request) as stream:
             if args.json:
@@ -64,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
             else:
                 _print_text(stream)
     except CallError as error:
-        return say_failed("generate", explain(error, args.target, access), 1)
+        return fail("baton generate", explain(error, args.target, access), FAILED)
     except UnicodeEncodeError as error:  # of a terminal, or as PYTHONIOENCODING says
-        return say_failed("generate", f"stdout is not UTF-8: {error}", 1)
+        return fail("baton generate", f"stdout is not UTF-8: {error}", FAILED)
     except ValueError as error:
-        return say_failed("generate", f"--target {error}", 2)
+        return fail("baton generate", f"--target {error}", WRONG_USE)
     except BrokenPipeError:  # of `baton generate | head`: the command itself ends it
         raise
     except OSError as error:
-        return say_failed("generate", str(error), 1)
+        return fail("baton generate", error, FAILED)
     return 0
 
 

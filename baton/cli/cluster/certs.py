@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.service.arguments import add_command, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.credentials import check_tenant, new_key
 from baton.service.security.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, RANK, WORKER_NAME
 
@@ -76,22 +77,22 @@ def run(args: argparse.Namespace) -> int:
     try:
         check_tenant(args.tenant)
     except ValueError as error:
-        return _fail(f"--tenant {args.tenant}: {error}", 2)
+        return fail("baton certs", f"--tenant {args.tenant}: {error}", WRONG_USE)
     if (wrong := next((host for host in args.host if not _is_host(host)), None)) is not None:
-        return _fail(f"--host {wrong}: give a host name or an IP address, without a port", 2)
+        return fail("baton certs", f"--host {wrong}: give a host name or an IP address, without a port", WRONG_USE)
     if args.out.exists():
-        return _fail(f"--out {args.out} exists; choose another folder", 1)
+        return fail("baton certs", f"--out {args.out} exists; choose another folder", FAILED)
     temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True, mode=0o700)
         _write_all(temporary, args)
         temporary.rename(args.out)
     except OSError as error:
-        return _fail(f"{error.filename or args.out}: {error.strerror}", 1)
+        return fail("baton certs", f"{error.filename or args.out}: {error.strerror}", FAILED)
     except ValueError as error:
-        return _fail(str(error), 2)
+        return fail("baton certs", error, WRONG_USE)
     except OverflowError:
-        return _fail(f"--days {args.days}: no certificate is valid beyond the year 9999", 2)
+        return fail("baton certs", f"--days {args.days}: no certificate is valid beyond the year 9999", WRONG_USE)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(args.out)
@@ -260,8 +261,3 @@ def _general_name(name: str):
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"baton certs: {message}", file=sys.stderr)
-    return status

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from baton.cli.cluster.up_settings import (
 )
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
+from baton.service.exits import WRONG_USE, fail
 from baton.service.settings import SettingsError, flat_values, is_in_environment, variable
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         print("\n".join(_lines(resolve(args), vars(args))))
     except SettingsError as error:
-        print(f"baton config: {error}", file=sys.stderr)
-        return 2
+        return fail("baton config", error, WRONG_USE)
     return 0
 
 

@@ -15,6 +15,7 @@ from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.ports import PortError
 from baton.cli.launch.stack import SHIPPED_MODEL, Stack, StackPlan
 from baton.client import AsyncClient, CallError, GenerateOptions, make_request
+from baton.service.exits import FAILED, fail
 from baton.service.settings import make_parser
 from baton.v1 import inference_pb2 as pb
 
@@ -63,12 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         asyncio.run(_run(args.model, args.prompt, args.max_tokens))
-    except (StartError, PortError, DemoError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except CallError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
+    except (StartError, PortError, DemoError, CallError) as error:
+        return fail("demo", error, FAILED)
     except KeyboardInterrupt:
         return 1
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
+from baton.service.exits import WRONG_USE, fail
 from baton.service.net.client import open_channel, wrong_access
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 1
     except SettingsError as error:
-        print(f"baton doctor: {error}", file=sys.stderr)
-        return 2
+        return fail("baton doctor", error, WRONG_USE)
     report.close()
     return 0 if report.request_works else 1
 

@@ -11,6 +11,7 @@ import grpc
 
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
@@ -70,18 +71,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         print(asyncio.run(_drain(args)))
     except SettingsError as error:
-        print(f"baton drain: {error}", file=sys.stderr)
-        return 2
+        return fail("baton drain", error, WRONG_USE)
     except NotDrained as error:
-        print(f"baton drain: {args.target}: {error}", file=sys.stderr)
-        return 1
+        return fail("baton drain", f"{args.target}: {error}", FAILED)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             told = f"{args.target} is no worker: give the gRPC address of one, as `baton top` lists them"
         else:
             told = explain_failure(args.target, error.code(), error.details(), read_access(args))
-        print(f"baton drain: {told}", file=sys.stderr)
-        return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
+        is_wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return fail("baton drain", told, WRONG_USE if is_wrong else FAILED)
     return 0
 
 

@@ -11,6 +11,7 @@ from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import MAX_WORKERS, LaunchError, PlacedWorker, WorkerLauncher, scale
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError
 
@@ -47,19 +48,15 @@ def run(args: argparse.Namespace) -> int:
         wanted = _wanted(args.wanted)
         launcher = make_launcher(args, read_access(args))
     except (SettingsError, ValueError) as error:
-        print(f"baton scale: {error}", file=sys.stderr)
-        return 2
+        return fail("baton scale", error, WRONG_USE)
     except LaunchError as error:
-        print(f"baton scale: {error}", file=sys.stderr)
-        return 1
+        return fail("baton scale", error, FAILED)
     try:
         print(asyncio.run(_scale(launcher, wanted, args.timeout)))
     except LaunchError as error:
-        print(f"baton scale: {error}", file=sys.stderr)
-        return 1
+        return fail("baton scale", error, FAILED)
     except TimeoutError:
-        print(f"baton scale: not done after {args.timeout:g} s; what was asked for goes on", file=sys.stderr)
-        return 1
+        return fail("baton scale", f"not done after {args.timeout:g} s; what was asked for goes on", FAILED)
     return 0
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import grpc
 
 from baton.loadgen.summary import percentile
 from baton.service.arguments import add_command
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.logs import printable
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
@@ -54,19 +54,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 after a look, Ctrl-C or the reader's end, 1 if no gateway answers, 2 for wrong use."""
     if not 0 < args.interval <= 3600:
-        print(f"baton top: --interval {args.interval}: must be above 0 and at most 3600", file=sys.stderr)
-        return 2
+        return fail("baton top", f"--interval {args.interval}: must be above 0 and at most 3600", WRONG_USE)
     try:
         asyncio.run(_watch(args))
     except SettingsError as error:
-        print(f"baton top: {error}", file=sys.stderr)
-        return 2
+        return fail("baton top", error, WRONG_USE)
     except KeyboardInterrupt:
         print()
     except grpc.aio.AioRpcError as error:
         told = explain_failure(args.target, error.code(), error.details(), read_access(args))
-        print(f"baton top: {told}", file=sys.stderr)
-        return 1
+        return fail("baton top", told, FAILED)
     return 0
 
 

@@ -16,6 +16,7 @@ from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.launch.placing.ports import PortError
 from baton.cli.launch.stack import Stack
 from baton.service.arguments import add_command
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError
 from baton.service.settings import SettingsError
 
@@ -60,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(args)
         return asyncio.run(_serve(Stack(plan), next(iter(plan.models))))
     except SettingsError as error:
-        return _fail(error, 2)
+        return fail("baton up", error, WRONG_USE)
     except (LaunchError, ListenError, PortError) as error:
-        return _fail(error, 1)
+        return fail("baton up", error, FAILED)
     except StartError as error:
-        return _fail(error, error.status)
+        return fail("baton up", error, error.status)
 
 
 async def _serve(stack: Stack, model: str | None) -> int:
@@ -112,8 +113,3 @@ async def _unless_signalled(work, signals: asyncio.Queue) -> bool:
     task.cancel()
     await asyncio.wait([task])
     return False
-
-
-def _fail(error: Exception, status: int) -> int:
-    print(f"baton up: {error}", file=sys.stderr)
-    return status

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from baton.cli.gpu.check import Check
+from baton.service.exits import WRONG_USE, fail
 from kvtransfer.memory.cuda_runtime import gpu_refusal
 
 LIMIT_S = 720.0
@@ -35,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table and, in its last line, the number of failures; return 0 where there are none, else 1; 2 for wrong
     use."""
     if not args.gpu:
-        print("baton doctor: --model has an effect with --gpu alone", file=sys.stderr)
-        return 2
+        return fail("baton doctor", "--model has an effect with --gpu alone", WRONG_USE)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
             signal.signal(number, signal.default_int_handler)  # so that the step is ended, which would keep the GPU

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.service.arguments import add_command, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 
 SHIPPED_TEXT = Path(__file__).resolve().parents[2] / "quantization" / "held_out.txt"
 
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         figures = evaluate(args)
     except (QuantizeError, ModelError, ValueError) as error:
-        return _fail(str(error), 2)
+        return fail("baton eval", error, WRONG_USE)
     except (OSError, RuntimeError) as error:
-        return _fail(str(error).splitlines()[0], 1)
+        return fail("baton eval", str(error).splitlines()[0], FAILED)
     print(json.dumps(figures) if args.json else _lines(figures))
     return 0
 
@@ -139,8 +139,3 @@ def encode(model: Path, texts: Texts) -> list[list[int]]:
 
 def _lines(figures: dict[str, object]) -> str:
     return "\n".join(f"{name.replace('_', ' '):22} {value}" for name, value in figures.items())
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"baton eval: {message}", file=sys.stderr)
-    return status

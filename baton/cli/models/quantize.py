@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
 from baton.service.arguments import add_command, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 
 # As baton.quantization.schemes has them, which imports torch: seconds that --help and wrong use need not wait for.
 SCHEMES = (
@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 failed, 2 wrong use or input."""
     if wrong := _wrong_use(args):
-        return _fail(wrong, 2)
+        return fail("baton quantize", wrong, WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
     # After the checks: importing torch takes seconds.
     from baton.engine.core.device import set_threads
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
         samples = _samples(args.model, args.calibration) if job.scheme.calibrated else None
         quantize(job, args.out, samples, progress=True)
     except KeyboardInterrupt:
-        return _fail(f"interrupted; {args.out} was not made", 1)
+        return fail("baton quantize", f"interrupted; {args.out} was not made", FAILED)
     except (QuantizeError, ModelError) as error:
-        return _fail(str(error), 2)
+        return fail("baton quantize", error, WRONG_USE)
     except (OSError, ValueError, RuntimeError) as error:
-        return _fail(str(error).splitlines()[0], 1)
+        return fail("baton quantize", str(error).splitlines()[0], FAILED)
     group = f", groups of {job.settings.group}" if job.settings.group else ""
     print(f"{args.out}: {args.scheme}{group}, {_weight_bytes(args.out)} bytes of {_weight_bytes(args.model)}")
     return 0
@@ -127,8 +127,3 @@ def _render(model: Path, messages: list[dict[str, str]]) -> str:
 
 def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"baton quantize: {message}", file=sys.stderr)
-    return status

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 
 DEFAULT_OUT = Path("demo-run")
 DEFAULT_MINUTES = 130.0
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, export and evaluate; 0 done, 1 failed, 2 wrong use."""
     if wrong := _wrong_use(args):
-        return _fail(wrong, 2)
+        return fail("baton train-demo", wrong, WRONG_USE)
     # On a shared machine threads that spin while they wait take the cores from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from baton.training import recipe  # after the checks: importing torch takes seconds
@@ -75,9 +75,11 @@ def run(args: argparse.Namespace) -> int:
             if getattr(args, name):
                 make(chosen, args.out, seed=args.seed, threads=args.threads)
     except KeyboardInterrupt:
-        return _fail(f"interrupted; continue with: baton train-demo --out {args.out} --resume", 1)
+        return fail(
+            "baton train-demo", f"interrupted; continue with: baton train-demo --out {args.out} --resume", FAILED
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        return _fail(str(error).splitlines()[0], 1)
+        return fail("baton train-demo", str(error).splitlines()[0], FAILED)
     if figures is not None:
         _report(args.out, figures)
     return 0
@@ -107,8 +109,3 @@ def _report(out: Path, figures: dict) -> None:
     print(f"{out}: {figures['target_bits_per_byte']:.3f} bits per byte on held-out modules, ", end="")
     print(f"{figures['function_heads_parsed']} of {figures['function_heads']} functions parse, ", end="")
     print(f"draft and target agree on {figures['draft_agreement']:.1%} of the tokens")
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"baton train-demo: {message}", file=sys.stderr)
-    return code

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 
 DEFAULT_MINUTES = 12.0
 
@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train and export; 0 done, 1 failed, 2 wrong use."""
     if wrong := _wrong_use(args):
-        return _fail(wrong, 2)
+        return fail("baton train-draft", wrong, WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
     # After the checks: importing torch takes seconds.
     from baton.engine.core.device import set_threads
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         figures = train_heads(args.kind, args.model, _documents(args.text), args.out, args.minutes, args.seed)
     except KeyboardInterrupt:
-        return _fail("interrupted; continue with the same command and --resume", 1)
+        return fail("baton train-draft", "interrupted; continue with the same command and --resume", FAILED)
     except (OSError, ValueError, RuntimeError, ModelError) as error:
-        return _fail(str(error).splitlines()[0], 1)
+        return fail("baton train-draft", str(error).splitlines()[0], FAILED)
     shares = ", ".join(f"{share:.1%}" for share in figures["agreement"])
     print(f"{args.out}: agrees with the target on {shares} of the tokens, one ahead, two ahead and so on")
     return 0
@@ -92,8 +92,3 @@ def _documents(paths: list[Path] | None) -> list:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     return documents
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"baton train-draft: {message}", file=sys.stderr)
-    return code

@@ -12,6 +12,7 @@ from baton.cli.planning.picture_file import PictureError, check_place, write_pic
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Shape
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.slo import Slo, parse_slo
 
 _NUM_DRAWN = 300  # requests; at 20 a second a quarter of a minute, in which queues are as long as they get
@@ -82,14 +83,12 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--attain {args.attain:g}: a share, at most 1")
         entries, rate = _load(args)
     except (ValueError, TraceError) as error:
-        print(f"baton plan: {error}", file=sys.stderr)
-        return 2
+        return fail("baton plan", error, WRONG_USE)
     try:
         check_place(args.picture)
         return _plan(args, entries, rate, slo)
     except PictureError as error:
-        print(f"baton plan: {error}", file=sys.stderr)
-        return 1
+        return fail("baton plan", error, FAILED)
 
 
 def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
@@ -130,8 +129,7 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
         kv_forms = ("auto", "int8") if args.kv_dtype == "any" else (args.kv_dtype,)
         ask = search.Ask(entries, rate, slo, args.attain, forms, kv_forms, args.max_devices, stored is not None)
     except (ModelError, ValueError) as error:
-        print(f"baton plan: {error}", file=sys.stderr)
-        return 2
+        return fail("baton plan", error, WRONG_USE)
     prompt, output = (
         statistics.mean(getattr(entry, what) for entry in entries) for what in ("num_prompt", "num_output")
     )
@@ -140,8 +138,7 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     try:
         choices = search.find(spec, device, efficiencies, ask, say)
     except search.NoPlan as error:
-        print(f"baton plan: {error}", file=sys.stderr)
-        return 1
+        return fail("baton plan", error, FAILED)
     say("")
     sure = search.confidence(efficiencies, device)
     show = answer.as_json if args.json else answer.as_text

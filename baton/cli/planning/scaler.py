@@ -25,6 +25,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.net.server import ListenError, split_address, until_stopped
 from baton.service.net.server import run as run_process
@@ -103,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
         access, day = read_access(args), _day(args) if args.dry_run else []
         model, times_in, scaler, bounds = _scaler(args)
     except (SettingsError, ModelError, ValueError, TraceError, OSError) as error:
-        print(f"baton scaler: {error}", file=sys.stderr)
-        return 2
+        return fail("baton scaler", error, WRONG_USE)
     try:
         if args.dry_run:
             check_place(args.picture)
@@ -115,11 +115,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         pass
     except ValueError as error:  # of --redis, of flags beside --launcher
-        print(f"baton scaler: {error}", file=sys.stderr)
-        return 2
+        return fail("baton scaler", error, WRONG_USE)
     except (LaunchError, PictureError) as error:
-        print(f"baton scaler: {error}", file=sys.stderr)
-        return 1
+        return fail("baton scaler", error, FAILED)
     return 0
 
 
