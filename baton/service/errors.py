@@ -95,6 +95,13 @@ class Unavailable(BatonError):
         super().__init__(message, retry_after_s=retry_after_s, reason=reason)
 
 
+class NoWorker(Unavailable):
+    """No worker that could serve this is there; one may be in a moment."""
+
+    def __init__(self, message: str):
+        super().__init__(message, retry_after_s=1.0, reason="NO_WORKER")
+
+
 class DeadlineExceeded(BatonError):
     code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 
 from baton.service.clock import now
-from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, NoWorker, Unavailable
 from baton.service.logs import fields
 from baton.service.observe.telemetry import TraceContext, new_context
 from baton.service.security import guard
@@ -245,7 +245,7 @@ class RequestHandler:
             version = self._catalog.find(request.model, guard.tenant())
             adapter = check_model(request.model, version.seen_by(guard.tenant()))
             if version.fleet.card is None:
-                raise Unavailable(f"no worker serves {version.name}", retry_after_s=1.0, reason="NO_WORKER")
+                raise NoWorker(f"no worker serves {version.name}")
             found = _described(version)
             if adapter:
                 found.name = request.model
@@ -256,7 +256,7 @@ class RequestHandler:
         async with _Settling(self.pace_refusal):
             versions = self._catalog.current
             if all(version.fleet.card is None for version in versions):
-                raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
+                raise NoWorker("no worker serves")
             return pb.ListModelsResponse(models=map(_described, versions))
 
     def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion) -> PromptBatch:

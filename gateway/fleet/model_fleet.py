@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, PROMPT_LOGPROBS, check_model_name
 from baton.service.clock import now
-from baton.service.errors import InvalidRequest, Unavailable
+from baton.service.errors import InvalidRequest, NoWorker
 from baton.v1 import worker_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
@@ -20,7 +20,6 @@ from gateway.routing.latency_model import PaceEstimator
 from gateway.routing.routing import RoutingRequest, can_decode, needs
 from kvtransfer.naming import ModelIdentity
 
-_RETRY_AFTER_S = 1.0
 _POLL_S = 0.05
 _FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
 
@@ -72,19 +71,19 @@ class ModelFleet:
         return next((ModelIdentity(link.hello.model_identity) for link in self._joined if link.hello), None)
 
     def known_identity(self) -> ModelIdentity:
-        """Return the identity of the model that is served. Raises Unavailable before it is known."""
+        """Return the identity of the model that is served. Raises NoWorker before it is known."""
         if (identity := self.identity) is None:
             message = f"no worker serves {self.name}: none has said Hello, or all have gone"
-            raise Unavailable(message, _RETRY_AFTER_S, reason="NO_WORKER")
+            raise NoWorker(message)
         return identity
 
     @property
     def secret(self) -> bytes:
-        """The cluster secret. Raises Unavailable before it is known."""
+        """The cluster secret. Raises NoWorker before it is known."""
         return derived_secret(self.known_identity()) if self._secret is None else self._secret
 
     async def await_identity(self, deadline: float) -> None:
-        """Wait until a worker has reported which model is served, as long as one may come. Raises Unavailable."""
+        """Wait until a worker has reported which model is served, as long as one may come. Raises NoWorker."""
         most_s = self._settings.max_start_wait_s
         until = min(deadline, now() + most_s)
         while self.identity is None and now() < until and any(link.may_come(most_s) for link in self._all_links()):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.protocol import ROLES
 from baton.service.clock import now
-from baton.service.errors import Unavailable
+from baton.service.errors import NoWorker
 from gateway.fleet.candidates import CAN_HOLD, Candidates
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
@@ -25,7 +25,6 @@ from gateway.routing.routing import (
     needs,
 )
 
-_RETRY_AFTER_S = 1.0
 _STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> who does its work while none of it serves
 
 
@@ -54,7 +53,7 @@ class Router:
         unable: Collection[bytes] = frozenset(),
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
-        those in `unable`, which have said that they can never take the request, never. Raises Unavailable."""
+        those in `unable`, which have said that they can never take the request, never. Raises NoWorker."""
         reason, avoidances = "", self._avoidances(avoid, unable, True)
         with_lefts = (False, True) if self._candidates.kv_pairs.are_some_left else (False,)
         for with_left, split, avoided in itertools.product(with_lefts, self._splits(unable), avoidances):
@@ -65,7 +64,7 @@ class Router:
         for avoided in avoidances if self._stand_in else ():
             if found := self._route_to_stand_in(request, matches, avoided):
                 return found
-        raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
+        raise NoWorker(reason)
 
     def decode_workers(self) -> Sequence[WorkerLink]:
         """Return the serving workers that may have sequences."""
@@ -131,7 +130,7 @@ class Router:
         unable: Collection[bytes] = frozenset(),
     ) -> WorkerLink | None:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
-        itself. Raises Unavailable."""
+        itself. Raises NoWorker."""
         (candidate,) = self._candidates.as_candidates([taker], matches, request)
         is_forced = not self.may_prefill_locally
         takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
@@ -142,13 +141,13 @@ class Router:
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
         if is_forced and not can_never and not self._stand_in:
-            raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
+            raise NoWorker("no prefill worker serves")
         return None
 
     def pooling_worker_for(
         self, request: RoutingRequest, avoid: Collection[bytes], unable: Collection[bytes] = frozenset()
     ) -> WorkerLink:
-        """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
+        """Return the prefill worker that reads a prompt which nobody takes over. Raises NoWorker."""
         for role in ROLES if self._stand_in else ("prefill",):
             for avoided in self._avoidances(avoid, unable, True):
                 near = self._candidates.shortlisted(role, request, Matches(), avoided, task="prefill")
@@ -156,9 +155,7 @@ class Router:
                     request, self._candidates.as_candidates(near.values(), Matches(), request)
                 ):
                     return near[best.name]
-        raise Unavailable(
-            f"no prefill worker that serves can read {needs(request)}", _RETRY_AFTER_S, reason="NO_WORKER"
-        )
+        raise NoWorker(f"no prefill worker that serves can read {needs(request)}")
 
     def may_come(self, role: str, request: RoutingRequest) -> bool:
         """Return whether a worker of this role, or one that stands in, may come soon that can hold the request."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from baton.service.clock import now
-from baton.service.errors import Unavailable
+from baton.service.errors import NoWorker
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
@@ -14,14 +14,14 @@ from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, SHORT_TOKENS, ne
 
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
-    """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late, BatonError
+    """Choose workers and send Admit. Raises NoWorker if none serves, Overloaded if it would be too late, BatonError
     (POISON) if workers have died of it."""
     record, queues = request.record, request.queues
     if not request.failures.check_deaths():
-        return _queue_for_worker(request, Unavailable("no worker was heard again", 1.0, reason="NO_WORKER"))
+        return _queue_for_worker(request, NoWorker("no worker was heard again"))
     try:
         decision, prefill_link, decode_link = request.router.route()
-    except Unavailable as error:
+    except NoWorker as error:
         return _queue_for_worker(request, error)
     request.failures.note_replaced()
     # One that has waited is served, late or not.
@@ -40,7 +40,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
 
 
 def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
-    """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
+    """Ask the next decode worker, or wait in line once all have refused. Raises NoWorker, Overloaded."""
     _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
     _drop_decode(request)
     router = request.router
@@ -54,11 +54,11 @@ def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) 
         request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
-        _queue_for_worker(request, Unavailable(message, 1.0, reason="NO_WORKER"))
+        _queue_for_worker(request, NoWorker(message))
 
 
 def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:
-    """With credit granted, have the prompt read. Raises Unavailable, Overloaded."""
+    """With credit granted, have the prompt read. Raises NoWorker, Overloaded."""
     attempt, record = request.attempt, request.record
     attempt.num_granted_tokens = min(occurred.message.num_cached_tokens, len(attempt.spec.token_ids))
     record.stamps.granted = record.stamps.granted or now()
@@ -75,7 +75,7 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
 
 def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> RequestState | None:
     """Have a prefill worker read the prompt, or the decode worker; where none serves that could, give the credit back and
-    wait for one. Raises Unavailable, Overloaded."""
+    wait for one. Raises NoWorker, Overloaded."""
     attempt, router = request.attempt, request.router
     if attempt.has_lost_decode_worker:  # Lost is next
         return None
@@ -84,7 +84,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
     if attempt.prefill_link is not None and not router.is_usable(attempt.prefill_link):
         try:
             attempt.prefill_link = router.prefill_for(attempt.decode.link)
-        except Unavailable as error:
+        except NoWorker as error:
             _drop_decode(request)
             request.place.leave(served=False)
             return _queue_for_worker(request, error)
@@ -103,7 +103,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
 
 
 def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
-    """Ask the next prefill worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
+    """Ask the next prefill worker, or wait in line once all have refused. Raises NoWorker, Overloaded."""
     refused, router = occurred.message, request.router
     if request.attempt.prefill is None:  # the decode worker, whose key has ended since it was granted
         queue_for_credit(request, occurred)
@@ -123,7 +123,7 @@ def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused])
 
 
 def end_or_wait_longer(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Wait longer where no worker serves and one is starting. Raises Unavailable where none came, Overloaded where all are
+    """Wait longer where no worker serves and one is starting. Raises NoWorker where none came, Overloaded where all are
     full."""
     router, failures = request.router, request.failures
     lacks_worker = failures.awaits_worker or not router.has_any("decode")
@@ -200,7 +200,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
         record.num_recomputed_tokens += len(attempt.spec.token_ids) - num_cached_tokens
 
 
-def _queue_for_worker(request: RequestContext, error: Unavailable) -> RequestState:
+def _queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:
     """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the loss,
     where there is no use in it."""
     request.failures.check_wait(error)

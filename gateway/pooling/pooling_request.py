@@ -74,7 +74,7 @@ class PoolingRequest:
             while True:
                 try:
                     link = self._parts.router.pooling_worker_for(self._routing, self._tried.avoided, self._tried.unable)
-                except Unavailable as error:
+                except NoWorker as error:
                     await self._wait_for_worker(error)
                     continue
                 if link.worker_id in self._tried.refused:  # all have

@@ -12,7 +12,7 @@ from typing import NoReturn
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import DEFAULT_TENANT, MAX_DRAFT_TOKENS
 from baton.sampling_params import SAMPLING_PARAMS, SHIFT, settle_temperature
-from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound, Unavailable
+from baton.service.errors import ContextLengthExceeded, InvalidRequest, NotFound, NoWorker
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import PRESETS, RequestLimits, ServedModel
@@ -79,18 +79,18 @@ class ValidatedRequest:
 
 def check_model(asked: str, served: ServedModel) -> bytes:
     """Return the identity of the adapter that is asked for, b"" for the model itself, which empty means too. Raises
-    NotFound for what is not served, Unavailable where that is not known yet."""
+    NotFound for what is not served, NoWorker where that is not known yet."""
     if (adapter := served.find(asked)) is None:
         raise not_known(asked, [served])
     return adapter
 
 
-def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | Unavailable:
+def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | NoWorker:
     """Return the error of a request whose model is none of these, nor an adapter that their workers have named so far."""
     if all(model.is_whole for model in models):
         return not_served(asked, models)
     message = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
-    return Unavailable(message, 1.0, reason="NO_WORKER")
+    return NoWorker(message)
 
 
 def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
@@ -116,7 +116,7 @@ def validate(
     request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
 ) -> ValidatedRequest:
     """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
-    as that. Raises InvalidRequest, NotFound or Unavailable."""
+    as that. Raises InvalidRequest, NotFound or NoWorker."""
     check_size(request)
     adapter = check_model(request.model, served)
     prompt = check_input(request, served, may_be_empty=bool(request.suffix))
