@@ -13,6 +13,7 @@ from baton.gguf import is_gguf
 from baton.service import heap, progress
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
+from baton.service.net.addresses import host_of
 from baton.service.net.admin import Admin
 from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HttpServer, open_http
@@ -171,9 +172,9 @@ class Gateway:
     def _ready_text(self, port: int, fleet_port: int | None, admin_port: int) -> str:
         """Return the line that says where it is reached."""
         settings = self._settings
-        grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
-        fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
-        http_address = f" http={_host(settings.http or '')}:{self.http.port}" if self.http else ""
+        grpc_address, admin_address = f"{host_of(settings.listen)}:{port}", f"{host_of(settings.admin)}:{admin_port}"
+        fleet_address = f" fleet={host_of(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
+        http_address = f" http={host_of(settings.http or '')}:{self.http.port}" if self.http else ""
         return f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
 
     def _start_tasks(self) -> list[asyncio.Task]:
@@ -218,7 +219,7 @@ class Gateway:
 
         names = None
         if settings.credentials is None:
-            names = HostNames((_host(settings.http), *settings.admin_hosts))
+            names = HostNames((host_of(settings.http), *settings.admin_hosts))
         hosts = ("127.0.0.1", "localhost", "[::1]") if self._pages_are_here else ()
         origins = (*settings.http_origins, *(f"http://{host}:{admin_port}" for host in hosts))
         app = make_app(self.handler, self._guard, origins, names)
@@ -387,7 +388,3 @@ def _make_template(folder: ModelFolder) -> ChatTemplate | None:
 
 def _answer_format(name: str, folder: ModelFolder) -> AnswerFormat | None:
     return format_of(folder.tool_template or folder.chat_template or "") if name == "auto" else format_named(name)
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]

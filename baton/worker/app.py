@@ -26,6 +26,7 @@ from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
 from baton.service.net import server as grpc_server
+from baton.service.net.addresses import host_of
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
 from baton.service.out_of_memory import leave, leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
@@ -307,8 +308,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
     does."""
     telemetry.setup(f"baton-{role}")
     async with running(settings, role, table, stop) as worker:
-        host = settings.listen.rpartition(":")[0]
-        admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
+        host = host_of(settings.listen)
+        admin = f"{host_of(settings.admin)}:{worker.admin_port}"
         engine = worker.engine
         said = f"role={role} context={engine.config.max_model_len} model={engine.model_identity.hex()}"
         print(f"ready grpc={host}:{worker.port} admin={admin} pid={os.getpid()} {said}", flush=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
+from baton.service.net.addresses import host_of
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
@@ -94,7 +95,7 @@ class WorkerSettings(Exposure):
 
     @property
     def listen_host(self) -> str:
-        return self.listen.rpartition(":")[0].strip("[]")
+        return host_of(self.listen).strip("[]")
 
     @property
     def host_folder(self) -> Path:

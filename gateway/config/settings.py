@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.protocol import ROLES, check_model_name, named_models
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.addresses import AddressError, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks
@@ -165,7 +165,7 @@ class GatewaySettings(Exposure):
             for address in getattr(self, f"{role}_workers"):
                 try:
                     split_address(address)
-                except ListenError as error:
+                except AddressError as error:
                     raise ValueError(f"--{role}-workers: {error}") from None
 
     def _check_numbers(self) -> None:

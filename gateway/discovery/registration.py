@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.addresses import AddressError, split_address
 from baton.tasks import is_cancelled
 from gateway.config.networks import Networks
 from gateway.discovery.dial_policy import DialPolicy, Worker
@@ -120,7 +120,7 @@ def _split(address: str) -> tuple[str, int]:
     """Return (host, port). Raises _Wrong."""
     try:
         return split_address(address)
-    except ListenError as error:
+    except AddressError as error:
         raise _Wrong("address", str(error)) from None
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.protocol import DRAINING, GRANTS_POOLING
 from baton.service.clock import now
 from baton.service.codec import budget_ms
-from baton.service.errors import DeadlineExceeded, Unavailable, from_code
+from baton.service.errors import DeadlineExceeded, NoWorker, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.attempt import new_key
 from gateway.attempts.tried_workers import TriedWorkers
@@ -180,7 +180,7 @@ class PoolingRequest:
 
     # ---- waiting ----
 
-    async def _wait_for_worker(self, error: Unavailable) -> None:
+    async def _wait_for_worker(self, error: NoWorker) -> None:
         """Wait in line for a worker that starts, or is back soon. Raises `error` where none may come, or none came."""
         router = self._parts.router
         if not router.may_come("prefill", self._routing):

@@ -27,8 +27,8 @@ from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
 from baton.service.exits import WRONG_USE, fail
+from baton.service.net.addresses import AddressError, split_address
 from baton.service.net.client import open_channel, wrong_access
-from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
@@ -211,7 +211,7 @@ async def _collector(url: str, report: Findings) -> None:
         async with asyncio.timeout(_ANSWER_S):
             _, writer = await asyncio.open_connection(host, port)
         writer.close()
-    except (OSError, TimeoutError, ListenError, ValueError) as error:
+    except (OSError, TimeoutError, ValueError) as error:
         words = getattr(error, "strerror", None) or str(error) or "no answer"
         report.warn("collector", url, words, "start it, or unset OTEL_EXPORTER_OTLP_ENDPOINT")
     else:
@@ -394,6 +394,6 @@ def _addresses(text: str) -> list[str]:
 def _address(text: str) -> str:
     try:
         split_address(text)
-    except (ListenError, ValueError) as error:
+    except AddressError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -17,7 +17,7 @@ from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
 from baton.protocol import ROLES, model_setting, named_models
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.addresses import AddressError, host_of, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import (
@@ -132,7 +132,7 @@ class UpSettings:
                 continue
             try:
                 _, port = split_address(address)
-            except ListenError as error:
+            except AddressError as error:
                 raise ValueError(f"--{name}: {error}") from None
             if port and address in taken:
                 raise ValueError(f"--{name} {address}: is --{taken[address]} too; give each its own port")
@@ -310,7 +310,7 @@ def _folder_values(up: UpSettings) -> Mapping[str, Mapping[str, object]]:
     if up.certs is None:
         return {"gateway": {}, **{role: {} for role in ROLES}}
     # Workers on other nodes register there.
-    fleet_host = up.listen.rpartition(":")[0] if up.launcher == "ray" else "127.0.0.1"
+    fleet_host = host_of(up.listen) if up.launcher == "ray" else "127.0.0.1"
     own = {
         "credentials": up.certs / CREDENTIALS,
         "cluster_secret": up.certs / SECRET,

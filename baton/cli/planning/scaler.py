@@ -26,9 +26,10 @@ from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
+from baton.service.net.addresses import AddressError, split_address
 from baton.service.net.client import explain_failure, open_channel
-from baton.service.net.server import ListenError, split_address, until_stopped
 from baton.service.net.server import run as run_process
+from baton.service.net.server import until_stopped
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.service.slo import parse_slo
@@ -271,7 +272,7 @@ async def _addresses(target: str) -> list[str]:
         host, port = split_address(target)
         async with asyncio.timeout(_LOOK_S):
             return await dns.addresses_of(host, str(port))
-    except (ListenError, OSError):
+    except (AddressError, OSError):
         return [target]
 
 

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton.service.net.addresses import host_of
 from baton.service.net.host_names import HostCheck, HostNames, without_port
 from baton.service.net.http_server import HttpServer, open_http
-from baton.service.net.server import ListenError, split_address
+from baton.service.net.server import ListenError
 
 _MAX_CONNECTIONS = 512  # few beside the descriptors that a process starts with
 _UNREAD_S = 5.0  # for a client to read a page: those that do not could hold all connections for ever
@@ -80,7 +81,6 @@ class Admin:
     async def start(self, address: str) -> int:
         """Listen and return the port. Raises ListenError."""
         try:
-            self._hosts.add(split_address(address)[0])
             self._server = open_http(
                 address,
                 self._app,
@@ -91,6 +91,7 @@ class Admin:
             )
         except ListenError as error:
             raise ListenError(f"--admin: {error}") from None
+        self._hosts.add(host_of(address).strip("[]"))
         self._server.start()
         return self._server.port
 

@@ -9,7 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.service.logs import printable
-from baton.service.net.server import MAX_MESSAGE_BYTES, ListenError, split_address
+from baton.service.net.addresses import AddressError, split_address
+from baton.service.net.server import MAX_MESSAGE_BYTES
 from baton.service.security.access import Access
 from baton.service.security.tls import GATEWAY_NAME, end_of
 
@@ -121,7 +122,7 @@ def _probe(target: str) -> str:
     """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address."""
     try:
         host_and_port = split_address(target)
-    except ListenError:
+    except AddressError:
         return _NO_ADDRESS
     if target.startswith(("http://", "https://")):
         return _NO_ADDRESS
@@ -145,7 +146,7 @@ def certificate_end(target: str) -> float | None:
             _to_any().wrap_socket(sock) as tls,
         ):
             return end_of(ssl.DER_cert_to_PEM_cert(tls.getpeercert(True) or b"").encode())
-    except (OSError, ListenError, ValueError):
+    except (OSError, ValueError):
         return None
 
 

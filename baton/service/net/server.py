@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.protocol import KEEPER_VARIABLE
 from baton.service.logs import fields
+from baton.service.net.addresses import AddressError, split_address
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
@@ -96,24 +97,12 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     return port
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port". Raises ListenError."""
-    host, colon, port = address.rpartition(":")
-    # int() raises ValueError beyond 4,300 digits.
-    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
-        raise ListenError(f"{address!r} is not HOST:PORT")
-    if ":" in host and (host[0], host[-1]) != ("[", "]"):  # gRPC takes it for an address without a port
-        raise ListenError(f"{address!r} is not HOST:PORT: an IPv6 address takes brackets, [::1]:50051")
-    try:
-        host.encode("idna")  # as getaddrinfo() does, of which nobody expects UnicodeError
-    except UnicodeError:
-        raise ListenError(f"{address!r} is not HOST:PORT: no host can have that name") from None
-    return host.strip("[]"), int(port)
-
-
 def listening_socket(address: str, backlog: int = 1) -> socket.socket:
     """Listen on "host:port" (port 0: the system chooses). Raises AddressInUse or ListenError."""
-    host, port = split_address(address)
+    try:
+        host, port = split_address(address)
+    except AddressError as error:
+        raise ListenError(str(error)) from None
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind)

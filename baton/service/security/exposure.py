@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from baton.service.net.addresses import host_of
 from baton.service.security.tls import Tls
 from baton.service.settings import option
 
@@ -54,7 +55,7 @@ class Exposure:
 
 def is_loopback(address: str) -> bool:
     """Return whether HOST:PORT is reached from this host alone."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address).strip("[]")
     try:
         return ip_address(host).is_loopback
     except ValueError:

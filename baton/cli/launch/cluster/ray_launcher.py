@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_env
 from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
+from baton.service.net.addresses import split_address
 from baton.service.net.client import open_channel
-from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.tls import WORKER_NAME
@@ -317,7 +317,7 @@ def _connect(address: str) -> None:
         found = ray.init(
             address, include_dashboard=False if address == "local" else None, logging_level=logging.WARNING
         )
-    except (ListenError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         hint = "start one on each node: ray start --head --include-dashboard=false, ray start --address HOST:6379"
         raise StartError(f"--launcher ray: no cluster at --address {named}: {_line(error)}; {hint}", 1) from None
     finally:
