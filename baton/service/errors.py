@@ -98,8 +98,10 @@ class Unavailable(BatonError):
 class NoWorker(Unavailable):
     """No worker that could serve this is there; one may be in a moment."""
 
+    reason = "NO_WORKER"
+
     def __init__(self, message: str):
-        super().__init__(message, retry_after_s=1.0, reason="NO_WORKER")
+        super().__init__(message, retry_after_s=1.0)
 
 
 class DeadlineExceeded(BatonError):
