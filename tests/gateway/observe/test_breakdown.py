@@ -10,6 +10,7 @@ import pytest
 
 from baton.service.observe import genai_metrics, telemetry
 from baton.v1 import worker_pb2
+from gateway.api.request_handler import CallContext
 from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
 from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
@@ -179,6 +180,32 @@ async def test_the_deadline_passes(cluster, watch, gate):
         assert spans["admit"].is_error == (gate == "admit")
         release(c, gate)
         await c.idle()
+
+
+@pytest.mark.parametrize(
+    "names_deadline, left_s, outcome",
+    [(True, 0.9, "failed"), (True, -0.01, "failed"), (True, 30.0, "cancelled"), (False, 0.9, "cancelled")],
+)
+async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, names_deadline, left_s, outcome):
+    """A client ends its call at its own deadline, of which gRPC has told the gateway a hundredth more at most."""
+
+    async def emit(message) -> None:
+        pass
+
+    async with cluster() as c:
+        hold(c, "decode")
+        call = CallContext(100.0, names_deadline=names_deadline)
+        task = asyncio.create_task(c.gateway.handler.generate([make_request(PROMPT, max_tokens=6)], call, emit))
+        await reached(c, "decode")
+        (record,) = c.gateway.recent._running.values()
+        record.stamps.received -= 100.0 - left_s
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await c.idle()
+        root = agree(c, watch, 200.0, outcome)["root"]
+        reason = "DEADLINE_EXCEEDED" if outcome == "failed" else None
+        assert (root.is_error, root.attributes.get("error.type")) == (reason is not None, reason)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ async def test_the_deadline_passes(cluster, gate):
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         release(c, gate)
         await c.idle()
+        assert [how for _, how, _ in c.gateway.recent._ended] == [("failed", "DEADLINE_EXCEEDED")]
 
 
 async def test_a_deadline_of_ours(cluster):
