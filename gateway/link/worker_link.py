@@ -130,8 +130,8 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """A short name for logs."""
-        return self.hello.instance.hex()[:8] if self.hello else self.address
+        """A short name for logs; it stays that of the last worker that was here."""
+        return self._known_id.hex()[:8] or self.address
 
     def open(self, key: Key, mailbox: EventSink, tenant: str = "") -> WorkerLeg:
         """Return a new leg for `key`, whose events go into `mailbox`."""
@@ -234,7 +234,6 @@ class WorkerLink:
             return reason
         self._outbox, self._ended_for = outbox, ""
         self.note_hello(first.hello)
-        self.clock = WorkerClock()
         self.load = pb.Load(state="")
         self._become(LinkState.SERVING, "")
         log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(first.hello.roles)))
@@ -278,13 +277,14 @@ class WorkerLink:
 
     def _lose(self, reason: str) -> None:
         if self.hello is not None:
-            log.warning("worker lost %s", fields(worker=self.name, address=self.address, reason=reason))
+            tell, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
+            tell("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))
         if self.state is not LinkState.REFUSED:
             self._become(LinkState.CONNECTING, reason)
-        self.hello = None
+        self.hello, self.clock = None, WorkerClock()
 
     def _become(self, state: LinkState, reason: str) -> None:
         # One that drained or stalled for long, and then went, starts again from here.

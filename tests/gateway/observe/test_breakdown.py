@@ -253,6 +253,7 @@ async def test_another_worker_takes_over(cluster, watch):
         assert spans["root"].duration_s == pytest.approx(messages[-1].timing.total_s, abs=1e-5)
         ((name, told),) = spans["root"].events
         assert (name, told["baton.reason"], told["baton.phase"]) == ("migration", "DECODE_WORKER_LOST", "decoding")
+        assert told["baton.worker"] == spans["decode"].attributes["baton.worker"] == dead.instance.hex()[:8]
         assert spans["decode"].is_error and not spans["root"].is_error
 
 
