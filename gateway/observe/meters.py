@@ -82,7 +82,7 @@ class _ModelMeters:
             "baton_bound_seconds", "seconds of answered requests by what they waited for", "bound"
         )
         self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
-        self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
+        self._tokens = metrics.counter("baton_tokens", "tokens read and written", "kind")
         self._tenant_seconds = metrics.counter(
             "baton_tenant_seconds", "seconds that requests spent in each phase, by tenant", "tenant", "phase"
         )
@@ -90,7 +90,7 @@ class _ModelMeters:
             "baton_tenant_requests", "ended requests, by tenant", "tenant", "outcome"
         )
         self._tenant_tokens = metrics.counter(
-            "baton_tenant_tokens", "tokens of answered requests, by tenant", "tenant", "kind"
+            "baton_tenant_tokens", "tokens read and written, by tenant", "tenant", "kind"
         )
         self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
         self._attached = metrics.counter("baton_attached", "lost streams that were resumed")()
@@ -136,8 +136,7 @@ class _ModelMeters:
         self._count_slo(record, error, measured)
         self._count_route(record)
         exemplar = _exemplar(record)
-        tokens = (record.num_prompt_tokens or 0, record.num_cached_tokens, record.num_output_tokens)
-        for kind, num in zip(("input", "cached", "output"), tokens, strict=True):
+        for kind, num in record.tokens_by_kind.items():
             self._tokens(kind).inc(num)
             self._tenant_tokens(tenant, kind).inc(num)
         for phase, spent_s in breakdown(stamps, record.measured).items():

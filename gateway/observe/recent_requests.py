@@ -63,8 +63,9 @@ class RecentRequests:
         record.validated = record.validated and record.validated.without_content()
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
-        self._num_input += record.num_prompt_tokens or 0
-        self._num_output += record.num_output_tokens
+        tokens = record.tokens_by_kind
+        self._num_input += tokens["input"]
+        self._num_output += tokens["output"]
 
     def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
         """Return running requests, the oldest first, and ended ones, the latest first."""

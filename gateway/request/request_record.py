@@ -86,6 +86,18 @@ class RequestRecord:
             return None
         return stamps.first_sent - stamps.received
 
+    @property
+    def tokens_by_kind(self) -> dict[str, int]:
+        """Return the tokens of a prompt that was read, how many of them were cached, and those written. Of an answer that its
+        client resumes only what was not there: the stream that broke off has the rest."""
+        num_before = sum(self.validated.resume_from) if self.validated else 0
+        was_read = not num_before and (self.num_output_tokens > 0 or self.stamps.first_sent is not None)
+        return {
+            "input": self.num_prompt_tokens or 0 if was_read else 0,
+            "cached": self.num_cached_tokens if was_read else 0,
+            "output": max(0, self.num_output_tokens - num_before),
+        }
+
     def note_attached(self) -> None:
         """The request continues a sequence: it waited for neither credit nor prefill, and nothing of the prompt was
         computed."""

@@ -75,11 +75,11 @@ class WorkerMeters:
 
     def ended(self, leg: Leg) -> None:
         """Count a leg that has just ended, however it did."""
-        num_pulled = leg.fetch_report.num_tokens if leg.fetch_report else 0
-        if done := leg.prefill_done:  # which counts what was pulled as cached, of whole blocks
+        if done := leg.prefill_done:  # it has read the prompt: what was pulled was a prefix, and is cached there, of whole blocks
+            num_pulled = leg.fetch_report.num_tokens if leg.fetch_report else 0
+            self._prefix("pulled").inc(num_pulled)
             self._prefix("local").inc(max(0, done.num_cached_tokens - num_pulled))
         if report := leg.fetch_report:
-            self._prefix("pulled").inc(num_pulled)
             self._bytes(report.transport).inc(report.num_bytes)
             self._transfer.observe(report.transfer_s)
             if report.transfer_s > 0:

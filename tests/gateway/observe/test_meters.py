@@ -21,14 +21,19 @@ from baton.service.observe.process_gauges import process_gauges
 from baton.service.observe.telemetry import TraceContext
 from baton.service.settings import SettingsError
 from baton.service.slo import Slo
+from baton.v1 import fleet_pb2
+from gateway.config.served_model import ServedModel
 from gateway.config.slo_classes import BUILT_IN, read_classes
+from gateway.model.model_folder import Defaults
 from gateway.observe.access_log import line
 from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters, outcome
 from gateway.observe.predictions import predictions
 from gateway.observe.recent_requests import RecentRequests
 from gateway.request.timing import PHASES, Measured, breakdown, timing
+from gateway.request.validation import validate
 from gateway.routing.routing import Decision
+from tests.support.client import make_request
 from tests.support.gateway.records import ANSWERED, record
 
 
@@ -65,6 +70,33 @@ def test_an_answered_request_is_counted_as_its_timing_says(meters):
     )
     # Nothing is left out and nothing counted twice.
     assert sum(phases.values()) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "stamps, num_output, resume_from, expected",
+    [
+        ({}, 0, (), (0, 0, 0)),  # refused, or not come to a worker
+        ({}, 3, (), (12, 4, 3)),  # ended before its client got anything
+        (ANSWERED, 0, (), (12, 4, 0)),  # a prompt that is read alone
+        (ANSWERED, 5, (), (12, 4, 5)),
+        (ANSWERED, 5, (0,), (12, 4, 5)),
+        (ANSWERED, 5, (3,), (0, 0, 2)),  # the first 3, and the prompt, were counted with the stream that broke off
+        ({}, 0, (3,), (0, 0, 0)),
+    ],
+)
+def test_tokens_are_those_that_were_read_and_written(meters, stamps, num_output, resume_from, expected):
+    ended, recent = record(**stamps), RecentRequests()
+    ended.num_output_tokens = num_output
+    request = make_request([1, 2], max_tokens=8, temperature=0.0, request_id="a", resume_from=resume_from)
+    ended.validated = validate(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
+    recent.began(ended)
+    meters.ended(ended, Unavailable("gone", reason="DECODE_WORKER_LOST"))
+    recent.ended(ended, None)
+    seen, kinds = samples(meters), ("input", "cached", "output")
+    assert tuple(seen["baton_tokens_total", kind] for kind in kinds) == expected
+    assert tuple(seen["baton_tenant_tokens_total", kind, "default"] for kind in kinds) == expected
+    listed = recent.listed(fleet_pb2.ListRequestsRequest(), num_waiting=0)
+    assert (listed.num_input_tokens, listed.num_output_tokens) == (expected[0], expected[2])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +255,7 @@ def test_what_is_not_sampled_has_no_exemplar(meters):
 def test_service_levels(meters, slo_class, error, counted, met):
     """The record has a TTFT of 1.0 s and a TPOT of 50 ms: beyond interactive, within standard."""
     quick = record(**{**ANSWERED, "last_sent": 101.2, "second_sent": 101.1})
-    quick.validated = SimpleNamespace(slo_class=slo_class)
+    quick.validated = SimpleNamespace(slo_class=slo_class, resume_from=())
     meters.ended(quick, error)
     seen = samples(meters)
     assert (seen["baton_slo_requests_total", slo_class], seen["baton_slo_met_total", slo_class]) == (counted, met)
@@ -237,7 +269,7 @@ def test_prompts_that_are_read_alone_have_a_duration_and_no_first_token(operatio
     meters = GatewayMeters("tiny", {"standard": slo})
     read = record(**{**ANSWERED, "second_sent": None, "last_sent": 101.0})
     read.operation, read.num_output_tokens, read.num_longest_output = operation, 0, 0
-    read.stamps.ended, read.validated = 101.0, SimpleNamespace(slo_class="standard", request_id="a")
+    read.stamps.ended, read.validated = 101.0, SimpleNamespace(slo_class="standard", request_id="a", resume_from=())
     meters.ended(read, None)
     seen = samples(meters)
     assert (seen["baton_ttft_seconds_count",], seen["baton_e2e_seconds_sum",]) == (0, 1.0)
