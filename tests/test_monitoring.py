@@ -230,10 +230,30 @@ def test_promtool(arguments):
 def test_a_workers_first_xid_is_drawn(tmp_path):
     """No series was there before it."""
     (query,) = [query for _, query in QUERIES if "by (instance, gpu, xid)" in query]
-    series = {"series": 'baton_gpu_xids_total{instance="d", model_name="m", gpu="1", xid="79"}', "values": "_x4 1x20"}
-    drawn = [{"labels": '{instance="d", gpu="1", xid="79"}', "value": 1}]
-    case = {"expr": re.sub(r"\$\w+", ".*", query), "eval_time": "4m", "exp_samples": drawn}
-    test = {"interval": "15s", "input_series": [series], "promql_expr_test": [case]}
+    series = {'baton_gpu_xids_total{instance="d", model_name="m", gpu="1", xid="79"}': "_x4 1x20"}
+    check_drawn(tmp_path, query, series, {'{instance="d", gpu="1", xid="79"}': 1})
+
+
+@pytest.mark.long
+def test_what_is_refused_makes_no_phase_shorter(tmp_path):
+    """Of 30 requests each 15 s a third is answered: 0.3 s in `tokenize` as all of them, 1.5 s in `prefill`."""
+    (query,) = [query for where, query in QUERIES if where.endswith(": Up to the first token")]
+    spent = {"tokenize": ("0+9x20", "0+30x20"), "prefill": ("0+15x20", "0+10x20")}
+    series = {'baton_requests_total{model_name="m", outcome="ok"}': "0+10x20"}
+    series |= {'baton_requests_total{model_name="m", outcome="refused"}': "0+20x20"}
+    for phase, (sums, counts) in spent.items():
+        series[f'baton_phase_seconds_sum{{model_name="m", phase="{phase}"}}'] = sums
+        series[f'baton_phase_seconds_count{{model_name="m", phase="{phase}"}}'] = counts
+    check_drawn(tmp_path, query, series, {'{phase="tokenize"}': 0.3, '{phase="prefill"}': 1.5})
+
+
+def check_drawn(tmp_path, query: str, series: dict[str, str], drawn: dict[str, float]) -> None:
+    """What a panel draws of these series after 4 minutes."""
+    query = re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "2m"))
+    samples = [{"labels": labels, "value": value} for labels, value in drawn.items()]
+    case = {"expr": query, "eval_time": "4m", "exp_samples": samples}
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "15s", "input_series": given, "promql_expr_test": [case]}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
     test_promtool(("test", "rules", path))
