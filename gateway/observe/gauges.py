@@ -77,7 +77,7 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
             loop_delays,
             "cause",
         ),
-        Gauge("baton_ready", "1 while a request for the model can be served", ready, by_model=True),
+        Gauge("baton_ready", "1 while workers can serve a request for the model", ready, by_model=True),
         Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(not index.down)),
         Gauge("baton_workers", "workers as this gateway sees them", workers, "state", by_model=True),
         Gauge(

@@ -63,9 +63,10 @@ class RecentRequests:
         record.validated = record.validated and record.validated.without_content()
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
-        tokens = record.tokens_by_kind
-        self._num_input += tokens["input"]
-        self._num_output += tokens["output"]
+        self._num_input += (
+            record.num_prompt_tokens or 0
+        )  # refused ones too: who scales the fleet sees what is asked of it
+        self._num_output += record.tokens_by_kind["output"]
 
     def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
         """Return running requests, the oldest first, and ended ones, the latest first."""

@@ -75,7 +75,7 @@ class WorkerMeters:
 
     def ended(self, leg: Leg) -> None:
         """Count a leg that has just ended, however it did."""
-        if done := leg.prefill_done:  # it has read the prompt: what was pulled was a prefix, and is cached there, of whole blocks
+        if done := leg.prefill_done:  # what it has pulled is a prefix, which counts as cached there, of whole blocks
             num_pulled = leg.fetch_report.num_tokens if leg.fetch_report else 0
             self._prefix("pulled").inc(num_pulled)
             self._prefix("local").inc(max(0, done.num_cached_tokens - num_pulled))

@@ -21,7 +21,8 @@ from tests.test_monitoring import ALL_RULES, DASHBOARDS, DEPLOY, panels
 pytestmark = pytest.mark.long
 SCRAPE_S = 1
 LOAD_S = 12
-ELSEWHERE = "baton_gpu_|baton_rank_"  # series of GPUs and of workers with several ranks, which this stack has none of
+# Series of GPUs, of workers with several ranks and of certificates, which this stack has none of.
+ELSEWHERE = "baton_gpu_|baton_rank_|baton_certificate_"
 NUM_WATCHES = 40  # more than one caller may have open
 _PORT = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
 

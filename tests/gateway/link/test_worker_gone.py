@@ -9,7 +9,9 @@ from gateway.link.worker_link import LinkState
 from gateway.observe.gauges import fleet_gauges
 
 
-@pytest.mark.parametrize("state, level, words", [("serving", "WARNING", "worker lost"), ("draining", "INFO", "worker left")])
+@pytest.mark.parametrize(
+    "state, level, words", [("serving", "WARNING", "worker lost"), ("draining", "INFO", "worker left")]
+)
 async def test_it_keeps_its_name_and_no_clock(cluster, caplog, state, level, words):
     """One that drains goes as somebody wanted."""
     caplog.set_level(logging.INFO)
@@ -25,6 +27,8 @@ async def test_it_keeps_its_name_and_no_clock(cluster, caplog, state, level, wor
         assert [each.read() for each in clocks] == [{}, {}]
         name = worker.instance.hex()[:8]
         assert link.name == name
-        (gone,) = [each for each in caplog.records if f"worker={name}" in each.getMessage() and "joined" not in each.msg]
+        (gone,) = [
+            each for each in caplog.records if f"worker={name}" in each.getMessage() and "joined" not in each.msg
+        ]
         assert (gone.levelname, gone.getMessage().partition(" worker=")[0]) == (level, words)
         c.workers.remove(worker)
