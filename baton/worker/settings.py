@@ -14,7 +14,8 @@ from kvtransfer.transports.socket_folder import default_parent
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
 LEAST_LEASE_S = 2.0  # gateways renew a lease every 1.5 s, and workers that fetch every second
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"({_LABEL}\.)*{_LABEL}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ async def connected(address: str) -> socket.socket:
                 why = error
     except TimeoutError:
         why = f"no answer of the DNS within {CONNECT_S:g} s"
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what can be no name, or no number
         why = error
     raise PeerLost(f"the source cannot be reached at {address}: {why}")
 

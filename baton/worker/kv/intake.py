@@ -187,4 +187,5 @@ class Intake:
         if not isinstance(error, (KVError, TimeoutError)):
             log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
             leave_if_exhausted(error)
+            return end_status.internal(error)  # whatever it is, no client has made the mistake
         return end_status.of_exception(error)

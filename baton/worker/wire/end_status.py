@@ -48,7 +48,7 @@ _KV_ERRORS = (
 
 
 def of_exception(error: BaseException) -> Status:
-    """Return the status of a leg whose command or fetch raised `error`."""
+    """Return the status of a leg whose command, or fetch, raised `error`: a ValueError says what is wrong with a command."""
     for kind, code, reason in _KV_ERRORS:
         if isinstance(error, kind):
             return Status(code, reason, str(error) or reason)
@@ -59,6 +59,11 @@ def of_exception(error: BaseException) -> Status:
         return DEADLINE
     if isinstance(error, ValueError):
         return Status(code_pb2.INVALID_ARGUMENT, "BAD_COMMAND", str(error))
+    return internal(error)
+
+
+def internal(error: BaseException) -> Status:
+    """Return the status where `error` is a fault of this worker."""
     return Status(code_pb2.INTERNAL, "INTERNAL", f"{type(error).__name__}: {error}")
 
 

@@ -260,6 +260,47 @@ async def test_a_name_with_an_address_that_does_not_answer(monkeypatch):
             each.close()
 
 
+@pytest.mark.parametrize(
+    "address", ["kv..example:1", f"{'a' * 64}.example:1", "127.0.0.1:²", "127.0.0.1:" + "9" * 5000]
+)
+async def test_an_address_that_can_be_none(address):
+    with pytest.raises(PeerLost, match="cannot be reached at"):
+        await tcp.connected(address)
+
+
+async def turns(counted: list[None]) -> None:
+    while True:
+        counted.append(None)
+        await asyncio.sleep(0)
+
+
+async def test_frames_that_keep_coming_leave_turns_to_others():
+    """A taker that says Renew as fast as it goes stopped every session of the source's process meanwhile."""
+    ours, theirs = socket.socketpair()
+    line, counted = SocketLine(ours), []
+    theirs.sendall(encode_frame(RENEW) * 1000)
+    counting = asyncio.create_task(turns(counted))
+    for _ in range(1000):
+        assert await line.receive() == RENEW
+    assert len(counted) >= 10
+    counting.cancel()
+    line.close(), theirs.close()
+
+
+async def test_bytes_that_keep_coming_are_dropped_in_turns():
+    """So that the time is up for a stranger, too, who sends faster than they are read."""
+    line, counted, left = SocketLine(socket.socket()), [], [None] * 1000
+
+    def receive(buffer: memoryview) -> int:
+        return len(buffer) if left and not left.pop() else 0
+
+    line._sock = SimpleNamespace(shutdown=lambda how: None, recv_into=receive)
+    counting = asyncio.create_task(turns(counted))
+    await line.drain()
+    assert len(counted) >= 1000 - len(left) > 0
+    counting.cancel()
+
+
 async def test_a_descriptor_that_finds_no_place_here_breaks_no_protocol():
     one, other = socket.socketpair()
     here, there = SocketLine(one), SocketLine(other, takes_fds=True)

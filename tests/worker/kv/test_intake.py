@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from google.rpc import code_pb2
 
 from baton.worker.kv import intake
 from baton.worker.kv.intake import Intake
@@ -50,6 +51,17 @@ async def test_blocks_that_a_copy_may_still_write_are_given_to_nobody(engine, er
         await leg.fetching
     assert left == ([("no end", 0)] if leaves else [])
     assert len(ends) == engine.count("fetch_settled") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("label empty or too long"), RuntimeError("a fault of ours")])
+async def test_a_fetch_that_fails_is_never_the_clients_mistake(engine, error, monkeypatch):
+    """As BAD_COMMAND it was final: no other worker was tried."""
+    offer(monkeypatch, 64)
+    leg, ends = make_leg(128), []
+    Intake(engine, FailingFetcher(error)).begin(leg, b"", b"", lambda leg, outcome: ends.append(outcome))
+    with pytest.raises(type(error)):
+        await leg.fetching
+    assert [(each.code, each.reason) for each in ends] == [(code_pb2.INTERNAL, "INTERNAL")]
 
 
 @pytest.mark.parametrize(("num_tokens", "is_pulled"), [(128, True), (192, False), (100, False)])

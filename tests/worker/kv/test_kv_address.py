@@ -13,14 +13,28 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.parametrize("host", ["kv.example:5000", "0.0.0.0", "::", "", "a b", "http://kv", "-x", "[::1]"])
+NO_HOSTS = (
+    "kv.example:5000",
+    "0.0.0.0",
+    "::",
+    "",
+    "a b",
+    "http://kv",
+    "-x",
+    "[::1]",
+    "kv..example",
+    f"{'a' * 64}.example",
+)
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
 def test_hosts_that_nobody_can_reach(tmp_path, host):
     with pytest.raises(ValueError, match="--advertise-host .*: give a host name or an IP address, without") as raised:
         make_settings(WorkerSettings, {"model": tmp_path, "advertise_host": host})
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("host", ["kv.example", "10.0.0.7", "fd00::7", "node-1"])
+@pytest.mark.parametrize("host", ["kv.example", "10.0.0.7", "fd00::7", "node-1", "kv_1.a-b.example"])
 def test_hosts(tmp_path, host):
     assert make_settings(WorkerSettings, {"model": tmp_path, "advertise_host": host}).advertise_host == host
 
