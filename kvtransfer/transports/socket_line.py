@@ -16,6 +16,7 @@ SILENCE_S = 5.0  # dialogues say something every second, so a silent peer is gon
 _DRAIN_S = 1.0
 _BATCH_BYTES = 1 << 20  # bytes moved before other tasks of the loop get their turn
 _AHEAD_BYTES = 32 << 10  # a Ready with its digests, mostly
+_TURN_FRAMES = 32  # received before they do: who sends frames without end must not stop all else
 _WAKE_BYTES = 256 << 10  # of a payload: a line that brings less in SILENCE_S is as good as lost
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
@@ -34,6 +35,7 @@ class SocketLine:
         self._scratch = memoryview(bytearray(_AHEAD_BYTES))
         self._ahead = bytearray()  # received, and not yet asked for
         self._wakes_at = 1
+        self._num_received = 0  # frames
         self._sending = asyncio.Lock()
         self._waiting: set[asyncio.Future] = set()
         self._listening: asyncio.Future | None = None  # for more of a frame
@@ -63,6 +65,9 @@ class SocketLine:
     async def receive(self) -> kv_pb2.KVFrame:
         """Return the next frame. Raises PeerLost when the other side is silent too long or closes, ProtocolError for a
         bad frame."""
+        self._num_received += 1
+        if self._num_received % _TURN_FRAMES == 0:
+            await asyncio.sleep(0)
         until = asyncio.get_running_loop().time() + self._silence_s  # in all: bytes that trickle are no frame
         header = await self._take(HEADER_BYTES, until)
         return decode_frame(await self._take(frame_length(header, self._max_frame_bytes), until))
@@ -87,7 +92,7 @@ class SocketLine:
                 self._sock.shutdown(socket.SHUT_WR)
                 scratch = memoryview(bytearray(1 << 16))
                 while await self._retry(self._sock.recv_into, False, scratch):
-                    pass
+                    await asyncio.sleep(0)  # the time is up for those, too, who send faster than this reads
         except (OSError, TimeoutError, PeerLost):
             pass
 
