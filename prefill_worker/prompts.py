@@ -1,18 +1,22 @@
 """Actions of a prompt that is read here for a taker: accept it, pull a prefix from other workers, let the taker follow
 the computation, and hold its KV until the lease is over."""
 
+import logging
 import time
 from functools import partial
 
 from baton import failpoints
 from baton.engine.core.request import PrefillDone, Progress
 from baton.service.codec import key_to_proto
+from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.session.opening import compute_rest, open_request
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
+
+log = logging.getLogger(__name__)
 
 
 def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
@@ -34,7 +38,10 @@ def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
-    """Pull from the next source that can be asked; compute what none of them gives."""
+    """Pull from the next source that can be asked; compute what none of them gives. `status`: why the one before it failed."""
+    if status is not None:
+        leg.pull_failure = status.message
+        log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))
     leg.fetch_at = leg.fetch_at or time.monotonic()
     if lifecycle.intake.begin_prefix(leg, lifecycle.fetch_ended, partial(lifecycle.handoff.advance, leg)):
         leg.owed.add(Owed.FETCH)
@@ -51,7 +58,10 @@ def hold(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens, and keep the KV until its taker has all of it."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
     failpoints.hit("prefill.done")
-    leg.outbox.reply(messages.done(leg.key, done))  # before the lease moves: a client waits for the first token
+    pulled = None
+    if leg.fetch_ended_at is not None:
+        pulled = pb.Pulled(num_tokens=leg.num_pulled_tokens, failure=leg.pull_failure)
+    leg.outbox.reply(messages.done(leg.key, done, pulled))  # before the lease moves: a client waits for the first token
     lifecycle.handoff.finish(leg)
     lifecycle.on_change()
 

@@ -483,7 +483,7 @@ class Waits(_message.Message):
     def __init__(self, place_s: _Optional[float] = ..., block_s: _Optional[float] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs", "pooled", "waits")
+    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs", "pooled", "waits", "pulled")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -493,6 +493,7 @@ class Done(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
     key: Key
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     queue_s: float
@@ -502,7 +503,16 @@ class Done(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
     pooled: _containers.RepeatedScalarFieldContainer[float]
     waits: Waits
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+    pulled: Pulled
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., pulled: _Optional[_Union[Pulled, _Mapping]] = ...) -> None: ...
+
+class Pulled(_message.Message):
+    __slots__ = ("num_tokens", "failure")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    failure: str
+    def __init__(self, num_tokens: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Offered(_message.Message):
     __slots__ = ("key", "lease_id", "handle", "ticket")

@@ -62,7 +62,7 @@ class Attempt:
         self.chosen_at = 0.0  # when the decode worker was (time.monotonic())
         self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
         self.counted_prefill_link: WorkerLink | None = None  # of whose recent work reading the prompt is a part
-        self.prefix_holder: WorkerLink | None = None  # gives the decode worker a prefix
+        self.prefix_holder: WorkerLink | None = None  # gives a prefix to the worker that reads the prompt
         self.spec: pb.RequestSpec | None = None  # until the answer begins
         self.fingerprint = b""  # of the spec
         self.output_ids: Sequence[int] = ()  # that the spec carries
@@ -127,6 +127,7 @@ class Attempt:
     def prefill_on_prefill_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int) -> None:
         """Have `prefill_link`, which holds `num_matched` tokens, prefill the prompt; it may pull `hashes` from
         `holder`."""
+        self.prefix_holder = holder
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
         self.prefill.num_prefill_tokens = len(self.spec.token_ids) - num_matched
         self._prefix_source = PrefixSource(self._send_prefill)

@@ -97,6 +97,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         attempt.prefill_on_decode_worker(holder, _spans_held(request, holder))
     else:
         holder = router.prefix_holder_for(attempt.prefill_link)
+        router.note_fetch(holder, attempt.prefill_link, now())
         num_matched = router.num_matched_tokens(attempt.prefill_link)
         attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
     return None
@@ -173,6 +174,8 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
             leg.num_prefill_tokens = 0
     _record_prefill(request, done)
     request.router.note_holder(attempt.prefilling_leg.worker_id)
+    if done.HasField("pulled") and attempt.prefill is not None:
+        _note_pulled(request, done.pulled)
     answer.set_prompt_logprobs(done.prompt_logprobs)
     for first in done.first_tokens:
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
@@ -198,6 +201,15 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     elif record.num_attempts > 1:
         record.num_reused_tokens += num_cached_tokens
         record.num_recomputed_tokens += len(attempt.spec.token_ids) - num_cached_tokens
+
+
+def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
+    """Note whether KV of the holder of a prefix came to the prefill worker."""
+    holder, taker = request.attempt.prefix_holder, request.attempt.prefill.link
+    if not pulled.failure or pulled.num_tokens:
+        request.router.note_kv(holder, taker)
+    elif holder is not None and holder.worker_id:  # of one that is gone nothing is kept
+        request.router.note_no_kv(holder, taker, pulled.failure)
 
 
 def _queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:

@@ -1,11 +1,16 @@
 """Workers that are not alike, leases with several takers, and prefill workers that pull their prefix."""
 
 import asyncio
+import dataclasses
+import socket
 
 import pytest
 
 from baton import failpoints
 from baton.v1 import worker_pb2 as pb
+from baton.worker.kv import intake
+from kvtransfer.layout import Endpoint
+from kvtransfer.wire import decode_handle, encode_handle
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
 from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
@@ -207,8 +212,9 @@ def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
             await elsewhere.generate_here("turn1", make_spec(turn1, max_tokens=4))
             spec = make_spec(turn2, max_tokens=5)
             source = await offered_prefix(pair, spec, 3, session)
-            tokens, _done, fetched = await generate_with_sources(pair, spec, [source])
+            tokens, done, fetched = await generate_with_sources(pair, spec, [source])
             assert fetched.num_tokens == len(turn2) and fetched.num_bytes_early > 0
+            assert done.pulled == pb.Pulled(num_tokens=192 // block_size * block_size)
             assert (await session.next("offer", "ended")).code == 0
             await session.wait_idle()
             await session.close()
@@ -224,11 +230,37 @@ def test_a_prefix_that_cannot_be_pulled_is_computed(model):
         async with run_pair(model) as (pair, _prefill, _):
             spec = make_spec(turn2, max_tokens=5)
             sources = [pb.KVSource(handle=b"\xff", ticket=b"\xff"), pb.KVSource()]
-            tokens, _done, fetched = await generate_with_sources(pair, spec, sources)
-            assert fetched.num_tokens == len(turn2)
+            tokens, done, fetched = await generate_with_sources(pair, spec, sources)
+            assert fetched.num_tokens == len(turn2) and not done.HasField("pulled")
             return tokens
 
     assert run(main) == bare_answer(model, turn2, 5)[0][:1]
+
+
+def test_a_source_that_says_nothing_is_told_to_the_gateway(model, monkeypatch, caplog):
+    """The prompt is computed, as if nobody held any of it."""
+    monkeypatch.setattr(intake, "SILENCE_S", 0.2)
+
+    async def main():
+        async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
+            session = await Session(f"127.0.0.1:{holder.port}").open()
+            elsewhere = type(pair)(pair.prefill, session)
+            await elsewhere.generate_here("turn1", make_spec(prompt(200), max_tokens=4))
+            spec = make_spec(prompt(290), max_tokens=5)
+            source = await offered_prefix(pair, spec, 3, session)
+            handle = decode_handle(source.handle)
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                endpoint = Endpoint("tcp", f"127.0.0.1:{silent.getsockname()[1]}", "elsewhere")
+                parts = tuple(dataclasses.replace(part, endpoints=(endpoint,)) for part in handle.parts)
+                source.handle = encode_handle(dataclasses.replace(handle, parts=parts))
+                _, done, _ = await generate_with_sources(pair, spec, [source])
+            assert done.pulled == pb.Pulled(failure="nothing came for 0.2 s") and not done.num_cached_tokens
+            await session.send(cancel=pb.Cancel(key=pb.Key(request_id="offer")))
+            await session.wait_idle()
+            await session.close()
+
+    run(main)
+    assert "prefix not pulled key=" in caplog.text and 'reason="nothing came for 0.2 s"' in caplog.text
 
 
 def test_cancelled_while_it_pulls(model):

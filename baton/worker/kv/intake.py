@@ -6,7 +6,8 @@ Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, ge
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from baton.engine.core.request import Key
@@ -17,7 +18,7 @@ from baton.worker.legs.leg import Leg
 from baton.worker.wire import end_status
 from baton.worker.wire.end_status import Status
 from kvtransfer.compatible import MIXED
-from kvtransfer.errors import DeviceHangs, KVError, ProtocolError
+from kvtransfer.errors import DeviceHangs, KVError, PeerLost, ProtocolError
 from kvtransfer.layout import BlockRef, KVHandle
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.destination import Destination
@@ -26,6 +27,7 @@ from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)
 
+SILENCE_S = 1.0  # in which nothing of a prefix comes: to wait longer saves less than it costs
 _MAX_LOGGED = 256  # sources come and go with their workers
 
 
@@ -97,7 +99,7 @@ class Intake:
     ) -> None:
         """Start a leg's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
         Raises KVError for a handle that is not this prompt's."""
-        self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None)
+        self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None, asyncio.timeout(None))
 
     def begin_prefix(
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
@@ -122,23 +124,31 @@ class Intake:
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
             raise ProtocolError(f"{num_tokens} tokens are no prefix of whole spans with something left to compute")
 
+        silence = asyncio.timeout(SILENCE_S)
+
         def arrived(upto_token: int) -> None:
+            if not silence.expired():
+                silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+            leg.num_pulled_tokens += upto_token - leg.num_cached_tokens
             leg.num_cached_tokens = upto_token
             on_verified(upto_token)
 
         self._engine.admission.begin_fetch(leg.key)
-        self._fetch(leg, decoded, handle, ticket, on_end, arrived)
+        self._fetch(leg, decoded, handle, ticket, on_end, arrived, silence)
 
     def stop(self, leg: Leg) -> None:
         """Cancel a fetch; `on_end` follows as soon as no byte can land any more. Idempotent."""
         leg.fetching.cancel()
 
-    def _fetch(self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
+    def _fetch(
+        self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified, silence: asyncio.Timeout
+    ) -> None:
+        """`silence`: when it is given up though the request has time left."""
         skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
         begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
         blocks = EngineBlocks(self._engine, leg.key, min(begin, decoded.num_tokens), on_verified)
-        fetch = self._fetcher.fetch(handle, ticket, blocks, leg.request.deadline)
-        leg.fetching = asyncio.get_running_loop().create_task(fetch, name=f"fetch {leg.key}")
+        fetch = partial(self._fetcher.fetch, handle, ticket, blocks, leg.request.deadline)
+        leg.fetching = asyncio.create_task(_unless_silent(fetch, silence), name=f"fetch {leg.key}")
         self._fetching.add(leg.fetching)
         # A callback and not a `finally`: a task that is cancelled before its first step never enters its body.
         leg.fetching.add_done_callback(lambda task: self._ended(leg, task, decoded.source_instance, on_end))
@@ -189,3 +199,14 @@ class Intake:
             leave_if_exhausted(error)
             return end_status.internal(error)  # whatever it is, no client has made the mistake
         return end_status.of_exception(error)
+
+
+async def _unless_silent(fetch: Callable[[], Awaitable[FetchReport]], silence: asyncio.Timeout) -> FetchReport:
+    """Fetch. Raises PeerLost where `silence` is over first."""
+    try:
+        async with silence:
+            return await fetch()
+    except TimeoutError as error:
+        if not silence.expired():
+            raise
+        raise PeerLost(f"nothing came for {SILENCE_S:g} s") from error

@@ -212,7 +212,7 @@ def _first_token_of(first: pb.FirstToken) -> FirstToken:
     return FirstToken(first.choice, first.token_id, logprobs, reason)
 
 
-def done(key: Key, report: PrefillDone) -> pb.Event:
+def done(key: Key, report: PrefillDone, pulled: pb.Pulled | None = None) -> pb.Event:
     message = pb.Done(
         key=key_to_proto(key),
         first_tokens=map(first_token_to_proto, report.first_tokens),
@@ -223,6 +223,7 @@ def done(key: Key, report: PrefillDone) -> pb.Event:
         prompt_logprobs=map(logprobs_to_proto, report.prompt_logprobs),
         pooled=report.pooled,
         waits=pb.Waits(place_s=report.waits.place_s, block_s=report.waits.block_s),
+        pulled=pulled,
     )
     return pb.Event(done=message)
 

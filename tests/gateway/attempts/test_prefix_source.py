@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.attempts import prefix_source
+from gateway.fleet import kv_pairs
 from gateway.link.worker_link import LinkState
 from gateway.routing.latency_model import PaceEstimator
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
@@ -87,6 +88,39 @@ async def test_what_does_not_come_is_computed(cluster, trouble):
         for worker in c.prefill:
             worker.release("offer")
         await c.idle()
+
+
+def cut_off(holder, reader) -> None:
+    holder.is_cut_off = True
+
+
+async def test_a_holder_whose_kv_does_not_come_is_left_for_a_while(cluster, monkeypatch, caplog):
+    """Each prompt that continued an answer waited for it anew, and nobody heard of it."""
+    monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
+    monkeypatch.setattr(kv_pairs, "_FIRST_PAUSE_S", 1000.0)
+    async with cluster(num_prefill=2) as c:
+        messages, prefill, offers = await read_elsewhere(c, cut_off)
+        assert len(prefill.sources) == len(offers) == 1 and messages[-1].usage.cached_tokens == 0
+        holder, pairs = next(worker for worker in c.prefill if worker.is_cut_off), c.fleet.candidates.kv_pairs
+
+        async def ask_again() -> int:
+            await c.idle()
+            for link in c.gateway.registry.links:
+                link.pace_estimator = PaceEstimator()
+                if link.address != holder.address:
+                    c.gateway.index.drop(link.worker_id)
+            for worker in c.workers:
+                if worker is not holder:
+                    worker.spans.clear()
+            await generate(c, max_tokens=MAX_TOKENS)
+            return holder.kinds().count("offer")
+
+        assert await ask_again() == 1 and caplog.text.count("no KV comes from a worker") == 1
+        (pair,) = (pair for sources in pairs._left.values() for pair in sources.values())
+        pair.until = 0.0
+        assert await ask_again() == 2 and pair.pause_s == 300.0, "twice the first one, or the longest"
+        pair.until, holder.is_cut_off = 0.0, False
+        assert await ask_again() == 3 and not pairs.are_some_left
 
 
 async def test_what_is_cheap_is_computed(cluster):

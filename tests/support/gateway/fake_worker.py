@@ -324,15 +324,20 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         lease_id = next(_lease_ids).to_bytes(8, "little")
         lease = _leases[lease_id] = _Lease(self)
         cached = self.num_cached_tokens(message.spec)
+        pulled = None
         for source in message.sources:
             _leases[source.handle].taken.set()
-            cached = max(cached, int.from_bytes(source.ticket, "little"))
+            if _leases[source.handle].source.is_cut_off:
+                pulled = pb.Pulled(failure="cut off")
+            else:
+                num_before, cached = cached, max(cached, int.from_bytes(source.ticket, "little"))
+                pulled = pb.Pulled(num_tokens=cached - num_before)
         accepted = pb.Accepted(
             key=message.key, lease_id=lease_id, handle=lease_id, ticket=b"t" + lease_id, num_cached_tokens=cached
         )
         session.send(accepted=accepted)
         await self._pass("prefill")
-        self._send_done(session, message.key, message.spec, cached)
+        self._send_done(session, message.key, message.spec, cached, pulled)
         lease.done.set()
         await lease.taken.wait()
         self._end(session, key)
@@ -373,10 +378,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         going_on = self._send_done(session, key_to_proto(key), spec, self.num_cached_tokens(spec))
         await self._decode(session, key, going_on, None)
 
-    def _send_done(self, session, key, spec, cached: int) -> list[int]:
+    def _send_done(self, session, key, spec, cached: int, pulled: pb.Pulled | None = None) -> list[int]:
         first = [self._first_token(spec, choice) for choice in range(spec.sampling.n)]
         self.seal(spec.span_hashes)
-        done = pb.Done(key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached)
+        done = pb.Done(
+            key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached, pulled=pulled
+        )
         if spec.sampling.HasField("prompt_logprobs"):
             done.prompt_logprobs.extend(map(_logprobs, spec.token_ids[1 : spec.num_prompt_tokens]))
         session.send(done=done)

@@ -1,5 +1,6 @@
 """Fetches of a worker: what is not pulled, what ends the process, and what is said once of each source."""
 
+import asyncio
 import logging
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ from google.rpc import code_pb2
 from baton.worker.kv import intake
 from baton.worker.kv.intake import Intake
 from kvtransfer.compatible import EXACT, MIXED
-from kvtransfer.errors import DeviceHangs, TransferFailed
+from kvtransfer.errors import DeviceHangs, PeerLost, TransferFailed
 from kvtransfer.transfer.fetcher import FetchReport
+from tests.support.pace import patience
 from tests.support.worker.doubles import EngineDouble
 
 
@@ -24,7 +26,7 @@ class FailingFetcher:
 
 def make_leg(num_tokens: int) -> SimpleNamespace:
     request = SimpleNamespace(token_ids=range(num_tokens), span_hashes=(), deadline=0.0)
-    return SimpleNamespace(key="a", request=request, sources=[(b"", b"")], num_cached_tokens=0)
+    return SimpleNamespace(key="a", request=request, sources=[(b"", b"")], num_cached_tokens=0, num_pulled_tokens=0)
 
 
 @pytest.fixture
@@ -71,6 +73,38 @@ async def test_of_a_prefix_something_is_left_to_compute(engine, num_tokens, is_p
     leg = make_leg(192)
     began = Intake(engine, FailingFetcher(TransferFailed("no room"))).begin_prefix(leg, lambda *end: None, print)
     assert (began, engine.count("begin_fetch"), leg.sources) == (is_pulled, int(is_pulled), [])
+
+
+class HaltingFetcher:
+    """Brings ranges, and then nothing any more."""
+
+    def __init__(self, monkeypatch, *upto_tokens: int):
+        self._monkeypatch, self._upto_tokens = monkeypatch, upto_tokens
+
+    async def fetch(self, handle, ticket, destination, deadline):
+        for upto_token in self._upto_tokens:
+            self._monkeypatch.setattr(intake, "SILENCE_S", 0.1)  # from now on: a range gives it that time
+            destination.verified(upto_token)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            destination.verified(max(self._upto_tokens, default=0))  # what was on its way when it was given up
+
+
+@pytest.mark.parametrize("ranges", [(), (64, 128)])
+async def test_a_prefix_that_does_not_come_is_not_waited_for(engine, ranges, monkeypatch):
+    """It was, for as long as the request had time, 10 s of a source that cannot be reached: to save less than a second."""
+    monkeypatch.setattr(intake, "SILENCE_S", 3600.0 if ranges else 0.1)
+    monkeypatch.setattr(engine, "verify", lambda key, upto_token: upto_token, raising=False)
+    offer(monkeypatch, 128)
+    leg, ends = make_leg(192), []
+    fetcher = HaltingFetcher(monkeypatch, *ranges)
+    assert Intake(engine, fetcher).begin_prefix(leg, lambda leg, outcome: ends.append(outcome), lambda upto_token: None)
+    with pytest.raises(PeerLost):
+        async with asyncio.timeout(patience(20)):
+            await leg.fetching
+    assert [(each.reason, each.message) for each in ends] == [("KV_TRANSFER_FAILED", "nothing came for 0.1 s")]
+    assert leg.num_pulled_tokens == leg.num_cached_tokens == max(ranges, default=0)
 
 
 def report(transport: str, numerics: str = EXACT) -> FetchReport:

@@ -28,7 +28,8 @@ async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_s
     handle = SimpleNamespace(num_tokens=NUM_TOKENS, span_hashes=request.span_hashes[:3], source_instance=b"")
     monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
     engine.admission.accept(request, fetches=True)
-    leg = SimpleNamespace(key=request.key, request=request, sources=[(b"", b"")], num_cached_tokens=0)
+    counts = dict(num_cached_tokens=0, num_pulled_tokens=0)
+    leg = SimpleNamespace(key=request.key, request=request, sources=[(b"", b"")], **counts)
     assert intake.Intake(engine, WholeFetcher()).begin_prefix(leg, lambda *end: None, said.append)
     await leg.fetching
     assert (said, leg.num_cached_tokens) == ([num_final], num_final)
