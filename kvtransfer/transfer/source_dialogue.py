@@ -290,6 +290,7 @@ class SourceDialogue:
     async def _serve(self) -> None:
         context, want = self._context, await self._first()
         lease = await self._authorise(want)
+        self._establish()  # also where it waits for its place: it is no stranger
         share = _WantedShare(context, self._transport, lease, want)
         name = (want.ticket.fetch_id, want.share)
         while (earlier := context.dialogues.get(name)) is not None:
@@ -298,7 +299,6 @@ class SourceDialogue:
         fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
         context.dialogues[name] = self
         try:
-            self._establish()
             await _Delivery(context, self._line, lease, fetch, share, self._heard).run()
         finally:
             if context.dialogues.get(name) is self:

@@ -370,6 +370,42 @@ def test_a_taker_that_fell_silent_gives_its_place(name, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_taker_that_waits_for_its_place_is_no_stranger(name, monkeypatch):
+    """A crowd of these, meanwhile, was a reason to hang up on it."""
+    monkeypatch.setattr(pull, "RENEW_S", 60)
+    monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 0.2)
+    monkeypatch.setattr(connections, "SILENT_S", -1.0)
+    monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())  # one line has to do
+    waiting, crowd_is_over = asyncio.Event(), asyncio.Event()
+    take_over = source_dialogue.SourceDialogue._take_over
+
+    async def take_over_behind_the_crowd(self, earlier):
+        waiting.set()
+        await crowd_is_over.wait()
+        await take_over(self, earlier)
+
+    monkeypatch.setattr(source_dialogue.SourceDialogue, "_take_over", take_over_behind_the_crowd)
+
+    async def main():
+        async with running(name) as rig:
+            offer, first, second = rig.offer(num_ready_tokens=64), rig.destination(), rig.destination()
+            silent = asyncio.create_task(rig.fetch(offer, first))
+            await until(lambda: first.upto == [64], "the first span")
+            again = asyncio.create_task(rig.fetch(offer, second))
+            await until(waiting.is_set, "the new line has shown its ticket")
+            lines = [SilentLine() for _ in range(connections.MAX_SILENT + 2)]
+            for line in lines:
+                rig.source._connections[name].open(line, line.wait())
+            crowd_is_over.set()
+            await until(lambda: second.upto == [64] or again.done(), "the new line is served")
+            rig.source.finish("k")
+            await again
+            assert second.upto[-1] == NUM_TOKENS
+            await asyncio.gather(silent, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 def test_a_ticket_is_worth_nothing_afterwards(name):
     """After its fetch, after its lease, and to another source."""
 
