@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
     in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
-    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good; it ends the
-    process."""
+    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good, `on_broken(reason)`
+    when what a failed step held cannot be given back; they end the process."""
 
     def __init__(
         self,
         engine: Engine,
         on_outputs: Callable[[list[Output]], None],
         on_device_lost: Callable[[str], None] = lambda reason: None,
+        on_broken: Callable[[str], None] = lambda reason: None,
     ):
         self.engine = engine
-        self._on_device_lost = on_device_lost
+        self._on_device_lost, self._on_broken = on_device_lost, on_broken
         engine.on_progress = on_outputs
         self.last_beat = time.monotonic()  # a stalled step leaves it behind
         self._on_outputs = on_outputs
@@ -84,4 +85,13 @@ class EngineLoop:
             reason = " ".join(str(error).split())
             if is_lost(self.engine.pool.device):
                 self._on_device_lost(reason)
-            return self.engine.fail(f"engine step failed: {type(error).__name__}: {reason}")
+            return self._fail(f"engine step failed: {type(error).__name__}: {reason}")
+
+    def _fail(self, reason: str) -> list[Output]:
+        """End what the failed step computed. Where that fails too, blocks are nobody's any more, or somebody's twice."""
+        try:
+            return self.engine.fail(reason)
+        except Exception as error:
+            logger.exception("what the failed step held cannot be given back")
+            self._on_broken(f"{type(error).__name__}: {error}")
+            raise

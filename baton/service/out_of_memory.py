@@ -19,6 +19,11 @@ def leave_for_lost_device(reason: str) -> None:
     leave(f"the GPU fails for good, so this worker ends: {reason}")
 
 
+def leave_for_broken_engine(reason: str) -> None:
+    """Does not return. Its thread has ended: no request would be answered."""
+    leave(f"the engine cannot give back what a failed step held, so this worker ends: {reason}")
+
+
 def leave_for_hung_device(silent_s: float) -> None:
     """Does not return. A kernel cannot be stopped: only the end of the process takes the GPU back."""
     leave(f"the GPU has not finished a step for {silent_s:.0f} s, so this worker ends")

@@ -29,7 +29,13 @@ from baton.service.net import server as grpc_server
 from baton.service.net.addresses import host_of
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import leave, leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
+from baton.service.out_of_memory import (
+    leave,
+    leave_for_broken_engine,
+    leave_for_lost_device,
+    leave_for_lost_rank,
+    leave_if_exhausted,
+)
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -176,7 +182,7 @@ class Worker:
         )  # fmt: skip
         self.commands = Commands(lifecycle)
         bridge = ThreadBridge(asyncio.get_running_loop(), self.commands.on_outputs)
-        self._loop = EngineLoop(engine, bridge.put, leave_for_lost_device)
+        self._loop = EngineLoop(engine, bridge.put, leave_for_lost_device, leave_for_broken_engine)
         self.sessions = Sessions(engine)
         self._drain = Drain(self.commands, self.sessions, settings.drain_grace_s)
         tables = Tables(engine, self.commands, transfer.holders, transfer.intake, transfer.source, self.sessions)

@@ -309,6 +309,20 @@ def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
     assert told == (["CUDA error: an illegal memory access was encountered"] if lost else [])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_step_that_cannot_be_ended_is_told(monkeypatch):
+    """The thread ended, and its process stayed, without a use."""
+    engine, told = toy_engine(), []
+    loop = EngineLoop(engine, Gathered(), on_broken=told.append)
+    monkeypatch.setattr(engine.runner.launcher, "run", None)
+    engine.submit(make_request("a", prompt(10), max_tokens=4))
+    monkeypatch.setattr(engine.ledger, "release", None)
+    loop.start()
+    wait_until(lambda: told or not loop.is_alive)
+    assert told == ["TypeError: 'NoneType' object is not callable"]
+    loop.stop()
+
+
 class StickyDevice:
     """From the `at`th launch on, every call of the process fails: launches, and the wait that a probe is."""
 

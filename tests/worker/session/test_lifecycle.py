@@ -1,6 +1,7 @@
 """Keys beyond single cells: orders of events that once lost an end, a block or a token."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -308,5 +309,27 @@ def test_what_a_leg_waited_for_is_forgotten_when_it_waits_for_something_else(eve
         before = bench.leg(KEY).timer
         let(bench, event)
         assert before.cancelled() and not bench.leg(KEY).timer.cancelled()
+
+    run(check)
+
+
+def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
+    """What came with its output for other keys was lost."""
+
+    def check(bench):
+        other = Key("other", 1)
+        for key in (KEY, other):
+            name = pb.Key(request_id=key.request_id, attempt=key.attempt)
+            bench.obey(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
+            bench.commands.on_outputs([replace(DONE, key=key)])
+        bench.engine.answer["cancel"] = RuntimeError("a block that nobody holds")
+        bench.leg(KEY).record = None  # its tokens find no place
+        runs = [TokenRun(key, 0, 1, (7,), (), None) for key in (KEY, other)]
+        bench.commands.on_outputs(runs)
+        assert bench.outbox.runs == runs[1:]
+        assert bench.leg(KEY).state is LegState.ENDING and "a block that nobody holds" in caplog.text
+        bench.engine_ends(KEY)
+        assert bench.outbox.only("ended").key.request_id == KEY.request_id
+        bench.come_home(other)
 
     run(check)
