@@ -73,9 +73,9 @@ async def test_the_next_worker_reads_them_too(cluster):
 async def test_a_worker_that_gives_none_is_not_believed(cluster, monkeypatch):
     send_done = FakeWorker._send_done
 
-    def forget(self, session, key, spec, cached) -> list[int]:
+    def forget(self, session, key, spec, *given) -> list[int]:
         spec.sampling.ClearField("prompt_logprobs")
-        return send_done(self, session, key, spec, cached)
+        return send_done(self, session, key, spec, *given)
 
     monkeypatch.setattr(FakeWorker, "_send_done", forget)
     async with cluster(split="always") as c:
