@@ -4,17 +4,28 @@ from typing import NamedTuple
 
 from baton.protocol import ENGINE_FAILED, STEP_FAILED
 from baton.service.clock import now
-from gateway.link.worker_link import WorkerLink
+from gateway.link.worker_link import LinkState, WorkerLink
 
 MAX_DEATHS = 2  # of workers that completed no step of this request
-_RETURN_S = 1.0  # a session that broke is up again after 0.1 s, where its worker lives and the machine is idle
+# A session that broke is up again after 0.1 s, where its worker lives and the machine is idle; of a stall that has passed
+# the next report tells, within 0.25 s.
+_RETURN_S = 1.0
 STALLED = "STALLED"  # this gateway's reason for the end of a request whose worker does not step
-_DEADLY = {ENGINE_FAILED: 1.0, STALLED: 1.0, STEP_FAILED: 0.5}  # a step may have failed for another request in it
+_DEADLY = {ENGINE_FAILED: 1.0, STEP_FAILED: 0.5}  # a step may have failed for another request in it
 
 
 class _Suspect(NamedTuple):
     link: WorkerLink
     since: float
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.link.state is LinkState.STALLED
+
+    @property
+    def may_return(self) -> bool:
+        """Return whether it may be back in a moment: that was not tried in vain, and no second has passed."""
+        return (self.link.is_reconnecting or self.is_stalled) and now() - self.since < _RETURN_S
 
 
 class Deaths:
@@ -31,8 +42,8 @@ class Deaths:
         self._reported += _DEADLY.get(reason, 0.0)
 
     def suspect(self, link: WorkerLink, worker_id: bytes) -> None:
-        """Count a worker that is not heard any more, for as long as it is not back as the same process: a session may break
-        and its worker live."""
+        """Count a worker that is not heard any more, or does not step, for as long as it is not back as the same process and
+        steps: a session may break, or a host be short of cores, and its worker live."""
         self._suspects[worker_id] = _Suspect(link, now())
 
     @property
@@ -42,10 +53,11 @@ class Deaths:
 
     @property
     def are_certain(self) -> bool:
-        """Return whether none of those that are gone may be back in a moment: it was tried in vain, or a second has
-        passed."""
-        return not any(each.link.is_reconnecting and now() - each.since < _RETURN_S for each in self._gone)
+        """Return whether none of those that are gone may be back in a moment."""
+        return not any(each.may_return for each in self._gone)
 
     @property
     def _gone(self) -> list[_Suspect]:
-        return [each for worker_id, each in self._suspects.items() if each.link.worker_id != worker_id]
+        return [
+            each for worker_id, each in self._suspects.items() if each.link.worker_id != worker_id or each.is_stalled
+        ]

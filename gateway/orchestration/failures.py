@@ -47,7 +47,7 @@ class FailureBudget:
 
     def note_death(self, message: object, link: WorkerLink, worker_id: bytes) -> None:
         """Count the worker among those that have died of the request, where `message`, its last, says so."""
-        if isinstance(message, Lost):
+        if isinstance(message, Lost) or _is_stalled(message):
             self.deaths.suspect(link, worker_id)
         elif isinstance(message, pb.Ended):
             self.deaths.note_reported(message.reason)
@@ -193,8 +193,11 @@ def _is_fault(occurred: Occurrence, error: BatonError) -> bool:
 
 
 def _is_worker_gone(message: object) -> bool:
-    is_stalled = isinstance(message, pb.Ended) and message.reason == STALLED
-    return isinstance(message, Lost) or is_draining(message) or is_stalled
+    return isinstance(message, Lost) or is_draining(message) or _is_stalled(message)
+
+
+def _is_stalled(message: object) -> bool:
+    return isinstance(message, pb.Ended) and message.reason == STALLED
 
 
 def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:

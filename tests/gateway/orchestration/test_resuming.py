@@ -398,6 +398,26 @@ async def test_who_has_only_lost_its_session_has_not_died(cluster):
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
 
 
+async def test_stalls_that_pass_are_no_deaths(cluster, monkeypatch):
+    """Workers of one host stand still for a moment, one after the other, while a prompt is read; all of them live."""
+    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    async with cluster(num_prefill=3) as c:
+        hold(c, "prefill")
+        running, read_by = start(c), []
+        for number in range(2):
+            await c.until(lambda number=number: sum(bool(worker.kinds()) for worker in c.prefill) == number + 1)
+            (stalled,) = [worker for worker in c.prefill if worker.kinds() and worker not in read_by]
+            read_by.append(stalled)
+            (link,) = [link for link in c.gateway.registry.prefill if link.address == stalled.address]
+            stalled.state = "stalled"
+            await c.until(lambda: link.state is LinkState.STALLED)
+            stalled.state = "serving"
+            await c.until(lambda: link.is_serving)
+        release(c, "prefill")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert ids_of(await generate(c, max_tokens=6)) == tokens_of(PROMPT, 6, 400), "the prompt is not to blame"
+
+
 async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     """Neither is back when the second one is judged."""
     monkeypatch.setattr(worker_link, "_FIRST_PAUSE_S", 1.0)
