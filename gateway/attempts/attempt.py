@@ -15,6 +15,7 @@ from gateway.link.worker_link import WorkerLink
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import make_taker
 
+_RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
 _DOUBT_S = 1.0  # how long a fetch may still take once its source has lost its session with this gateway
 
 # Attempts are numbered through this process, from a random start: a request id that is used again gets new keys.
@@ -46,6 +47,7 @@ class Attempt:
         "is_decoding",
         "has_stepped",
         "doubt_until",
+        "renew_at",
         "_lease_id",
         "prefills_on_admit",
         "_prefix_source",
@@ -71,6 +73,7 @@ class Attempt:
         self.is_decoding = False  # decode steps run, or could
         self.has_stepped = False
         self.doubt_until: float | None = None  # when a fetch is given up whose source may be gone
+        self.renew_at = 0.0  # when the lease is to be renewed (time.monotonic())
         self._lease_id = b""
         self.prefills_on_admit = False  # the decode worker was asked to with Admit
         self._prefix_source: PrefixSource | None = None
@@ -141,7 +144,7 @@ class Attempt:
 
     def fetch(self, accepted: pb.Accepted) -> None:
         """Have the decode worker pull the prompt's KV from the prefill worker."""
-        self._lease_id = accepted.lease_id
+        self._lease_id, self.renew_at = accepted.lease_id, now() + _RENEW_S
         self.decode.send(fetch=pb.Fetch(handle=accepted.handle, ticket=accepted.ticket))
 
     def prefill_rest(self) -> None:
@@ -156,6 +159,7 @@ class Attempt:
 
     def renew_lease(self) -> None:
         """Have the prefill worker keep the KV for longer."""
+        self.renew_at = now() + _RENEW_S
         self.prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
 
     def doubt_fetch(self) -> None:

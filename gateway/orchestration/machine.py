@@ -22,7 +22,6 @@ from gateway.orchestration.transitions import TABLE
 from gateway.request.request_state import RequestState
 
 _REPORT_S = 0.5
-_RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
 _ASKED = (RequestState.ADMITTING, RequestState.PREFILLING, RequestState.ATTACHING)  # a worker has something to answer
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
@@ -169,7 +168,7 @@ class RequestMachine:
         elif attempt.is_in_doubt:
             until, act = attempt.doubt_until, self._end_doubt
         elif attempt.has_lease:
-            until, act = now() + _RENEW_S, attempt.renew_lease
+            until, act = attempt.renew_at, attempt.renew_lease
         return min(until, request.deadline), act
 
     def _on_silence(self, late_s: float, act: Callable[[], None]) -> None:

@@ -12,8 +12,9 @@ from baton.client.errors import read_call_error
 from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded
 from gateway.api.request_handler import _Settling
+from gateway.attempts import attempt
 from gateway.link.mailbox import Mailbox
-from gateway.orchestration import failures, machine
+from gateway.orchestration import failures
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import validate
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
@@ -394,15 +395,19 @@ async def test_a_gateway_that_stood_still_gives_its_workers_their_time_again(clu
         await c.idle()
 
 
-async def test_what_waits_to_be_taken_is_kept_for_longer(cluster, monkeypatch):
-    monkeypatch.setattr(machine, "_RENEW_S", 0.05)
+@pytest.mark.parametrize("state", ["serving", "stalled"])
+async def test_what_waits_to_be_taken_is_kept_for_longer(cluster, monkeypatch, state):
+    """Also while the only decode worker says, more often than that, that it stands still."""
+    monkeypatch.setattr(attempt, "_RENEW_S", 0.5)
     async with cluster() as c:
         hold(c, "fetch")
         running = start(c)
         await reached(c, "fetch")
+        c.decode[0].state = state
         await c.until(lambda: c.prefill[0].kinds().count("renew_lease") >= 2)
         (handle,) = [message.handle for kind, message in c.decode[0].commands if kind == "fetch"]  # its lease's id too
         assert {message.lease_id for kind, message in c.prefill[0].commands if kind == "renew_lease"} == {handle}
+        c.decode[0].state = "serving"
         release(c, "fetch")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
         await c.idle()
