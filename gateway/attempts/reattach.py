@@ -37,15 +37,11 @@ class Reattach:
         """Send Attach to each worker. The `num_received` tokens that the client has come again at once: they do not
         count as unread."""
         for link in links:
-            leg = link.open(new_key(self._key_id), self._mailbox)
-            leg.num_unread = -num_received - link.max_unread_tokens
-            self._legs[leg] = link.worker_id
-            self._send(leg)
+            self._send(self._open(link, link.worker_id, num_received))
 
     def wait_for(self, link: WorkerLink, worker_id: bytes) -> None:
         """Send Attach to the worker whose session was lost, once it is back: its leg gets Rejoined, or Lost again."""
-        leg = link.open(new_key(self._key_id), self._mailbox)
-        self._legs[leg] = worker_id
+        leg = self._open(link, worker_id)
         if link.hello is not None:
             self.send_again(leg)
 
@@ -72,6 +68,14 @@ class Reattach:
         """Close all legs. Idempotent."""
         for leg in list(self._legs):
             self.drop(leg)
+
+    def _open(self, link: WorkerLink, worker_id: bytes, num_received: int = 0) -> WorkerLeg:
+        """Return a leg. Beside the tokens that the client has, those come at once that were written while nobody could read
+        them: they have a bound of their own."""
+        leg = link.open(new_key(self._key_id), self._mailbox)
+        leg.num_unread = -num_received - link.max_unread_tokens
+        self._legs[leg] = worker_id
+        return leg
 
     def _send(self, leg: WorkerLeg) -> None:
         self._attach.budget_ms = budget_ms(self._deadline)
