@@ -1,7 +1,7 @@
 """The queues in which requests wait for full workers. A request that could only be served too late is refused at once.
 However much one tenant sends, others find room."""
 
-import heapq
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -88,20 +88,21 @@ class QueueEntry:
 
 
 class _TenantQueue:
-    """One tenant's entries in a queue."""
+    """One tenant's entries in a queue, the lowest order first."""
 
-    __slots__ = ("entries", "num", "num_tokens")
+    __slots__ = ("entries", "num_tokens")
 
     def __init__(self) -> None:
-        self.entries: list[QueueEntry] = []  # a heap; those that left are dropped when they come first
-        self.num = self.num_tokens = 0
+        self.entries: list[QueueEntry] = []
+        self.num_tokens = 0
 
-    @property
-    def first(self) -> QueueEntry:
-        """The open entry with the lowest order."""
-        while not self.entries[0].is_open:
-            heapq.heappop(self.entries)
-        return self.entries[0]
+    def add(self, entry: QueueEntry) -> None:
+        bisect.insort(self.entries, entry)
+        self.num_tokens += entry.queued.num_tokens
+
+    def remove(self, entry: QueueEntry) -> None:
+        del self.entries[bisect.bisect_left(self.entries, entry)]  # no other has its order
+        self.num_tokens -= entry.queued.num_tokens
 
 
 class WaitingBounds:
@@ -177,9 +178,9 @@ class WaitingQueue:
         entry = QueueEntry((queued.rank, next(self._arrivals)), queued, call)
         self._queues[queued.tenant] = queue
         self._turns.wait(self._queues)
-        heapq.heappush(queue.entries, entry)
+        queue.add(entry)
         self._bounds.add(queued)
-        self._count(queue, 1, queued.num_tokens)
+        self._num += 1
         return entry
 
     def is_first(self, entry: QueueEntry) -> bool:
@@ -192,20 +193,21 @@ class WaitingQueue:
             self._untried = set(self._queues)
         self._untried.discard(entry.queued.tenant)
         if (tenant := self._turns.next(self._untried)) is not None:
-            self._queues[tenant].first.call()
+            self._queues[tenant].entries[0].call()
 
     def leave(self, entry: QueueEntry, served: bool = True) -> None:
         """Give up an entry. `served`: a worker took the request."""
         queued = entry.queued
         entry.is_open, queue = False, self._queues[queued.tenant]
         self._bounds.remove(queued)
-        self._count(queue, -1, -queued.num_tokens)
+        queue.remove(entry)
+        self._num -= 1
         if served:
             at = self._now()
             self._served_tokens = _KEPT * self._served_tokens + queued.num_tokens
             self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
             self._turns.charge(queued.tenant, queued.num_tokens + queued.num_expected)
-        if not queue.num:
+        if not queue.entries:
             del self._queues[queued.tenant]
             self._turns.wait(self._queues)
         self.call_first()
@@ -222,9 +224,7 @@ class WaitingQueue:
         queue = self._queues.get(queued.tenant)
         if queue is None or not self._served_tokens:
             return 0.0
-        ahead = sum(
-            entry.queued.num_tokens for entry in queue.entries if entry.is_open and entry.order[0] <= queued.rank
-        )
+        ahead = sum(entry.queued.num_tokens for entry in queue.entries if entry.order[0] <= queued.rank)
         # Until it is served each of the others has as much as its own tenant.
         part = ahead + queued.num_tokens
         ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
@@ -234,11 +234,7 @@ class WaitingQueue:
 
     def _first(self) -> QueueEntry | None:
         tenant = self._turns.next(self._queues)
-        return None if tenant is None else self._queues[tenant].first
-
-    def _count(self, queue: _TenantQueue, num: int, num_tokens: int) -> None:
-        queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
-        self._num += num
+        return None if tenant is None else self._queues[tenant].entries[0]
 
 
 class WaitingQueues:

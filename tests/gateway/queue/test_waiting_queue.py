@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,22 @@ def test_a_line_calls_its_first_only():
     queue.leave(low)
     queue.call_first()
     assert not queue and len(called) == 3
+
+
+def test_who_leaves_is_forgotten_though_one_before_it_waits():
+    """A request that was cancelled in line stayed in memory with its prompt, however many came and went."""
+
+    class Request:
+        def call(self) -> None: ...
+
+    queue, requests = line(3), [Request() for _ in range(3)]
+    entries = [queue.join(queued(), request.call) for request in requests]
+    queue.leave(entries.pop(1), served=False)
+    left = weakref.ref(requests.pop(1))
+    assert left() is None
+    assert len(queue) == 2 and queue.is_first(entries[0])
+    queue.leave(entries[0])
+    assert queue.is_first(entries[1])
 
 
 def test_a_change_of_line_keeps_the_time(monkeypatch):
