@@ -102,6 +102,7 @@ class WorkerLink:
         self._outbox: asyncio.Queue[pb.Command | None] | None = None
         self._silence: asyncio.Timeout | None = None  # of the session that is up
         self._ended_for = ""  # why this gateway ended it
+        self._is_refused = False  # who answered last, and may be there still
         self._was_heard, self._heard_at = False, 0.0
 
     @property
@@ -178,7 +179,7 @@ class WorkerLink:
         if self.hello is not None:
             self._lose("its session has failed")  # and this task begins again
         while True:
-            connected_at = now()
+            connected_at, self._is_refused = now(), False
             try:
                 own = channel_to(self.address)  # where the worker is in this process
                 async with own or open_channel(self.address, self._access, WORKER_NAME) as channel:
@@ -271,7 +272,7 @@ class WorkerLink:
         if reason and self.state is not LinkState.REFUSED:
             log.warning("worker refused %s", fields(address=self.address, reason=reason))
         if reason:
-            self.limits = None
+            self.limits, self._is_refused = None, True
             self._become(LinkState.REFUSED, reason)
         return reason
 
@@ -282,7 +283,7 @@ class WorkerLink:
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))
-        if self.state is not LinkState.REFUSED:
+        if not self._is_refused:
             self._become(LinkState.CONNECTING, reason)
         self.hello, self.clock = None, WorkerClock()
 

@@ -16,6 +16,7 @@ from baton.system import heap_bytes
 from baton.v1 import worker_pb2 as pb
 from gateway.link import worker_link
 from gateway.link.worker_link import LinkState, WorkerLink
+from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.pace import patience
 
 NUM_WARM, NUM_TRIES = 300, 1000
@@ -69,6 +70,20 @@ async def tried(link: WorkerLink, num: int) -> int:
 async def test_it_is_told_why(link):
     await tried(link, 1)
     assert link.state is LinkState.CONNECTING and link.reason.startswith("UNAVAILABLE") and "refused" in link.reason
+
+
+async def test_one_that_was_refused_and_is_gone_is_waited_for():
+    """Its place is another's, which starts: requests failed meanwhile, by the name of a process that was gone."""
+    worker, states = await FakeWorker("decode", bytes(32), 400).start(), []
+    async with running(worker.address, lambda link: states.append(link.state)) as link, asyncio.timeout(patience(20)):
+        link._check_hello = lambda link, hello: "has another tokenizer.json"
+        await tried(link, 3)
+        assert {*states} == {LinkState.REFUSED} and not link.may_come(30.0)
+        await worker.stop()
+        while link.state is LinkState.REFUSED:
+            await asyncio.sleep(0.01)
+        await tried(link, link.num_vain + 1)
+        assert link.state is LinkState.CONNECTING and link.may_come(30.0) and "tokenizer" not in link.reason
 
 
 @pytest.mark.skipif(not heap_bytes(), reason="this malloc does not tell what is in use")
