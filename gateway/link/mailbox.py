@@ -141,6 +141,11 @@ class Mailbox:
         if self._timer is None and self._timeout is not None:
             self._set_timer(asyncio.get_running_loop(), self._timeout_at)
 
+    def interrupt(self) -> None:
+        """End what the reader does elsewhere by its timeout, now; one that waits here is woken by what is posted."""
+        if self._timeout is not None and not self._is_awaited:
+            self._end_timeout()
+
     def close(self) -> None:
         """Cancel the timer, and drop what is unread: it names legs, and they lead back here."""
         self._stop_timer()
@@ -151,6 +156,10 @@ class Mailbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _end_timeout(self) -> None:
+        self._timeout.reschedule(0.0)
+        self._timeout = None  # it can be ended once
 
     def _call(self) -> None:
         self._called = True
@@ -180,6 +189,6 @@ class Mailbox:
         elif self._is_awaited:
             self._set_timer(self._loop, self._until)
         elif self._timeout is not None and now() >= self._timeout_at:
-            self._timeout.reschedule(0.0)
+            self._end_timeout()
         else:
             self.arm_timeout()

@@ -73,6 +73,12 @@ class RequestMachine:
         """Let CANCEL or GRACE_OVER happen, as soon as the request is not busy writing to its client."""
         self.request.mailbox.post(None, event)
 
+    def supersede(self) -> None:
+        """End the request, whose client continues it in another stream, and does not read this one: a write to it may last
+        until the deadline."""
+        self.give_up(RequestEvent.CANCEL)
+        self.request.mailbox.interrupt()
+
     def happen(self, event: RequestEvent, message: object = None) -> None:
         """Take one event through the table. Raises ForbiddenTransition."""
         cell, before = TABLE[self.state, event], self.state

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.protocol import CONSTRAINTS, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
-from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+from baton.service.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidRequest
 from baton.service.observe.core_wait import EventLoopWatch, LoopDelay, PathDelay
 from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
@@ -22,7 +22,6 @@ from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
 from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
-from gateway.orchestration.states import RequestEvent
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl
@@ -87,6 +86,8 @@ class Pipeline:
                     request.mailbox.arm_timeout()
                     await request.answer.finish(record.num_cached_tokens, record.measured)
             except TimeoutError:
+                if now() < deadline:
+                    raise Cancelled("the client continues in another stream, and did not read this one") from None
                 raise DeadlineExceeded("the deadline passed while the client did not read") from None
             finally:
                 machine.close()
@@ -107,7 +108,7 @@ class Pipeline:
         """End the earlier stream of a request that its client resumes: it is over for the client, though not here
         yet."""
         if (earlier := self.running.get(key_id)) is not None:
-            earlier.give_up(RequestEvent.CANCEL)
+            earlier.supersede()
             until = now() + _SUPERSEDE_S
             while key_id in self.admission.key_ids and now() < until:
                 await asyncio.sleep(_POLL_S)

@@ -6,6 +6,8 @@ import time
 import grpc
 import pytest
 
+from baton.service.clock import now
+from baton.service.errors import Cancelled
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
 from gateway.attempts import attempt
@@ -14,10 +16,12 @@ from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
 from gateway.prefix.memory_index import MemoryIndex
+from gateway.request.validation import validate
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
 from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.gateway.records import record
 from tests.support.pace import patience
 
 RESUMED = {"request_id": "again", "seed": 1}
@@ -211,6 +215,27 @@ async def test_a_client_comes_back_before_its_stream_is_known_to_be_dead(cluster
         assert (await refused(rest_of(lost))).code == grpc.StatusCode.CANCELLED
         release(c, "decode")
         assert ids_of([first]) + ids_of(await again) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+@pytest.mark.parametrize("unread", [3, 6])
+async def test_a_client_comes_back_whose_stream_is_not_read(cluster, unread):
+    """Its host has another network, say: the gateway waits in a write, of a token amid the answer or of the last."""
+    async with cluster() as c:
+        model, messages = c.fleet.model, []
+
+        async def emit(message) -> None:
+            messages.append(message)
+            if len(ids_of(messages)) >= unread:
+                await asyncio.Event().wait()
+
+        validated = validate(make_request(PROMPT, max_tokens=6, **RESUMED), model)
+        unread_stream = asyncio.create_task(c.pipeline.serve(validated, model, now() + patience(60), record(), emit))
+        await c.until(lambda: len(ids_of(messages)) >= unread)
+        again = await generate(c, max_tokens=6, resume_from=[2], **RESUMED)
+        assert ids_of(again) == tokens_of(PROMPT, 6, 400)[2:]
+        with pytest.raises(Cancelled):
+            await unread_stream
         await c.idle()
 
 
