@@ -160,7 +160,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, max_running: _Optional[int] = ..., max_recent: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
-    __slots__ = ("running", "recent", "num_running", "num_waiting", "num_ended", "num_input_tokens", "num_output_tokens", "uptime_s", "bound")
+    __slots__ = ("running", "recent", "num_running", "num_waiting", "num_ended", "num_input_tokens", "num_output_tokens", "uptime_s", "bound", "num_answered")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class ListRequestsResponse(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     BOUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     running: _containers.RepeatedCompositeFieldContainer[RequestView]
     recent: _containers.RepeatedCompositeFieldContainer[RequestView]
     num_running: int
@@ -179,7 +180,8 @@ class ListRequestsResponse(_message.Message):
     num_output_tokens: int
     uptime_s: float
     bound: str
-    def __init__(self, running: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_ended: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
+    num_answered: int
+    def __init__(self, running: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_ended: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ..., bound: _Optional[str] = ..., num_answered: _Optional[int] = ...) -> None: ...
 
 class RequestView(_message.Message):
     __slots__ = ("request_id", "trace_id", "phase", "outcome", "reason", "age_s", "ended_s", "prompt_tokens", "cached_tokens", "output_tokens", "timing", "prefill", "decode", "num_attempts", "tenant", "model")

@@ -41,7 +41,7 @@ class RecentRequests:
         self._ended: deque[tuple[RequestRecord, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
         self._since = now()
         self._cpu = CpuUsage()
-        self._num_ended = self._num_input = self._num_output = 0
+        self._num_ended = self._num_answered = self._num_input = self._num_output = 0
 
     @property
     def num_running(self) -> int:
@@ -63,10 +63,10 @@ class RecentRequests:
         record.validated = record.validated and record.validated.without_content()
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
-        self._num_input += (
-            record.num_prompt_tokens or 0
-        )  # refused ones too: who scales the fleet sees what is asked of it
-        self._num_output += record.tokens_by_kind["output"]
+        if error is None:  # only of these are the lengths known
+            self._num_answered += 1
+            self._num_input += record.num_prompt_tokens or 0
+            self._num_output += record.num_output_tokens
 
     def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
         """Return running requests, the oldest first, and ended ones, the latest first."""
@@ -74,6 +74,7 @@ class RecentRequests:
             num_running=len(self._running),
             num_waiting=num_waiting,
             num_ended=self._num_ended,
+            num_answered=self._num_answered,
             num_input_tokens=self._num_input,
             num_output_tokens=self._num_output,
             uptime_s=now() - self._since,

@@ -145,14 +145,15 @@ def device_of(looks: Iterable[GatewayLook]) -> str:
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float]:
-    """Return requests that came, and tokens of those that ended; a gateway that began again counts from its start."""
+    """Return the requests that came, refused ones too, and the tokens that they would have, were all as long as those that
+    were answered: of others nobody knows. A gateway that began again counts from its start."""
     began_again = now.num_ended < before.num_ended or now.uptime_s < before.uptime_s
     base = pb.ListRequestsResponse() if began_again else before
     num = now.num_ended - base.num_ended + now.num_running - base.num_running
-    ended = now.num_ended - base.num_ended
-    if not ended:
+    answered = now.num_answered - base.num_answered
+    if not answered:
         return max(0.0, num), 0.0, 0.0
-    part = max(0.0, num) / ended  # lengths are those of requests that have ended
+    part = max(0.0, num) / answered
     return (
         max(0.0, num),
         part * (now.num_input_tokens - base.num_input_tokens),

@@ -37,10 +37,12 @@ def worker(number, role="decode", state="serving", num_running=0, load_state="se
     return pb.WorkerView(address=f"10.0.0.{number}:1", role=role, state=state, load=load)
 
 
-def look(workers=(), ended=0, running=0, prompt=0, output=0, uptime=100.0, recent=(), waiting=0) -> GatewayLook:
+def look(
+    workers=(), ended=0, running=0, prompt=0, output=0, uptime=100.0, recent=(), waiting=0, refused=0
+) -> GatewayLook:
     requests = pb.ListRequestsResponse(
         num_ended=ended, num_running=running, num_input_tokens=prompt, num_output_tokens=output, uptime_s=uptime,
-        recent=recent, num_waiting=waiting,
+        recent=recent, num_waiting=waiting, num_answered=ended - refused,
     )  # fmt: skip
     return GatewayLook(pb.ListWorkersResponse(workers=workers), requests)
 
@@ -61,6 +63,18 @@ def test_what_came_since_the_last_look():
     assert seen.prompt_tokens == pytest.approx(1000 * 0.75), "what a cache holds nobody reads"
     assert seen.ttft_p95_s == 0.2 and seen.serving == {"prefill": 1, "decode": 1}
     assert seen.read_ratio == pytest.approx(0.05 / (750 / 20_000)) and seen.write_ratio == pytest.approx(1.0)
+
+
+def test_what_is_refused_comes_and_makes_no_request_shorter():
+    """The more was refused, the fewer workers were asked for."""
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look()}, 0)
+    seen = watch.note({"a": look(ended=60, refused=42, prompt=18_000, output=1800, uptime=160)}, 60)
+    assert seen.requests_per_s == 1.0 and (seen.prompt_tokens, seen.output_tokens) == (1000, 100)
+    scaler = Scaler(FlatModel(), ScalerBounds(), Slo(), 60)
+    before = scaler.decide(seen)
+    seen = watch.note({"a": look(ended=120, refused=102, prompt=18_000, output=1800, uptime=220)}, 120)
+    assert scaler.decide(seen) == before, "where all was refused, the lengths are the last that are known"
 
 
 def test_gateways_are_added_up_and_workers_count_once():
