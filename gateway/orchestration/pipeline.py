@@ -97,7 +97,7 @@ class Pipeline:
         finally:
             # A prompt that brought nothing is paid back.
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
-            self.admission.leave(key_id, reservation, num_used)
+            self.admission.leave(key_id, reservation, max(0, num_used - record.num_paid_tokens))
 
     def check_free(self, validated: ValidatedRequest) -> None:
         """Raises AlreadyExists for an id that another request of the tenant has."""

@@ -64,6 +64,7 @@ class RequestRecord:
     decision: Decision | None = None
     source: str | None = None  # the worker that gave a prefix to the one that read the prompt
     num_attempts: int = 0
+    num_paid_tokens: int = 0  # of prompt and answer, by an earlier stream whose sequence a worker still had
     num_attached: int = 0  # times that it continued a sequence whose stream was lost
     num_reused_tokens: int = 0  # by later attempts, of what other workers still held
     num_recomputed_tokens: int = 0
@@ -107,6 +108,7 @@ class RequestRecord:
         if stamps.routed is None:
             stamps.routed = stamps.granted = at
             self.num_cached_tokens = self.num_prompt_tokens
+            self.num_paid_tokens = self.num_prompt_tokens + sum(self.validated.resume_from)
 
     def note_retry(self, worker: str, reason: str) -> None:
         """A worker has refused."""
