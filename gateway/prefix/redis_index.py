@@ -111,7 +111,8 @@ class RedisIndex:
     # ---- PrefixIndex ----
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        if not hashes or not self._breaker.is_closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
+        began_at = now()
+        if not hashes or not self._breaker.is_closed or self.is_disabled or not self._slots.may_be_looked_up(began_at):
             return Matches()
         # A task of its own: a cancelled request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
@@ -121,7 +122,7 @@ class RedisIndex:
         await asyncio.wait((asking,), timeout=BUDGET_S)
         found = asking.result() if asking.done() and not asking.cancelled() else None
         if found is None:
-            self._breaker.failed()
+            self._breaker.failed(began_at)
             return Matches()
         self._breaker.succeeded()
         return found

@@ -231,6 +231,18 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
         await finds(a, WORKER, 5)
 
 
+async def test_lookups_that_fail_together_are_one_failure(server):
+    """Many at once may take longer than their budget in this process: Redis does not answer worse for that."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(a, WORKER, 5)
+        server.freeze()
+        assert await asyncio.gather(*(a.lookup(SPANS) for _ in range(64))) == [{}] * 64
+        assert a._breaker.num_failures == 1
+        server.thaw()
+
+
 async def test_whatever_stands_in_redis_is_survived(server):
     async with index(server, b"a") as a:
         await until(lambda: a.snapshots)
