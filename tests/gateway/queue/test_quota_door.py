@@ -171,6 +171,7 @@ async def end(c, how: str) -> None:
         running = start(c, n=2)
         await reached(c, "fetch" if how.endswith("fetch") else gate)
         running.cancel()
+        await c.until(lambda: c.gateway.handler.num_running == 0)  # released before, it may be answered all the same
         release(c, gate)
     elif how == "deadline":
         hold(c, "prefill")
