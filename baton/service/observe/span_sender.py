@@ -14,7 +14,7 @@ from baton.service.observe.span_exporter import FinishedSpan, SpanExporter
 _DRAW_S = 1.0
 _MAX_INTERVAL_S = 30.0  # between two tries of a collector that takes nothing: each takes 2 ms of CPU (exploratory)
 _BATCH = 512
-_MAX_WAITING = 16_384  # spans
+_MAX_WAITING = 16_384 - _BATCH  # spans, beside those of a batch
 _MAX_UNDRAWN = 4_096  # requests and keys
 _QUIET_S = 60.0  # between two lines about what was dropped
 
@@ -30,6 +30,7 @@ class SpanSender:
         self._exporter = exporter
         self._undrawn: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNDRAWN)
         self._waiting: deque[FinishedSpan] = deque(maxlen=_MAX_WAITING)
+        self._batch: list[FinishedSpan] = []  # older ones, which the collector has not taken yet
         self._sending = threading.Lock()
         self._closing = threading.Event()
         self._min_interval_s = self._interval_s = interval_s
@@ -57,10 +58,12 @@ class SpanSender:
             self._export()
 
     def shut_down(self) -> None:
-        """Send what there is, and end."""
+        """Send what there is, and end. What the collector does not take is dropped."""
         self._closing.set()
         self._thread.join()
         self.flush()
+        self._num_dropped += len(self._batch) + len(self._waiting)
+        self._tell()
         self._exporter.shutdown()
 
     def _run(self) -> None:
@@ -69,14 +72,15 @@ class SpanSender:
                 self._draw()
                 if self._is_due():
                     self._export()
-            self._tell()
+            if time.monotonic() - self._told_at >= _QUIET_S:
+                self._tell()
 
     def _is_due(self) -> bool:
         is_full = len(self._waiting) >= _BATCH and self._interval_s == self._min_interval_s
         return is_full or time.monotonic() >= self._next_at
 
     def _tell(self) -> None:
-        if self._num_dropped and time.monotonic() - self._told_at >= _QUIET_S:
+        if self._num_dropped:
             log.warning("telemetry: %d spans were dropped: the collector takes fewer than there are", self._num_dropped)
             self._num_dropped, self._told_at = 0, time.monotonic()
 
@@ -91,13 +95,19 @@ class SpanSender:
 
     def _export(self) -> None:
         begun_at, is_sent = time.monotonic(), True
-        while self._waiting and is_sent:
-            batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+        while (self._batch or self._waiting) and is_sent:
+            if not self._batch:
+                self._batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
             try:
-                is_sent = self._exporter.send(batch)
+                is_sent = self._exporter.send(self._batch)
             except Exception:
                 log.exception("telemetry: spans could not be sent")
                 is_sent = False
+            if is_sent:
+                self._batch = []
+            elif len(self._waiting) == self._waiting.maxlen:
+                self._num_dropped += len(self._batch)
+                self._batch = []
             self._draw()  # an export may take seconds, and what is not drawn yet holds its request
             doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
             self._interval_s = self._min_interval_s if is_sent else doubled_s

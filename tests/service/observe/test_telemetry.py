@@ -181,6 +181,55 @@ def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_
     assert "3 spans were dropped" in caplog.text and "could not be sent" in caplog.text
 
 
+def test_spans_that_a_collector_did_not_take_wait_and_those_that_are_dropped_are_counted(caplog, monkeypatch):
+    from baton.service.observe import span_sender
+
+    sent: list[str] = []
+
+    class Exporter:
+        """One that is down until it is up."""
+
+        is_up = False
+
+        def send(self, spans):
+            sent.extend(span.name for span in spans if self.is_up)
+            return self.is_up
+
+        def shutdown(self):
+            pass
+
+    def add(name: str) -> None:
+        sender.add(name, *[None] * 10)
+
+    monkeypatch.setattr(span_sender, "_MAX_WAITING", 4)
+    monkeypatch.setattr(span_sender, "_BATCH", 3)
+    monkeypatch.setattr(span_sender, "_DRAW_S", 3600)  # nothing is sent but by `flush`
+    exporter = Exporter()
+    sender = span_sender.SpanSender(cast(Any, exporter), interval_s=3600)
+    for name in "abc":
+        add(name)
+    sender.flush()
+    add("d")
+    sender.flush()
+    exporter.is_up = True
+    sender.flush()
+    assert sent == list("abcd")
+    sent.clear()
+    exporter.is_up = False
+    add("e")
+    sender.flush()
+    for name in "fghi":
+        add(name)
+    sender.flush()  # "e" is the oldest, and there is no room
+    exporter.is_up = True
+    sender.flush()
+    assert sent == list("fghi")
+    exporter.is_up = False
+    add("j")
+    sender.shut_down()
+    assert "2 spans were dropped" in caplog.text
+
+
 def test_a_collector_that_takes_nothing_is_tried_less_often():
     from baton.service.observe import span_sender
 
@@ -198,12 +247,13 @@ def test_a_collector_that_takes_nothing_is_tried_less_often():
 
     sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=0.02)
     deadline = time.monotonic() + patience(10)
-    while len(Exporter.tried) < 4 and time.monotonic() < deadline:
+    while len(Exporter.tried) < 5 and time.monotonic() < deadline:
         sender.add(*[None] * 11)
         time.sleep(0.005)
     sender.shut_down()
-    first, second, third, fourth, *_ = (at for at, _ in Exporter.tried)
-    assert second - first >= 0.03 and third - second >= 0.06 and fourth - third >= 0.01
+    first, second, third, fourth, fifth, *_ = (at for at, _ in Exporter.tried)
+    assert second - first >= 0.03 and third - second >= 0.06
+    assert fifth - fourth >= 0.01, "the fourth had what came meanwhile, right behind the third"
 
 
 def test_spans_wait_for_the_interval_or_for_a_full_batch(monkeypatch):
