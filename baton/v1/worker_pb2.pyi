@@ -373,10 +373,12 @@ class SpanChain(_message.Message):
     def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("key",)
+    __slots__ = ("key", "answered")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     key: Key
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
+    answered: bool
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., answered: bool = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("key", "previous_attempt", "next_index", "budget_ms", "fingerprint", "traceparent")

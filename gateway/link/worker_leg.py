@@ -101,18 +101,18 @@ class WorkerLeg:
             self.mailbox.post(self, Overflow())
         return is_first or reason != 0
 
-    def cancel(self) -> None:
-        """Ask the worker to end this leg; Ended is still to come."""
-        self.send(cancel=pb.Cancel())
+    def finish(self) -> None:
+        """Have the worker end this leg, since the answer is complete; Ended is still to come."""
+        self.send(cancel=pb.Cancel(answered=True))
 
-    def close(self) -> None:
-        """Close the leg; late events of it are dropped. Idempotent."""
+    def close(self, is_answered: bool = False) -> None:
+        """Close the leg; late events of it are dropped. Idempotent. `is_answered`: the answer is complete."""
         if self.link.legs.get(self.key) is self:
             del self.link.legs[self.key]
         self._release()
         if self._open:
             self._open = False
-            self.send(cancel=pb.Cancel())
+            self.send(cancel=pb.Cancel(answered=is_answered))
 
     @property
     def num_written(self) -> int:

@@ -21,10 +21,12 @@ def take_tokens(request: RequestContext, occurred: Occurrence[Tokens]) -> None:
 
 def expect_report(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
     """Wait for what the decode worker has measured, if it has decoded anything."""
+    decode = request.attempt.decode
     if not request.attempt.is_decoding:
+        decode.close(is_answered=True)
         return RequestState.ENDED  # the first tokens were the last
     if request.answer.ended_here:
-        request.attempt.decode.cancel()
+        decode.finish()
     return None
 
 

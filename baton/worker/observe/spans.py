@@ -101,14 +101,12 @@ class Spans:
 
     def _attributes(self, leg: Leg) -> dict[str, object]:
         clock = leg.outbox.clock
-        failed = leg.status.code not in (code_pb2.OK, code_pb2.CANCELLED)
         return {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": leg.key.request_id,
             "baton.attempt": leg.key.attempt,
             "baton.clock.offset_s": clock.offset_s if clock else None,
             "baton.clock.error_s": clock.error_s if clock else None,
-            "error.type": leg.status.reason if failed else None,
         }
 
     def _emit(
@@ -116,6 +114,8 @@ class Spans:
         events=(),
     ) -> TraceContext:  # fmt: skip
         context, window_ns = self._context(leg, parent, name), (_wall_ns(leg, start), _wall_ns(leg, end))
+        if status == "error":
+            attributes = attributes | {"error.type": leg.status.reason}
         telemetry.emit_span(
             name, parent, *window_ns, attributes, status, span_id=context.span_id, links=links, events=events
         )

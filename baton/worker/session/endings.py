@@ -37,7 +37,7 @@ def end_misplaced(lifecycle: Lifecycle, leg: Leg, message: object) -> None:
 
 
 def end_cancelled(lifecycle: Lifecycle, leg: Leg, message: pb.Cancel) -> None:
-    lifecycle.give_back(leg, end_status.CANCELLED)
+    lifecycle.give_back(leg, end_status.OK if message.answered else end_status.CANCELLED)
 
 
 def end_deadline(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:

@@ -124,6 +124,7 @@ async def test_the_first_token_is_the_last(cluster):
         assert len(messages) == 1 and messages[0].usage.output_tokens == 1
         await c.idle()
         assert c.decode[0].kinds() == ["admit", "fetch", "cancel"]
+        assert c.decode[0].commands[-1][1].answered
 
 
 async def test_choices(cluster):
@@ -155,6 +156,8 @@ async def test_a_stop_string_cancels(cluster):
         assert "".join(message.text for message in messages) == free[: free.index(stop)]
         assert messages[-1].matched_stop == stop and messages[-1].finish_reason == pb.FINISH_REASON_STOP
         assert len(ids_of(messages)) < 70
+        kind, message = c.decode[0].commands[-1]
+        assert kind == "cancel" and message.answered, "the worker has done its part, and nobody went away"
         await c.idle()
 
 

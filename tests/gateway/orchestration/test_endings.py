@@ -79,6 +79,7 @@ async def test_the_client_goes(cluster, gate, n):
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
         release(c, gate)
         await c.idle()
+        assert not any(kind == "cancel" and message.answered for kind, message in c.decode[0].commands)
         assert c.gateway.handler.num_running == 0
         assert len(await generate(c, max_tokens=2)) >= 1
 

@@ -71,7 +71,7 @@ async def _check_cell(state: LegState, event: LegEvent) -> None:
 
     was_heard = leg is None or not leg.is_stream_lost
     if leg is not None and leg.state is not LegState.ENDING:
-        bench.lifecycle.happen(leg, LegEvent.CANCEL, None)
+        bench.lifecycle.happen(leg, LegEvent.CANCEL, pb.Cancel())
     bench.come_home(KEY)
     assert not bench.commands.legs, "something of it is still out"
     assert not bench.handoff.leased and not bench.intake.running
