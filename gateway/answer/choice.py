@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence, Set
+from itertools import chain
 
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
@@ -35,8 +36,8 @@ class Choice:
         "_matched_stop",
         "_parser",
         "_reasoning",
-        "_num_unread",
-        "_num_reasoning",
+        "_detokenizer",
+        "_continues",
         "_calls",
         "_streams_arguments",
         "_request_id",
@@ -75,8 +76,7 @@ class Choice:
         self._matched_stop = ""
         self._parser = form.new_parser and form.new_parser()
         self._reasoning = ""
-        self._num_unread = 0  # tokens of which the parser has said nothing yet
-        self._num_reasoning = 0.0
+        self._detokenizer, self._continues = form.detokenizer, form.continues
         self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
@@ -99,8 +99,13 @@ class Choice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return how many of its tokens are reasoning, tags aside that nothing else came with."""
-        return round(self._num_reasoning)
+        """Return how many of its tokens begin within its reasoning, once it has ended. They are found at the end, and not as
+        they come: of those that come together the parser does not say which is which."""
+        if self._parser is None:
+            return 0
+        ends = chain.from_iterable(self._parser.reasoning_spans)
+        counts = self._detokenizer.num_begun(self.token_ids, ends, self._continues)
+        return sum(counts[1::2]) - sum(counts[::2])
 
     @property
     def _has_whole_call(self) -> bool:
@@ -165,7 +170,6 @@ class Choice:
                 text += self._stops.finish()
             self.finish_reason = ended
         if self._parser is not None or logprobs:
-            self._num_unread += len(token_ids)
             found = self._parsed(text)
             if is_new and logprobs:
                 self._open(found)
@@ -196,21 +200,15 @@ class Choice:
 
     def _keep(self, found: Sequence[Parsed], is_new: bool) -> str:
         """Return the content; keep reasoning and calls if they are new, and see whether a call ends the choice."""
-        content, num_thought, num_called = "", 0, 0
+        content = ""
         for each in found:
             for part in each.calls:
-                num_called += len(part.arguments)
                 if not (self._has_whole_call and self._ends_with_call):
                     self._calls = self._calls or ToolCalls(f"{self._request_id}/{self.index}", self._streams_arguments)
                     self._calls.add(part, is_new)
             content += each.content
-            num_thought += len(each.reasoning)
             if is_new:
                 self._reasoning += each.reasoning
-        # Of tokens that other text comes with as large a part is reasoning as of the text.
-        if num_all := num_thought + len(content) + num_called:
-            self._num_reasoning += self._num_unread * num_thought / num_all
-            self._num_unread = 0
         if self._has_whole_call and self._ends_with_call and not self.finish_reason:
             self.ended_here, self.finish_reason = True, TOOL_CALLS
         elif self.finish_reason == STOP and self._has_whole_call and not self._matched_stop:

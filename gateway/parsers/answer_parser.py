@@ -33,6 +33,7 @@ class AnswerParser:
         self._spellings = str.maketrans(dict(spellings))
         self._source, self._sink = AnswerSource(), CallSink(self._spellings)
         self._said, self._thought = list[str](), list[str]()
+        self.reasoning_spans = list[tuple[int, int]]()  # of characters of the answer, in order: each once it has ended
         self._is_whole = False
         self._reading = self._run()
 
@@ -104,13 +105,19 @@ class TaggedParser(AnswerParser):
         openers = self._openers if reader and reader.ends_thinking else ()
         markers = Markers((end, *openers))
         yield from self._source.peek()
+        begin = self._source.position
         while True:
             text, marker = yield from _piece(self._source, markers)
             self._think(_without_end(held, text))
+            if marker == "":
+                continue
+            span = begin, self._source.position - len(marker or "")
             if marker is None or marker == end:
+                self.reasoning_spans.append(span)
                 return False
-            if marker and reader:
+            if reader:
                 if (yield from self._has_read(reader, marker)):
+                    self.reasoning_spans.append(span)
                     return True
                 self._think(_without_end(held, marker))
                 markers = Markers((end, *self._openers))

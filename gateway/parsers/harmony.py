@@ -45,7 +45,11 @@ class HarmonyParser(AnswerParser):
         if to:
             yield from self._call_or_text(to) if self._has_tools else self._text("")
         elif name == "analysis":
-            yield from self._text("reasoning")
+            begin = self._source.position
+            try:
+                yield from self._text("reasoning")
+            finally:
+                self.reasoning_spans.append((begin, self._source.position))
         elif not recipients:  # what else is sent to a tool is for nobody here
             yield from self._text("content")
 
@@ -69,7 +73,7 @@ class HarmonyParser(AnswerParser):
             has_text = True
         if has_text:
             self._kinds.add(kind)
-        source.at = found.start() if found[0] == self._start else found.end()
+        source.at = found.start()  # an end is what the next header is looked for from
 
     def _emit(self, kind: str, text: str) -> None:
         if kind == "content":

@@ -51,12 +51,18 @@ class Markers:
 class AnswerSource:
     """What has come, and how far it was read."""
 
-    __slots__ = ("text", "at", "has_ended", "good")
+    __slots__ = ("text", "at", "has_ended", "good", "_num_forgotten")
 
     def __init__(self):
         self.text, self.at = "", 0
+        self._num_forgotten = 0  # characters
         self.has_ended = False
         self.good = 0  # everything before it is settled: what follows is read again where it turns out to be no call
+
+    @property
+    def position(self) -> int:
+        """Return how many characters of the answer were read."""
+        return self._num_forgotten + self.at
 
     def add(self, piece: str) -> None:
         """Add what follows. The text grows where it is, as nothing else has it meanwhile: copied for each token, one call of
@@ -68,6 +74,7 @@ class AnswerSource:
     def forget(self) -> None:
         """Drop what was read, once that is the larger part: the rest is copied."""
         if self.at * 2 >= len(self.text):
+            self._num_forgotten += self.at
             self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Generator[None, None, str]:

@@ -6,13 +6,15 @@ looked at once, for the bytes that it means; from then on decoding is a table.
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 
 from baton.v1 import inference_pb2 as pb
 from gateway.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEP = 4096  # ids
+_STRIDES = (1024, 32, 1)  # ids, in search of a character
 LOOKED_AT = 64  # of a prompt: few begin with as many that have no text
 _WORD = re.compile("[a-z]+")
 NO_CHARACTERS: Mapping[int, str] = {}
@@ -47,6 +49,21 @@ class Detokenizer:
         decoder = self.decoder()
         pieces = [decoder.push(token_ids[begin : begin + _STEP]) for begin in range(0, len(token_ids), _STEP)]
         return "".join(pieces) + decoder.finish()
+
+    def num_begun(self, token_ids: Sequence[int], positions: Iterable[int], continues: bool = False) -> list[int]:
+        """Return for each of these characters of a sequence's text, in order, how many of its tokens begin before it.
+        `continues`: as of `decoder`."""
+        decoder, num_tokens, num_chars, counts = self.decoder(continues), 0, 0, list[int]()
+        for position in positions:
+            for size in _STRIDES:
+                while num_chars < position and num_tokens < len(token_ids):
+                    ahead, stride = copy(decoder), token_ids[num_tokens : num_tokens + size]
+                    end = num_chars + len(ahead.push(stride))
+                    if size > 1 and end >= position:
+                        break
+                    decoder, num_tokens, num_chars = ahead, num_tokens + len(stride), end
+            counts.append(num_tokens)
+        return counts
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token within a text, not always whole characters."""

@@ -95,18 +95,58 @@ def test_a_client_that_resumes_gets_the_rest(num_received):
         assert joined(before + messages_of([], num_received, asked)) == WHOLE
 
 
-@pytest.mark.parametrize("num_at_once", [1, 3, len(IDS)])
-def test_tokens_of_the_reasoning_are_counted(num_at_once):
-    choice = Choice(0, form(), None, 0)
-    for begin in range(0, len(IDS), num_at_once):
-        end = begin + num_at_once
-        choice.push(IDS[begin:end], (), pb.FINISH_REASON_STOP if end >= len(IDS) else 0)
-    expected = IDS.index(TOKENS.token_to_id("</think>")) + 1
-    if num_at_once == len(IDS):  # as large a part as of the text
-        reasoning, content, calls, _ = WHOLE
-        num_said = len(content) + sum(len(json.dumps(call[2], ensure_ascii=False)) for call in calls)
-        expected = len(IDS) * len(reasoning) / (len(reasoning) + num_said)
-    assert abs(choice.num_reasoning_tokens - expected) <= 2
+def num_reasoning(asked, ids: list[int], sizes, stops=None, reason: int = pb.FINISH_REASON_STOP) -> int:
+    """Of an answer whose tokens come in groups of these sizes, and the rest at once."""
+    choice, begin = Choice(0, asked, stops, 0), 0
+    for size in (*sizes, len(ids)):
+        if piece := ids[begin : begin + size]:
+            choice.push(piece, (), reason if begin + size >= len(ids) else 0)
+        begin += size
+    return choice.num_reasoning_tokens
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), max_size=120), st.booleans())
+def test_tokens_of_the_reasoning_are_counted(sizes, has_stops):
+    """Without the tags and the blanks behind the first; the same however many tokens come at once."""
+    stops = StopStrings(["moment."]) if has_stops else None
+    num_before = len(TOKENS.encode("<think>\n").ids)
+    num_counted = IDS.index(TOKENS.token_to_id("</think>")) - num_before
+    assert num_reasoning(form(), IDS, sizes, stops) == num_counted
+    cut = IDS[: num_before + 4]
+    assert num_reasoning(form(), cut, sizes, stops, pb.FINISH_REASON_LENGTH) == 4
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), max_size=120))
+def test_tags_of_several_tokens_are_no_reasoning(sizes):
+    """Where the tokenizer has none for them."""
+    tokens = Tokens.from_str(byte_level().decode())
+    plain = Tokenizer(byte_level())
+    reader = AnswerReader(plain, Detokenizer(plain), format_named("think"))
+    begin, thought, end = (tokens.encode(text).ids for text in ("<think>", "I look for 🙂 naïve words", "</think>"))
+    ids = [*begin, *thought, *end, *tokens.encode("One moment.").ids]
+    assert len(begin) > 1 and len(end) > 1
+    asked = reader.form_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    assert num_reasoning(asked, ids, sizes) == len(thought)
+    nothing = [*begin, *tokens.encode("\n\n").ids, *end, *tokens.encode("One").ids]
+    assert num_reasoning(asked, nothing, sizes) == 0
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), max_size=120))
+def test_all_messages_of_reasoning_are_counted(sizes):
+    """Of gpt-oss, without their headers."""
+    harmony = format_named("harmony")
+    assert harmony is not None
+    source = byte_level(unspecial=harmony.markers)
+    tokenizer, tokens = Tokenizer(source), Tokens.from_str(source.decode())
+    reader = AnswerReader(tokenizer, Detokenizer(tokenizer), harmony)
+    head, thoughts = "<|channel|>analysis<|message|>", ("So.", " They want words")
+    answer = f"<|end|><|start|>assistant{head}".join(thoughts)
+    ids = tokens.encode(f"{head}{answer}<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>").ids
+    asked = reader.form_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    assert num_reasoning(asked, ids, sizes) == sum(len(tokens.encode(thought).ids) for thought in thoughts)
 
 
 def test_plain_where_there_is_no_conversation():
