@@ -43,10 +43,12 @@ class TokenBatching:
 
     def _send_some(self) -> None:
         num_left = _AT_ONCE
-        while self._due and num_left:
-            num_left -= self._due.popleft().flush()
-        if self._due:
-            asyncio.get_running_loop().call_soon(self._send_some)
+        try:
+            while self._due and num_left:
+                num_left -= self._due.popleft().flush()
+        finally:  # also behind one that has failed: no other would be written again
+            if self._due:
+                asyncio.get_running_loop().call_soon(self._send_some)
 
     def hold(self, mailboxes: Sequence[EventSink]) -> None:
         """Let what has come into these wait for more, at most LONGEST_S: the next step may never come."""

@@ -1,6 +1,7 @@
 """Tokens wait for each other only when there are more than a gateway can write one by one, and never for long."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from baton.v1 import inference_pb2
 from gateway.link import token_batching
 from gateway.link.mailbox import Mailbox, Tokens
 from gateway.link.token_batching import FREE_TOKENS_PER_S, LONGEST_S, MessageTurns, TokenBatching
+from tests.support.pace import patience
 
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
 
@@ -122,3 +124,22 @@ async def test_a_wait_ends_when_it_should_whatever_the_one_before():
         until = token_batching.now() + second_s
         assert await _next(mailbox, until) is None and token_batching.now() >= until
     mailbox.close()
+
+
+async def test_one_that_cannot_be_written_holds_up_no_other():
+    """It is told by the event loop, as what a callback raises is."""
+    told: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+
+    class Broken(Mailbox):
+        def flush(self) -> bool:
+            raise OSError("broken")
+
+    batching, box = TokenBatching(), Mailbox()
+    for _ in range(2):
+        box.add(None, 0, 0, [1], [], 0)
+        batching.send([Broken(), box])
+        async with asyncio.timeout(patience(10)):
+            await box.wait(time.monotonic() + patience(20))
+        assert box.take() is not None and box.take() is None
+    assert [str(error) for error in told] == ["broken"] * 2
