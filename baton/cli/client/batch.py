@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import stat
 import sys
 from collections import deque
@@ -16,13 +14,13 @@ from typing import IO
 from tqdm import tqdm
 
 from baton.cli.client.asking import add_target_flags, explain
-from baton.cli.client.batch_lines import GatewayGone, Json, LineRunner, custom_id_of
+from baton.cli.client.batch_lines import Json, LineRunner, NotServed, custom_id_of
+from baton.cli.client.batch_results import ResultsFile
 from baton.client import AsyncClient, CallError, RetryPolicy
 from baton.service.arguments import add_command, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
-from gateway.http.wire.writing import to_bytes
 
 # A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
 _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0, counts_refusals=False)
@@ -64,46 +62,55 @@ def run(args: argparse.Namespace) -> int:
         if output.exists() and output.samefile(args.file):
             raise ValueError(f"--output {output} is the input")
         access = read_access(args)
-        num_lines, num_done = _compare(args.file, output)
+        with ResultsFile(output) as results:
+            num_lines, num_done = _compare(args.file, results)
+            return _continue(args, access, results, num_lines, num_done)
     except (ValueError, SettingsError) as error:
         return fail("baton batch", error, WRONG_USE)
     except OSError as error:
         return fail("baton batch", f"{error.filename}: {error.strerror}", WRONG_USE)
-    counts = {"failed": 0, "written": 0}
+
+
+def _continue(args: argparse.Namespace, access: Access, results: ResultsFile, num_lines: int, num_done: int) -> int:
+    """Ask what is left, and return the status of the command."""
     try:
-        with output.open("ab") as results, _progress(num_lines, num_done) as bar:
+        with _progress(num_lines, num_done) as bar:
 
             def write(result: Json) -> None:
-                results.write(to_bytes(result) + b"\n")
-                results.flush()
-                counts["written"] += 1
-                counts["failed"] += _has_failed(result)
+                results.add(result)
                 bar.update()
 
-            asyncio.run(_send(args, access, num_done, write))
+            asyncio.run(_send(args, access, num_done, results.cut, write))
     except CallError as error:
         return fail("baton batch", explain(error, args.target, access), FAILED)
-    except GatewayGone as error:
-        left = num_lines - num_done - counts["written"]
+    except NotServed as error:
+        left = num_lines - num_done - results.num_added
         return fail("baton batch", f"{args.target}: {error}; {left} lines are left: run it again to continue", FAILED)
     except KeyboardInterrupt:
-        return fail("baton batch", f"interrupted; run it again to continue {output}", FAILED)
+        return fail("baton batch", f"interrupted; run it again to continue {results.path}", FAILED)
     except ValueError as error:
         return fail("baton batch", f"--target {error}", WRONG_USE)
     except OSError as error:
-        return fail("baton batch", f"{output}: {error.strerror}", FAILED)
+        return fail("baton batch", f"{error.filename or results.path}: {error.strerror}", FAILED)
     already = f", {num_done} were there already" if num_done else ""
-    print(f"{output}: {counts['written']} results, {counts['failed']} of them failures{already}")
+    print(f"{results.path}: {results.num_added} results, {results.num_failed} of them failures{already}")
     return 0
 
 
-async def _send(args: argparse.Namespace, access: Access, num_done: int, write: Callable[[Json], None]) -> None:
-    """Ask all lines after the first `num_done` and write their results in order. Raises CallError where no gateway
-    answers at first, GatewayGone where none does any more."""
+async def _send(
+    args: argparse.Namespace,
+    access: Access,
+    num_done: int,
+    begin: Callable[[], None],
+    write: Callable[[Json], None],
+) -> None:
+    """Ask all lines after the first `num_done` and write their results in order, after `begin()` once a gateway has answered.
+    Raises CallError where none does at first, NotServed where none serves any more."""
     connection, num_addresses = access.for_client(), args.target.count(",") + 1
     each_once, timeout_s = RetryPolicy(max_attempts=num_addresses), 5 * num_addresses
     async with AsyncClient(args.target, timeout_s=timeout_s, retry=each_once, **connection) as client:
         await client.list_models()  # whether it is there, and lets one in
+    begin()
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
         runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)
         waiting: deque[asyncio.Task[Json]] = deque()
@@ -129,10 +136,10 @@ async def _send(args: argparse.Namespace, access: Access, num_done: int, write: 
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _compare(file: Path, output: Path) -> tuple[int, int]:
-    """Return how many lines there are, and how many of them have a result. Cuts off half a result that an interruption left.
-    Raises ValueError where the results are of other requests, OSError."""
-    results = _whole_results(output) if output.exists() else iter(())
+def _compare(file: Path, output: ResultsFile) -> tuple[int, int]:
+    """Return how many lines there are, and how many of them have a result. Raises ValueError where the results are of other
+    requests, OSError."""
+    results = output.read()
     num_lines = num_done = 0
     for num_lines, line in enumerate(_lines(file), 1):
         result = next(results, None)
@@ -140,41 +147,20 @@ def _compare(file: Path, output: Path) -> tuple[int, int]:
             num_done += 1
             if result.get("custom_id") != custom_id_of(line):
                 raise ValueError(
-                    f"{output}: result {num_done} is of {result.get('custom_id')!r}, request {num_lines} is "
+                    f"{output.path}: result {num_done} is of {result.get('custom_id')!r}, request {num_lines} is "
                     f"{custom_id_of(line)!r}: choose another --output"
                 )
     if next(results, None) is not None:
-        raise ValueError(f"{output} has more results than {file} has requests: choose another --output")
+        raise ValueError(f"{output.path} has more results than {file} has requests: choose another --output")
     return num_lines, num_done
-
-
-def _whole_results(output: Path) -> Iterator[Json]:
-    end = 0
-    with output.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                os.truncate(output, end)
-                return
-            end += len(line)
-            try:
-                result = json.loads(line)
-            except ValueError:
-                result = None
-            if not isinstance(result, dict):
-                raise ValueError(f"{output}:{number} is no result of a batch: choose another --output")
-            yield result
 
 
 def _lines(file: Path) -> Iterator[str]:
     """Yield the lines that are not empty."""
-    with file.open(encoding="utf-8", errors="surrogateescape") as lines:
+    with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for line in lines:
             if line.strip():
                 yield line
-
-
-def _has_failed(result: Json) -> bool:
-    return result["error"] is not None or result["response"]["status_code"] != 200
 
 
 def _progress(num_lines: int, num_done: int) -> tqdm:

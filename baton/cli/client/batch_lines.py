@@ -23,13 +23,16 @@ from gateway.text.detokenizer import LOOKED_AT, TextDecoder
 
 _KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
 _IDS_AT_ONCE = 128  # no more than any context
+# They say nothing of the line that was asked.
+_OF_NO_LINE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _SLO_CLASS = "batch"  # where a body names none
 
 Json = dict[str, Any]
 
 
-class GatewayGone(Exception):
-    """No gateway answers, or one that is too old: the line has no result, and neither would those after it."""
+class NotServed(Exception):
+    """No gateway answers, or one that is too old or does not let this caller in: the line has no result, and neither would those
+    after it."""
 
 
 @dataclass
@@ -68,7 +71,7 @@ class LineRunner:
         self._models: dict[str, _LineModel] = {}  # by the name that lines give
 
     async def result(self, number: int, line: str) -> Json:
-        """Return the result of the line of that number. Raises GatewayGone."""
+        """Return the result of the line of that number. Raises NotServed."""
         found: Json = {"id": f"batch_req_{number}", "custom_id": custom_id_of(line), "response": None, "error": None}
         names: dict[str, str] = {}
         try:
@@ -81,8 +84,8 @@ class LineRunner:
         except _NoRequest as error:
             found["error"] = {"code": "invalid_line", "message": str(error)}
         except CallError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                raise GatewayGone(str(error)) from None
+            if error.code() in _OF_NO_LINE:
+                raise NotServed(str(error)) from None
             found["response"] = _refusal(_read(error), names)
         except BatonError as error:
             found["response"] = _refusal(error, names)
@@ -118,7 +121,7 @@ class LineRunner:
             token_ids = unknown[begin : begin + _IDS_AT_ONCE]
             texts = await self._client.token_texts(token_ids, model=model.name)
             if not texts:
-                raise GatewayGone("the gateway is older than this program, which log-probabilities need: upgrade it")
+                raise NotServed("the gateway is older than this program, which log-probabilities need: upgrade it")
             for token_id, text in zip(token_ids, texts, strict=True):
                 model.add(token_id, text)
 
@@ -162,4 +165,9 @@ def _refusal(error: BatonError, names: dict[str, str]) -> Json:
 
 
 def _read(error: CallError) -> BatonError:
-    return from_code(error.code(), error.message, reason=error.reason or None, field=error.field)
+    reason = error.reason
+    if (
+        not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    ):  # gRPC's own word for a message that is too large
+        reason = "BODY_TOO_LARGE"
+    return from_code(error.code(), error.message, reason=reason or None, field=error.field)

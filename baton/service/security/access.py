@@ -57,9 +57,9 @@ class Access:
         return None if self.api_key_file is None else self.api_key_file.read_text().strip()
 
     def for_client(self) -> dict[str, Any]:
-        """Return the arguments of a baton.client that say as whom it comes. Raises OSError."""
+        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then."""
         return {
-            "api_key": self.api_key,
+            "api_key": None if self.api_key_file is None else lambda: self.api_key,
             "tls_ca": self.tls_ca,
             "tls_cert": self.tls_cert,
             "tls_key": self.tls_key,

@@ -3,6 +3,7 @@ once."""
 
 import json
 import os
+import resource
 import threading
 import time
 from concurrent import futures
@@ -12,7 +13,15 @@ import pytest
 
 from baton.cli.client.batch_lines import LineRunner
 from baton.cli.main import main
-from baton.service.errors import BatonError, InvalidRequest, Overloaded, Unavailable, to_status
+from baton.service.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    to_status,
+)
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from gateway.http.openai.answers import ChatForm, CompletionForm
@@ -24,10 +33,11 @@ from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 
 class Echo(inference_pb2_grpc.InferenceServicer):
-    """Answers with the prompt; `failures` says how often which prompt is refused first."""
+    """Answers with the prompt; `failures` says how often which prompt is refused first, `on_request` sees each."""
 
     def __init__(self):
         self.requests, self.target, self.models, self.is_old = [], "", ["demo"], False
+        self.keys, self.on_request = [], lambda said: None
         self.failures: dict[str, list[BatonError]] = {}
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
 
@@ -35,9 +45,11 @@ class Echo(inference_pb2_grpc.InferenceServicer):
         said = request.text or "".join(each.content for each in request.messages.messages[-1:])  # "" for tokens
         with self._lock:
             self.requests.append(request)
+            self.keys.append(dict(context.invocation_metadata()).get("authorization"))
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
+            self.on_request(said)
             if errors := self.failures.get(said):
                 status = to_status(error := errors.pop(0))
                 context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
@@ -87,6 +99,11 @@ def echo():
 def chat(custom_id: str, text: str = "", **body) -> dict:
     body = {"messages": [{"role": "user", "content": text or custom_id}], **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def _written(file, lines):
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
 
 
 def completion(custom_id: str, prompt, **body) -> dict:
@@ -254,6 +271,7 @@ def test_what_has_a_result_is_not_sent_again(run, echo, tmp_path, capsys):
 
 @pytest.mark.parametrize("results", [
     b'{"custom_id": "other"}\n', b"text\n", b'{"custom_id": "a"}\n{"custom_id": "b"}\n',
+    b'[{"precious": 1}]', b'{"custom_id": "a"}\nnotes', b'{"id":"batch_rex',
 ])  # fmt: skip
 def test_results_of_something_else_are_not_touched(run, echo, tmp_path, capsys, results):
     output = tmp_path / "in.results.jsonl"
@@ -261,6 +279,83 @@ def test_results_of_something_else_are_not_touched(run, echo, tmp_path, capsys, 
     assert run([chat("a")])[0] == 2
     assert output.read_bytes() == results and not echo.requests
     assert "--output" in capsys.readouterr().err
+
+
+def test_half_a_result_stays_until_a_gateway_is_there(run, echo, tmp_path):
+    output, half = tmp_path / "in.results.jsonl", b'{"id":"batch_req_1","cus'
+    output.write_bytes(half)
+    assert main(["batch", "--target", "127.0.0.1:9", str(_written(tmp_path / "in.jsonl", [chat("a")]))]) == 1
+    assert output.read_bytes() == half
+    status, (result,) = run([chat("a")])
+    assert status == 0 and text_of(result) == "A"
+
+
+def test_a_disk_that_is_full_is_said_once(run, echo, tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = [chat("a"), chat("b")]
+    run(lines[:1])
+    size = (tmp_path / "in.results.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+    try:
+        assert main(["batch", "--target", echo.target, str(_written(tmp_path / "in.jsonl", lines))]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = capsys.readouterr().err
+    assert "in.results.jsonl: File too large" in told and told.count("\n") == 1
+    status, results = run(lines)
+    assert status == 0 and [text_of(result) for result in results] == ["A", "B"]
+
+
+def test_two_at_a_time_do_not_write_one_file(run, echo, tmp_path, capsys):
+    second = []
+    echo.on_request = lambda said: second.append(main(["batch", str(tmp_path / "in.jsonl"), "--target", echo.target]))
+    status, (result,) = run([chat("a")])
+    assert status == 0 and text_of(result) == "A" and second == [2] and len(echo.requests) == 1
+    assert "in.results.jsonl: another `baton batch` writes it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["/dev/zero", "/dev/full", "/dev/null", "fifo", "."])
+def test_an_output_that_cannot_be_read_again_is_refused(output, echo, tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    file = _written(tmp_path / "in.jsonl", [chat("a")])
+    assert main(["batch", str(file), "--target", echo.target, "--output", str(tmp_path / output)]) == 2
+    told = capsys.readouterr().err
+    assert "is no regular file" in told and told.count("\n") == 1 and not echo.requests
+
+
+@pytest.mark.parametrize("error", [Unauthenticated("the key has ended"), PermissionDenied("not this caller")])
+def test_a_key_that_ends_is_no_result(run, echo, capsys, error):
+    """It says nothing of the line; those behind it would all have it too."""
+    echo.failures = {"r2": [error]}
+    lines = [chat(f"r{i}") for i in range(4)]
+    status, results = run(lines)
+    assert status == 1 and [result["custom_id"] for result in results] == ["r0", "r1"]
+    told = capsys.readouterr().err
+    assert error.message in told and "2 lines are left" in told and told.count("\n") == 1
+    status, results = run(lines)
+    assert status == 0 and [text_of(result) for result in results] == ["R0", "R1", "R2", "R3"]
+
+
+def test_a_key_that_is_replaced_in_mid_run(run, echo, tmp_path):
+    """As security.md has it: the file is read again for each attempt."""
+    key = tmp_path / "key"
+    key.write_text("first\n")
+    echo.on_request = lambda said: key.write_text("second\n")
+    run([chat(f"r{i}") for i in range(3)], "--api-key-file", str(key), "--concurrency", "1")
+    assert echo.keys == ["Bearer first", "Bearer second", "Bearer second"]
+
+
+def test_a_file_that_begins_with_a_byte_order_mark(run):
+    _, results = run([b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r", chat("b")])
+    assert [text_of(result) for result in results] == ["A", "B"]
+
+
+def test_a_line_beyond_what_a_gateway_takes_is_not_one_to_send_again(run):
+    """As over HTTP; gRPC says RESOURCE_EXHAUSTED, as of a refusal for now."""
+    _, (result,) = run([chat("a", "x" * 5_000_000)])
+    error = result["response"]["body"]["error"]
+    assert result["response"]["status_code"] == 413
+    assert error["code"] == "body_too_large" and error["type"] == "invalid_request_error"
 
 
 def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
