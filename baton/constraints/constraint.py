@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
+from baton.constraints.json_patterns import rewrite_classes
 from baton.constraints.json_schema import check_schema, check_support, rewrite_schema
 
 MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
@@ -62,13 +63,13 @@ def grammar_of(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_lark(_choices(json.loads(text)))
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema(rewrite_schema({"type": "object"}))
-    if not text.strip():
+    if not text:
         raise BadConstraint("", "is empty")
     _check_depth(text)
     if kind == "json_schema":
         return _schema_grammar(text)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(rewrite_classes(text))
     _check_directives(text)
     return LLMatcher.grammar_from_lark(text)
 

@@ -1,4 +1,5 @@
-"""Regular expressions of a JSON schema, as llguidance has to get them: a class in brackets and a dot are those of ECMA-262."""
+"""Regular expressions as llguidance has to get them: a class in brackets is that of Python's re and of ECMA-262, and in those of a
+JSON schema so are a dot and white space of the latter."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +11,13 @@ _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\
 _DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own has all but the first of these
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
 _DOT_ALL = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*s")  # not of ECMA-262
-# The library reads classes in classes, and operators between them.
-_OPERATORS = re.compile(r"(?P<kept>\\.)|\[|&&|--|~~", re.DOTALL)
+# A character of a class, or a range. The library reads classes in classes, and operators between them.
+_MEMBERS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)
+_ESCAPED = frozenset("[]&-~")
+_KINDS = frozenset(rf"\{kind}" for kind in "dDsSwW")  # no ends of a range: the hyphen is one more character
+# The library's own have U+0085, and not U+FEFF.
+_SPACES = {r"\s": r"[[\s\x{feff}]--\x{85}]", r"\S": r"[[\S\x{85}]--\x{feff}]"}
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
 # Control characters that JSON writes with \\u, what else is escaped, and classes.
 _CONTROLS = re.compile(
     r"(?P<control>[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:[v0c]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])))"
@@ -20,9 +26,14 @@ _CONTROLS = re.compile(
 )
 
 
+def rewrite_classes(regex: str) -> str:
+    """Return a regular expression whose classes hold no other ones."""
+    return _CLASSES.sub(lambda found: found[0] if found["end"] is None else _class(found), regex)
+
+
 def rewrite_pattern(pattern: str) -> str:
-    """Return a regular expression whose classes hold no other ones, and are without NUL: where one has all control
-    characters, the library also takes quotation marks and backslashes for its own."""
+    """Return one of a schema, whose classes are also without NUL: where one has all control characters, the library takes
+    quotation marks and backslashes for its own too."""
     wanted = _CLASSES if _DOT_ALL.search(pattern) else _CLASSES_AND_DOTS
     return wanted.sub(_rewritten, pattern)
 
@@ -31,12 +42,21 @@ def _rewritten(found: re.Match[str]) -> str:
     if found[0] == ".":
         return _DOT
     if found["end"] is None:
-        return found[0]
-    return rf"[[{found['not']}{_OPERATORS.sub(_escaped, found['of'])}]&&[^\x00]]"
+        return _with_spaces(found[0])
+    return rf"[{_with_spaces(_class(found))}&&[^\x00]]"
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found["kept"] or rf"{found[0][:-1]}\{found[0][-1]}"
+def _class(found: re.Match[str]) -> str:
+    return f"[{found['not']}{_MEMBERS.sub(_member, found['of'])}]"
+
+
+def _member(found: re.Match[str]) -> str:
+    ends = [f"\\{end}" if end in _ESCAPED else end for end in found.groups() if end]
+    return (r"\-" if _KINDS.intersection(ends) else "-").join(ends)
+
+
+def _with_spaces(text: str) -> str:
+    return _ESCAPES.sub(lambda found: _SPACES.get(found[0], found[0]), text)
 
 
 def asks_for_controls(pattern: str) -> bool:
@@ -45,12 +65,18 @@ def asks_for_controls(pattern: str) -> bool:
 
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_WITH_LEAP_DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_LEAP_DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_SECONDS = "[^:]*:[0-9]{2}:[0-5]"
+_OF_FORMATS = {"date": _LEAP_DAYS, "date-time": _LEAP_DAYS + _SECONDS, "time": f"^{_SECONDS}"}
 
 
-def with_leap_days(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of dates in which 29 February is one of leap years alone. What lists its values stays as it is."""
-    also, others = {"pattern": _WITH_LEAP_DAYS}, schema.get("allOf", [])
-    if "enum" in schema or "const" in schema or not isinstance(others, list):
+def with_valid_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with what the library's own formats of dates and times lack: 29 February is a day of leap years alone, and
+    no second is the 60th, which few readers of a time take. What lists its values stays as it is."""
+    name, others = schema.get("format"), schema.get("allOf", [])
+    if not isinstance(name, str) or name not in _OF_FORMATS or "enum" in schema or "const" in schema:
         return {**schema}
+    if not isinstance(others, list):
+        return {**schema}
+    also = {"pattern": _OF_FORMATS[name]}
     return {**schema, **(also if "pattern" not in schema else {"allOf": [*others, also]})}

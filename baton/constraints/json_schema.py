@@ -13,7 +13,7 @@ from baton.constraints.json_names import (
     plain_names,
 )
 from baton.constraints.json_numbers import check_numbers
-from baton.constraints.json_patterns import rewrite_pattern, with_leap_days
+from baton.constraints.json_patterns import rewrite_pattern, with_valid_dates
 from baton.constraints.json_references import check_references
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def _rewritten(schema: Any, may_rewrite: bool) -> Any:
         return [_rewritten(each, may_rewrite) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    schema = {**schema, **(plain_names(schema) if may_rewrite else {})}
-    if schema.get("format") in ("date", "date-time"):
-        schema = with_leap_days(schema)
+    schema = with_valid_dates({**schema, **(plain_names(schema) if may_rewrite else {})})
     return {
         keyword: _rewritten_value(keyword, schema[keyword], may_rewrite)
         for keyword in _in_order(schema)

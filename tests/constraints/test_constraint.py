@@ -160,6 +160,8 @@ BAD = [
     ("choice", "[]", "is empty"),
     ("choice", json.dumps([str(n) for n in range(MAX_CHOICES + 1)]), f"at most {MAX_CHOICES}"),
     ("choice", '["a", ""]', "texts[1]: is empty"),
+    ("grammar", " ", "Empty grammar"),
+    ("json_schema", " ", "is not JSON"),
     ("grammar", 'start: start "a"', "no text of this vocabulary"),
     ("grammar", "start: nothing", "unknown name"),
     ("grammar", 'begin: "a"', "start"),

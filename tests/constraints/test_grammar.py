@@ -1,6 +1,7 @@
 """Grammars over a vocabulary: which tokens may be next, from any beginning."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -62,6 +63,11 @@ def test_every_token_of_a_valid_answer_is_allowed_and_the_end_only_behind_it():
         (r"^[a[^\W\d_]-]+$", ["a-]", "[-]]", '"-]'], ["a-b", "b-]"]),
         (r"^[^[\]&&--\n]+$", ["ab", 'a"', "\\"], ["a[", "]", "&", "-", "\n"]),
         (r"^[*--9[a~~]+$", ["*+,-9[a~"], [".", "0"]),
+        (r"^[--0]+$", ["-./0"], ["1"]),
+        (r"^[]-a]+$", ["]^_`a"], ["-"]),
+        (r"^[!-\d\s-.]+$", ["!-7 ."], ['"', "/"]),
+        (r"^\s[\s]$", ["\ufeff\ufeff", "\u00a0\t"], ["\u0085 ", " \u0085"]),
+        (r"^\S[\S][^\s]$", ["\u0085\u0085\u0085"], ["\ufeffaa", "a\ufeffa", "aa\ufeff"]),
         (r"^a.b$", ["axb", "aüb", "a\tb", "a\\b", 'a"b'], ["a\nb", "a\rb", "a\u2028b", "a\u2029b"]),
     ],
 )
@@ -76,6 +82,37 @@ def test_a_class_of_a_pattern_has_the_characters_of_ecma_262(pattern, good, bad)
         for text in (*good, *bad):
             token_ids = ids_of(begin + json.dumps(text, ensure_ascii=False) + end)
             assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == (text in good), (schema, text)
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of re, which may read sets in sets one day
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        ("[[a]]", ["[]", "a]"], ["a"]),
+        ("[^a&&b]", ["z"], ["a", "b", "&"]),
+        ("[a-z~~b]+", ["ab~"], ["A"]),
+        ("[+--]+", ["+,-"], ["."]),
+        (r"^[[(][0-9]{2}[\])]$", ["[12]", "(12)"], ["12"]),
+        (r"[\w\s\[\]{}&&%--]+", ["hi & [bye]", "a-b"], ["#"]),
+        (r"\[[^\]]+", ["[[a"], ["[]"]),
+        (r".[\x00].", ["a\0b"], ["\n\0\n"]),
+        (" ", [" "], ["  ", "a"]),
+        ("\n", ["\n"], [" "]),
+    ],
+)
+def test_a_class_of_a_regex_has_the_characters_of_pythons_re(regex, good, bad):
+    grammar = VOCABULARY.compile(Constraint("regex", regex))
+    for text in (*good, *bad):
+        assert is_whole(grammar.cursor(), text) == (text in good) == bool(re.fullmatch(regex, text)), text
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": ":"}, {"pattern": ":", "allOf": [{}]}, {"type": ["string", "null"]}])
+@pytest.mark.parametrize(("name", "before"), [("time", ""), ("date-time", "2024-12-31T"), ("date-time", "2023-02-28t")])
+def test_a_minute_has_60_seconds(name, before, more):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "string", "format": name, **more})))
+    good = ("23:59:59Z", "09:49:00.60+14:41", "00:00:10.5z", "23:00:59-22:13")
+    for text in (*good, "23:59:60Z", "09:49:60.7217+14:41", "03:12:60.97-22:13", "13:60:00Z"):
+        assert is_whole(grammar.cursor(), f'"{before}{text}"') == (text in good), text
 
 
 @pytest.mark.parametrize("more", [{}, {"pattern": "0"}, {"pattern": "0", "allOf": [{}]}, {"type": ["string", "null"]}])

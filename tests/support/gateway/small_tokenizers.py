@@ -44,7 +44,7 @@ def sentencepiece(prepend: str = "always", strips_space: bool = True, added: tup
     for left, right in merges:
         vocab[left + right] = len(vocab)
     for token in added:
-        vocab[token] = len(vocab)
+        vocab.setdefault(token, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if prepend == "normalizer":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
