@@ -183,7 +183,7 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
 def read_table(file: Path | str) -> dict[str, Any]:
     """Return a TOML file's content. Raises SettingsError."""
     try:
-        return tomllib.loads(Path(file).read_text())
+        return tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
     except ValueError as error:

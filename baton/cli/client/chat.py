@@ -87,9 +87,15 @@ class TerminalChat:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Yield each line that is not empty. On a terminal Ctrl-C drops the line."""
+    """Yield each line that is not empty. On a terminal Ctrl-C drops the line. Raises ValueError."""
     if not is_terminal:
-        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        try:
+            for line in sys.stdin:
+                line.encode()  # in some locales what is not UTF-8 is read as surrogates
+                if line.strip():
+                    yield line.rstrip("\n")
+        except UnicodeError as error:
+            raise ValueError(f"stdin is not UTF-8: {error}") from None
         return
     import_module("readline")  # input() edits lines then, and remembers them
     while True:

@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help="another host name or address of the gateway (repeatable; localhost and 127.0.0.1 are always included)",
     )
-    parser.add_argument("--tenant", default="main", metavar="NAME", help="tenant of the API key (default: %(default)s)")
+    parser.add_argument("--tenant", metavar="NAME", help="tenant of the API key (default: main)")
     parser.add_argument(
         "--days",
         type=whole,
@@ -74,10 +74,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 written, 1 the folder exists or cannot be written, 2 wrong use."""
+    tenant = "main" if args.tenant is None else args.tenant
     try:
-        check_tenant(args.tenant)
+        check_tenant(tenant)
     except ValueError as error:
         return fail("baton certs", f"--tenant {args.tenant}: {error}", WRONG_USE)
+    if args.renew and args.tenant is not None:
+        return fail("baton certs", f"--tenant {args.tenant}: no API key is made with --renew", WRONG_USE)
     if (wrong := next((host for host in args.host if not _is_host(host)), None)) is not None:
         return fail("baton certs", f"--host {wrong}: give a host name or an IP address, without a port", WRONG_USE)
     if args.out.exists():
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True, mode=0o700)
-        _write_all(temporary, args)
+        _write_all(temporary, args, tenant)
         temporary.rename(args.out)
     except OSError as error:
         return fail("baton certs", f"{error.filename or args.out}: {error.strerror}", FAILED)
@@ -107,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_all(folder: Path, args: argparse.Namespace) -> None:
+def _write_all(folder: Path, args: argparse.Namespace, tenant: str) -> None:
     authority = Authority.read(args.renew) if args.renew else Authority.make(max(args.days, _AUTHORITY_DAYS))
     if args.renew and authority.until < _in_days(args.days):
         print(f"baton certs: valid until {authority.until:%Y-%m-%d}, when {args.renew / CA_CERT} ends", file=sys.stderr)
@@ -123,7 +126,7 @@ def _write_all(folder: Path, args: argparse.Namespace) -> None:
     write(folder / CA_KEY, authority.key)
     key, key_id, digest = new_key()
     write(folder / API_KEY, f"{key}\n".encode())
-    write(folder / CREDENTIALS, f'[keys.{key_id}]\ntenant = "{args.tenant}"\nsha256 = "{digest}"\n'.encode())
+    write(folder / CREDENTIALS, f'[keys.{key_id}]\ntenant = "{tenant}"\nsha256 = "{digest}"\n'.encode())
     write(folder / SECRET, f"{secrets.token_hex(32)}\n".encode())
 
 

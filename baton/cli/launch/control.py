@@ -107,6 +107,8 @@ class RemoteLauncher:
     def _told(self, error: grpc.aio.AioRpcError) -> LaunchError:
         if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
             return LaunchError(error.details() or error.code().name)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return LaunchError(f"{self._target} is no launcher: give what `baton up` calls control=")
         return LaunchError(explain_failure(self._target, error.code(), error.details(), self._access))
 
 

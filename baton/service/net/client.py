@@ -30,7 +30,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _PROBE_S = 2.0
-_TLS_OF_BOTH, _NO_ADDRESS = "TLS for certificates", "no address"
+_TLS_OF_BOTH, _NO_ADDRESS, _NO_HOST = "TLS for certificates", "no address", "no host"
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
@@ -98,6 +98,8 @@ def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, acces
         return "speaks no TLS", "leave --tls-ca out, or correct the address"
     if spoken == _NO_ADDRESS:
         return "is not HOST:PORT", "give a port, and no http:// before the host"
+    if spoken == _NO_HOST:
+        return "has a host name that is not known here", "correct it, or the DNS of this host"
     return _wrong_handshake(details or "", access) if spoken.startswith("TLS") else None
 
 
@@ -119,7 +121,8 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
 
 
 def _probe(target: str) -> str:
-    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address."""
+    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or of no
+    host that is known."""
     try:
         host_and_port = split_address(target)
     except AddressError:
@@ -134,6 +137,8 @@ def _probe(target: str) -> str:
                 return "plain text"
             with tls:
                 return "TLS" if _is_greeted(tls) else _TLS_OF_BOTH
+    except socket.gaierror:
+        return _NO_HOST
     except (OSError, ValueError):
         return "nothing"
 

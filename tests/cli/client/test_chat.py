@@ -11,6 +11,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from baton.cli.client.chat import TerminalChat
 from baton.v1 import inference_pb2 as pb
@@ -40,6 +41,14 @@ def test_refused_from_a_pipe(gateway):
     argv = argv_of(gateway, "--max-tokens", "0")
     done = subprocess.run(argv, cwd=ROOT, input="one\ntwo\n", capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "stopping.max_tokens" in done.stderr
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale has it
+def test_a_pipe_that_is_not_utf_8(gateway, errors):
+    argv, env = argv_of(gateway), {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, input=b"\xff\n", capture_output=True, timeout=patience(60))
+    assert done.returncode == 2 and done.stderr.startswith(b"baton chat: stdin is not UTF-8: ")
+    assert done.stderr.count(b"\n") == 1
 
 
 class EndsAnswer(io.StringIO):

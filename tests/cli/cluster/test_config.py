@@ -42,6 +42,11 @@ def line_of(text: str, name: str) -> str:
     return line
 
 
+def test_a_file_that_begins_with_a_byte_order_mark():
+    """As Windows writes it."""
+    assert plan(file="\ufeffdecode = 2").num_workers == {"prefill": 1, "decode": 2}
+
+
 def test_a_file_says_what_flags_say(model):
     file = """
         decode = 2

@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from baton.cli.launch.control import ControlServer, RemoteLauncher
@@ -63,6 +64,18 @@ async def remote(launcher, tls: Tls | None = None, access: Access = Access()):
         yield RemoteLauncher(f"127.0.0.1:{port}", access)
     finally:
         await server.stop()
+
+
+async def test_another_server_is_no_launcher():
+    """As the port of a gateway that is for its workers."""
+    server = grpc.aio.server()
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        with pytest.raises(LaunchError, match=f"^{target} is no launcher: give what `baton up` calls control=$"):
+            await RemoteLauncher(target, Access()).list()
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,12 @@ def test_a_process_tells_when_its_certificate_ends(installation, tmp_path):
 def test_wrong_use(tmp_path, capsys):
     for name in ("a b", "default"):
         assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", name]) == 2
-    assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]) == 1
+    renewing = ["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]
+    assert baton(renewing) == 1 and baton([*renewing, "--tenant", "a"]) == 2
     assert baton(["certs", "--out", str(tmp_path / "x"), "--host", "ü.example"]) == 2
     for days in ("9999999", "9999999999"):
         assert baton(["certs", "--out", str(tmp_path / "x"), "--days", days]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 6 and not list(tmp_path.iterdir())
+    assert len(capsys.readouterr().err.splitlines()) == 7 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1:50051", "http://a.example", "a,b", "a b", "", "a.example.", "-a"])

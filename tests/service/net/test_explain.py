@@ -67,6 +67,11 @@ def test_nothing_listens():
     assert told == f"nothing listens at {target}: is `baton up` running?"
 
 
+def test_a_name_that_is_not_known():
+    told = explain_failure("nohost.invalid:5", UNAVAILABLE, "x", Access())
+    assert told == "nohost.invalid:5 has a host name that is not known here: correct it, or the DNS of this host"
+
+
 @pytest.mark.parametrize("target", ["localhost", "127.0.0.1", "http://127.0.0.1:50051", "https://h:1"])
 def test_what_is_no_address(target, capsys):
     told = explain_failure(target, UNAVAILABLE, "x", Access())
