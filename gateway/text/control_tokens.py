@@ -22,6 +22,8 @@ class ControlTokens:
         self._heads = AhoCorasick({content[:2] for content in contents})
         self._first = frozenset(content[0] for content in contents)
         self._joined = "\0".join(contents)
+        self.characters = frozenset("".join(contents))
+        self.signs = frozenset("".join(map(_signs, contents)))  # each of them has at least one
 
     def find(self, text: str) -> list[Match]:
         """Return the control tokens in `text`: leftmost, at one place the longest, without overlap."""
@@ -38,3 +40,8 @@ class ControlTokens:
     def may_name(self, text: str) -> bool:
         """Return whether `text` is one without its brackets, as templates put them around names."""
         return any(self.find(f"{begin}{text}{end}") for begin, end in _BRACKETS)
+
+
+def _signs(content: str) -> str:
+    """Return the characters of a control token that are none of words, or of one that has none its first."""
+    return "".join(c for c in content if not (c.isalnum() or c.isspace() or c == "_")) or content.strip()[:1]

@@ -7,8 +7,14 @@ whole, or if it cuts one at a control token:
     [text (token) text]   template   [text (    template    ) text]   template
 
 A template that writes the token at which it cut, and nothing else, has written what the client did: that is the client's.
+
+Where a template measures or compares what has marks, a third rendering has masks: in place of each sign of which control tokens
+are made, in each text of clients, another character that occurs nowhere else. Where it is the first one but for these, the
+control tokens in it are the template's.
 """
 
+import abc
+import contextlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -41,39 +47,31 @@ def render_origins(
 ) -> Rendered:
     """Render, and say which control tokens are the template's. Raises TemplateFailed."""
     text = template.render(messages, options)
-    marker = _Marker(controls, unused_marks(4, texts_of(messages, options), text))
-    tools, kwargs = marker.value(list(options.tools)), marker.value(options.kwargs)
-    try:
-        marked = template.render(
-            list(map(marker.message, messages)), options._replace(tools=tuple(tools), kwargs=kwargs)
-        )
-    except TemplateFailed:
-        return Rendered(text, None)
-    return Rendered(text, _of_template(text, marked, marker))
+    characters = unused_marks(4 + len(controls.characters), texts_of(messages, options), text)
+    for disguise in (_Marks(controls, characters[:4]), _Masks(controls, characters[4:])):
+        with contextlib.suppress(TemplateFailed):
+            disguised = template.render(list(map(disguise.message, messages)), disguise.options(options))
+            if (of_template := disguise.of_template(text, disguised)) is not None:
+                return Rendered(text, of_template)
+    return Rendered(text, None)
 
 
-class _Marker:
-    """Marks the texts of one conversation."""
+class _Disguise(abc.ABC):
+    """The texts of one conversation, written so that what comes of them is told from what the template writes."""
 
-    def __init__(self, controls: ControlTokens, characters: Sequence[str]):
+    def __init__(self, controls: ControlTokens):
         self.controls = controls
-        self.names = dict(zip(characters, "[]()", strict=True))
-        self._text_begin, self._text_end, self._begin, self._end = characters
-        self.spelled: set[str] = set()  # all that stands between ( and )
-        self.heads: set[str] = set()  # control tokens with which such a pair begins
-        self.tails: set[str] = set()  # and ends
 
-    def text(self, text: str) -> str:
-        """Put the marks inside its outer white space, so that templates that trim see what they would see, and none into a
-        word of which no control token is made, so that those that compare one do."""
-        core = text.strip()
-        if not core or (core.isidentifier() and not self.controls.contain(core)):
-            return text
-        head = text.index(core)
-        return f"{text[:head]}{self._text_begin}{self._core(core)}{self._text_end}{text[head + len(core) :]}"
+    @abc.abstractmethod
+    def text(self, text: str) -> str: ...
+
+    @abc.abstractmethod
+    def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
+        """Return the control tokens in `text`, a rendering, that are the template's, by the one of disguised texts; None: it
+        does not show them."""
 
     def value(self, value: Any) -> Any:
-        """Return a value of JSON with its texts marked; of keys, which templates ask for, those that would be a control
+        """Return a value of JSON with its texts disguised; of keys, which templates ask for, those that would be a control
         token between brackets."""
         if isinstance(value, str):
             return self.text(value)
@@ -90,8 +88,50 @@ class _Marker:
         content, *others = map(self.text, texts)
         return ChatMessage(message.role, content, tuple(calls), *others)
 
+    def options(self, options: ChatOptions) -> ChatOptions:
+        return options._replace(tools=tuple(map(self.value, options.tools)), kwargs=self.value(options.kwargs))
+
     def _key(self, key: str) -> str:
-        return f"{self._text_begin}{key}{self._text_end}" if self.controls.may_name(key) else key
+        return self.text(key) if self.controls.may_name(key) else key
+
+
+class _Marks(_Disguise):
+    def __init__(self, controls: ControlTokens, characters: Sequence[str]):
+        super().__init__(controls)
+        self.names = dict(zip(characters, "[]()", strict=True))
+        self._text_begin, self._text_end, self._begin, self._end = characters
+        self.spelled: set[str] = set()  # all that stands between ( and )
+        self.heads: set[str] = set()  # control tokens with which such a pair begins
+        self.tails: set[str] = set()  # and ends
+
+    def text(self, text: str) -> str:
+        """Put the marks inside its outer white space, so that templates that trim see what they would see, and none into words
+        of which no control token is made, so that those that compare or measure them do."""
+        core = text.strip()
+        if not core or (self.controls.signs.isdisjoint(core) and not self.controls.contain(core)):
+            return text
+        head = text.index(core)
+        return f"{text[:head]}{self._text_begin}{self._core(core)}{self._text_end}{text[head + len(core) :]}"
+
+    def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
+        """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that came out
+        between their marks, and what is left of a pair of tokens that was cut between them."""
+        pieces = re.split(f"([{''.join(self.names)}])", disguised)
+        names = ["", *(self.names[mark] for mark in pieces[1::2]), ""]
+        found, position = list[Match](), 0
+        for (before, behind), piece in zip(itertools.pairwise(names), pieces[::2], strict=True):
+            here = self.controls.find(piece)
+            if here and (before in _INSIDE) != (behind in _STILL_INSIDE):
+                return None  # a text was cut where it has no marks
+            if before in _INSIDE or (before + behind == "()" and piece in self.spelled):
+                here = []
+            if before == "(" and here and here[0].begin == 0 and piece[: here[0].end] in self.heads:
+                del here[0]
+            if behind == ")" and here and here[-1].end == len(piece) and piece[here[-1].begin :] in self.tails:
+                del here[-1]
+            found += (Match(position + begin, position + end) for begin, end in here)
+            position += len(piece)
+        return _moved(found, "".join(pieces[::2]), text)
 
     def _core(self, text: str) -> str:
         pieces, position = [], 0
@@ -117,25 +157,23 @@ class _Marker:
         return units
 
 
-def _of_template(text: str, marked: str, marker: _Marker) -> tuple[Match, ...] | None:
-    """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that came out
-    between their marks, and what is left of a pair of tokens that was cut between them."""
-    pieces = re.split(f"([{''.join(marker.names)}])", marked)
-    names = ["", *(marker.names[mark] for mark in pieces[1::2]), ""]
-    found, position = list[Match](), 0
-    for (before, behind), piece in zip(itertools.pairwise(names), pieces[::2], strict=True):
-        here = marker.controls.find(piece)
-        if here and (before in _INSIDE) != (behind in _STILL_INSIDE):
-            return None  # a text was cut where it has no marks
-        if before in _INSIDE or (before + behind == "()" and piece in marker.spelled):
-            here = []
-        if before == "(" and here and here[0].begin == 0 and piece[: here[0].end] in marker.heads:
-            del here[0]
-        if behind == ")" and here and here[-1].end == len(piece) and piece[here[-1].begin :] in marker.tails:
-            del here[-1]
-        found += (Match(position + begin, position + end) for begin, end in here)
-        position += len(piece)
-    return _moved(found, "".join(pieces[::2]), text)
+class _Masks(_Disguise):
+    def __init__(self, controls: ControlTokens, characters: Sequence[str]):
+        super().__init__(controls)
+        self._masks = dict(zip(sorted(controls.characters), characters, strict=True))
+        self._hide = str.maketrans({sign: self._masks[sign] for sign in controls.signs})
+        self._show = str.maketrans({mask: character for character, mask in self._masks.items()})
+
+    def text(self, text: str) -> str:
+        """Mask the signs, and of a text that is within a control token, to which a template may add the rest, its first
+        character."""
+        core = text.strip()
+        if core and self.controls.contain(core):
+            text = text.replace(core[0], self._masks[core[0]], 1)
+        return text.translate(self._hide)
+
+    def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
+        return tuple(self.controls.find(disguised)) if disguised.translate(self._show) == text else None
 
 
 def _moved(found: Sequence[Match], bare: str, text: str) -> tuple[Match, ...] | None:

@@ -170,9 +170,8 @@ class TextWork:
         except CannotEncode as error:
             raise InvalidRequest("messages", f"the model's tokenizer fails on them: {error}") from None
         except ControlTokenInContent:
-            raise InvalidRequest(
-                "messages", "a content spells a control token, and this model's chat template would make it one"
-            ) from None
+            message = "a content or a key spells a control token or a part of one, and this model's chat template may make it one"
+            raise InvalidRequest("messages", message) from None
 
     def _known(self, field: str, token_ids: list[int]) -> Sequence[int]:
         if (most := max(token_ids, default=0)) >= self._vocab_size:

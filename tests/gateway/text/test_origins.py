@@ -1,11 +1,13 @@
 """Templates that cut texts of clients at control tokens and write their own: those are the template's, and no other."""
 
+import contextlib
+
 import pytest
 import tokenizers
 import transformers
 
 from gateway.text.origins import render_origins
-from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate
+from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall
 from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
 from tests.support.gateway.small_tokenizers import byte_level, special
 
@@ -118,14 +120,48 @@ def test_words_that_a_template_compares():
     assert rendered.of_template == ((0, 12),)
 
 
+# As Mistral's measures ids; the names that others compare or sort; what a client wrote as a whole.
+MEASURED = {
+    "an id": "{% if messages[1].tool_calls[0].id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}",
+    "a date": "{% if day | length == 10 %}{{ day }}{% endif %}",
+    "an effort": "{% if effort not in ['low', 'x-high'] %}{{ raise_exception('no effort') }}{% endif %}",
+    "a name": "{% if messages[0].name == 'my-tool' %}<|user|>{% endif %}",
+    "names in order": "{% for t in tools | sort(attribute='function.name') %}{{ t.function.name }}{% endfor %}",
+    "a length": "{{ messages[0].content | length }}",
+    "a beginning": "{% if messages[0].content.startswith('close') %}<|user|>{% endif %}",
+    "a part": "{{ messages[0].content[:12] }}",
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_a_template_measures_or_compares(name):
+    """The user's HTML has the beginning of a control token in it, and spells none."""
+    call = ChatToolCall("0d9bb496d", "my-tool", {})
+    chat = [ChatMessage("user", "close the <div> with </div>", name="my-tool"), ChatMessage("assistant", "", (call,))]
+    tools = tuple({"name": name, "description": "", "parameters": {}} for name in ("b-x", "B-x", "a-x", "zz"))
+    options = ChatOptions(tools, {"day": "2026-01-01", "effort": "x-high"})
+    template = ChatTemplate(MEASURED[name] + "<|im_start|>{{ messages[0].content }}<|im_end|>", {})
+    rendered = render_origins(template, ADDED.controls, chat, options)
+    assert rendered == (template.render(chat, options), tuple(ADDED.controls.find(rendered.text)))
+
+
+@pytest.mark.parametrize("text", ["a<|im_/no_thinkend|>b", "|im_end|>", "<|IM_END|>", "a</think>|im_end|"])
+def test_what_a_template_measures_becomes_no_control_token(text):
+    source = "{{ messages[0].content | length }}<|user|><{{ messages[0].content.replace('/no_think', '') | lower }}>"
+    with contextlib.suppress(ControlTokenInContent):
+        found = controls_of(ChatTemplate(source, {}), [ChatMessage("user", text)])
+        assert found == [special(ADDED.json)["<|user|>"]]
+
+
 def test_what_a_template_writes_as_the_client_did_is_the_clients():
     """Nothing tells a token at which a text was cut from the same one in its place."""
     template = ChatTemplate("{{ messages[0].content.split('</think>') | join('</think>') }}<|im_end|>", {})
     assert len(controls_of(template, [ChatMessage("assistant", "t</think>a")])) == 1
 
 
-def test_nobody_can_tell_where_more_than_white_space_differs():
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.content | length }}{% endfor %}", {})
+def test_nobody_can_tell_what_a_template_cuts_and_measures():
+    source = "{% for m in messages %}{{ m.content.split('</think>') | length }}{{ m.content | length }}{% endfor %}"
+    template = ChatTemplate(source, {})
     with pytest.raises(ControlTokenInContent):
         controls_of(template, [ChatMessage("user", "</think>")])
 

@@ -93,7 +93,8 @@ def test_a_token_across_the_border_of_a_content():
 
 def test_a_template_that_moves_content_about():
     """An ambiguous case is refused, not guessed."""
-    template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
+    source = "{{ m['content'].split('<|end|>') | length }}{{ m['content'] | length }}{{ m['content'] }}"
+    template = ChatTemplate(f"{{% for m in messages %}}{source}{{% endfor %}}", {})
     tokenizer = Tokenizer(byte_level())
     rendered = render_origins(template, tokenizer.controls, messages([("user", "<|end|>")]))
     assert rendered.of_template is None
