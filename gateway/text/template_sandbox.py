@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sized
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MAX_CHARS = 4 << 20  # of a rendering, and of any value on its way; four times the largest request
 MAX_WORK = 64 << 20  # characters written or copied; seconds at most
@@ -17,6 +18,7 @@ _MAX_NUMBER = 1_000_000  # as an argument: a width, an indentation
 _MAX_BITS = 10_000  # of a whole number
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\*|\d{7})")
 _WIDE_FORMAT = re.compile(r"\d{7}|:[^{}]*\{")
+_OF_VALUES = ("default", "d")  # filters whose arguments are no widths or counts
 _WORK = "work of this rendering"  # no template can name that
 
 
@@ -71,9 +73,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj, *args, **kwargs):
-        _check_arguments((*args, *kwargs.values()))
+        if not _takes_values(__obj):
+            _check_arguments((*args, *kwargs.values()))
         if getattr(__obj, "__name__", "") in ("format", "format_map"):
-            _check_widths(_WIDE_FORMAT, getattr(getattr(__obj, "__wrapped__", None), "__self__", ""))
+            _check_widths(_WIDE_FORMAT, _owner(getattr(__obj, "__wrapped__", None)))
         return _counted(__context, super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left, right):
@@ -114,7 +117,8 @@ def _turns(context: Context, items, num_written: int):
 def _bounded(name: str, function):
     @pass_context
     def bounded(context: Context, *args, **kwargs):
-        _check_arguments((*args[1:], *kwargs.values()))
+        if name not in _OF_VALUES:
+            _check_arguments((*args[1:], *kwargs.values()))
         if name == "format":
             _check_widths(_WIDE_PERCENT, args[0])
         return _counted(context, context.call(function, *args, **kwargs))
@@ -133,6 +137,15 @@ def _counted(context: Context, value):
 def _check(size: int, most: int, what: str) -> None:
     if size > most:
         raise SecurityError(f"{what} in it grows beyond {most}")
+
+
+def _takes_values(function) -> bool:
+    """Return whether no argument is a width or a count: a macro's own calls are bounded."""
+    return isinstance(function, Macro) or function in (dict, Namespace) or isinstance(_owner(function), dict)
+
+
+def _owner(method):
+    return getattr(method, "__self__", None)
 
 
 def _check_arguments(arguments: Iterable) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.text.origins import render_origins
 from gateway.text.template_sandbox import MAX_CHARS
-from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
+from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, TemplateFailed
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.templates.test_templates import TEMPLATES, chat_template
 from tests.support.gateway.small_tokenizers import byte_level
@@ -129,6 +129,27 @@ def test_numbers_and_widths_that_are_in_use():
     assert ChatTemplate("{% for i in range(3) %}{{ loop.index }}/{{ loop.length }} {% endfor %}", {}).render([]) == (
         "1/3 2/3 3/3 "
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro show(value) %}{{ value }}{% endmacro %}{{ show(number) }}",
+        "{% macro show() %}{{ caller(number) }}{% endmacro %}{% call(value) show() %}{{ value }}{% endcall %}",
+        "{{ nothing | default(number) }}",
+        "{{ dict(a=number).a }}",
+        "{{ {}.get('a', number) }}",
+        "{% set n = namespace(a=number) %}{{ n.a }}",
+    ],
+)
+def test_numbers_that_are_values_may_be_large(source):
+    """The time of a call, the `maximum` of a parameter: templates hand them to their macros, as FunctionGemma's does."""
+    assert ChatTemplate(source, {}).render([], ChatOptions(kwargs={"number": 1767225600})) == "1767225600"
+
+
+def test_widths_within_a_macro_are_bounded():
+    refusal("{% macro show(value) %}{{ 'a' | center(value) }}{% endmacro %}{{ show(999999999) }}")
+    refusal("{% macro show(width) %}{{ caller('a'.ljust(width)) }}{% endmacro %}{% call(x) show(999999999) %}{{ x }}{% endcall %}")
 
 
 @settings(max_examples=100)
