@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -262,7 +263,9 @@ class Gateway:
         self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""
     ) -> ModelVersion:
         """Join all parts of a model, and let its workers come."""
-        settings, fleet = self._settings, self.registry.add(folder, required_identity)
+        # Some files name it nowhere else; `special_tokens` are those of the tokenizer.
+        ends = folder.eos_ids | text.control_ids(folder.special_tokens.get("eos_token", ""))
+        settings, fleet = self._settings, self.registry.add(replace(folder, eos_ids=ends), required_identity)
         return ModelVersion(
             Pipeline(
                 fleet=fleet,

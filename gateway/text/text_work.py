@@ -86,6 +86,11 @@ class TextWork:
         work = partial(self._encode, partial(form.encode, prefix, suffix))
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
+    def control_ids(self, *names: str) -> frozenset[int]:
+        """Return the ids of those of these control tokens that tokenizer and model have."""
+        known = self._tokenizer.control_ids
+        return frozenset(known[name] for name in names if known.get(name, self._vocab_size) < self._vocab_size)
+
     def label_ids(self, labels: Sequence[str]) -> list[int]:
         """Return the tokens by which a model that is asked in a conversation answers with one word. Raises
         FailedPrecondition for a model without them, or without a chat template."""

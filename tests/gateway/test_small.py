@@ -120,6 +120,19 @@ def test_generation_config(folder, tmp_path, generation, expected):
     assert read_folder(tmp_path).defaults == expected
 
 
+@pytest.mark.parametrize(
+    ("eos_token", "ends"), [("<|end|>", {0, 3, 4}), ({"content": "<|end|>"}, {0, 3, 4}), ("</s>", {0, 3})]
+)
+async def test_an_answer_ends_with_the_tokenizers_own_end_too(folder, tmp_path, cluster, eos_token, ends):
+    """ChatML finetunes of Llama and Mistral name it in tokenizer_config.json alone."""
+    copy(folder, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": eos_token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    async with cluster(model=tmp_path) as c:
+        assert c.fleet.model.eos_ids == ends
+
+
 def copy(folder, to) -> None:
     for path in folder.iterdir():
         (to / path.name).write_bytes(path.read_bytes())

@@ -149,7 +149,9 @@ def test_numbers_that_are_values_may_be_large(source):
 
 def test_widths_within_a_macro_are_bounded():
     refusal("{% macro show(value) %}{{ 'a' | center(value) }}{% endmacro %}{{ show(999999999) }}")
-    refusal("{% macro show(width) %}{{ caller('a'.ljust(width)) }}{% endmacro %}{% call(x) show(999999999) %}{{ x }}{% endcall %}")
+    refusal(
+        "{% macro show(width) %}{{ caller('a'.ljust(width)) }}{% endmacro %}{% call(x) show(999999999) %}{{ x }}{% endcall %}"
+    )
 
 
 @settings(max_examples=100)
