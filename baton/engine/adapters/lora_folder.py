@@ -19,6 +19,8 @@ from baton.model_files import why_not_itself
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# What stands in place of `model.` where the text model is within another, in transformers now and before 4.52.
+_AROUND = ("model.language_model.", "language_model.model.")
 # Settings of other methods than plain LoRA on linear layers, and the values that leave them out.
 _PLAIN = {
     "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,), "modules_to_save": ([],),
@@ -58,15 +60,16 @@ class LoraFolder:
     def pair(self, module: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor] | None:
         """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves the
         module as it is. Raises ModelError where shapes are those of another base."""
-        if module not in self._pairs:
+        names = (module, *(around + module.removeprefix("model.") for around in _AROUND))
+        if (name := next(filter(self._pairs.__contains__, names), None)) is None:
             return None
-        self._left.pop(module, None)
-        pair, rank = self._pairs[module], self._rank(module)
+        self._left.pop(name, None)
+        pair, rank = self._pairs[name], self._rank(name)
         for part, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
             if tuple(pair[part].shape) != shape:
                 told = f"has shape {list(pair[part].shape)}, this base and rank {rank} ask for {list(shape)}"
-                raise self._wrong(f"{module}.lora_{part}", told)
-        return pair["A"].float(), pair["B"].float() * self._scale(module, rank)
+                raise self._wrong(f"{name}.lora_{part}", told)
+        return pair["A"].float(), pair["B"].float() * self._scale(name, rank)
 
     def check_all_read(self) -> None:
         """Raise ModelError where a module of the adapter is none that the base can add to; then all may be read again."""

@@ -68,6 +68,23 @@ def test_equal_to_merged_weights(tmp_path, name, options):
     assert (expected(merged) - expected(model)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("around", ["model.language_model.", "language_model.model."])
+def test_one_of_a_text_model_within_another(tmp_path, around):
+    """As PEFT names what it adds to a ...ForConditionalGeneration, of transformers now and before 4.52."""
+    pattern = "layers.1.self_attn.q_proj"
+    make_adapter(tmp_path / "a", make_folder(tmp_path / "base", "llama3"), ATTENTION, rank_pattern={pattern: 16})
+    (tmp_path / "b").mkdir()
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    config["rank_pattern"] = {around + pattern: 16}
+    (tmp_path / "b" / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    renamed = {name.replace("model.layers.", f"{around}layers."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "b" / "adapter_model.safetensors")
+    engine = load(tmp_path / "base", tmp_path / "a", tmp_path / "b")
+    plain, within = (logprobs_of(engine, identities(engine)[name]) for name in "ab")
+    assert torch.equal(plain, within) and not torch.equal(plain, logprobs_of(engine))
+
+
 @pytest.mark.parametrize(
     "options",
     [
