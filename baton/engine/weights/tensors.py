@@ -1,5 +1,6 @@
 """The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -112,6 +113,7 @@ class Weights:
                 f"{path}: tensor {name} is {tensor.dtype}, which is not what config.json says of its weights "
                 f"({', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)})"
             )
+        check_finite(tensor, path, name)
         self._read.add(name)
         self.read_bytes += tensor.nbytes
         return tensor
@@ -127,6 +129,13 @@ class Weights:
         for name, file in _weight_map(self.folder).items():
             if name not in self._files or self._files[name][0].name != file:
                 raise ModelError(f"{self.folder / file}: tensor {name} is not in it, {INDEX} says it is")
+
+
+def check_finite(tensor: Tensor, path: Path, name: str) -> None:
+    """Raise ModelError where a tensor of floats has a value that is none: all answers would be one token. At the pace of memory,
+    which `isfinite` is far from."""
+    if tensor.dtype in FLOATS and tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):
+        raise ModelError(f"{path}: tensor {name} holds values that are NaN or infinite")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.body import ParsedBody
-from gateway.http.wire.forms import LEAST_LOGPROB, SequenceDecoder, TokenTexts, token_logprobs
+from gateway.http.wire.forms import SequenceDecoder, TokenTexts, logprob_in_json, token_logprobs
 from gateway.http.wire.writing import COMMENT, Data, Json, event, to_bytes_in_turns, to_text
 
 _DONE = b"data: [DONE]\n\n"
@@ -242,7 +242,7 @@ class CompletionForm(AnswerForm):
         """Return the tokens that might have been in one place, as vLLM has them."""
         return {
             str(each.token_id): {
-                "logprob": max(each.logprob, LEAST_LOGPROB),
+                "logprob": logprob_in_json(each.logprob),
                 "decoded_token": self._tokens.shown(each.token_id)[0],
             }
             for each in (logprobs.chosen, *logprobs.top)
@@ -268,7 +268,7 @@ class CompletionForm(AnswerForm):
         rows += [(self._places[index], each.chosen.token_id, each) for each in logprobs]
         return {
             "tokens": (self._tokens.shown(token_id)[0] for _, token_id, _ in rows),
-            "token_logprobs": (each and max(each.chosen.logprob, LEAST_LOGPROB) for _, _, each in rows),
+            "token_logprobs": (each and logprob_in_json(each.chosen.logprob) for _, _, each in rows),
             "top_logprobs": (each and self._by_text(each) for _, _, each in rows),
             "text_offset": (place.pass_token(token_id) for place, token_id, _ in rows),
         }
@@ -276,7 +276,7 @@ class CompletionForm(AnswerForm):
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
         """Return the likeliest tokens in one place, and the one that was taken, as OpenAI has them."""
         likeliest = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
-        return {self._tokens.shown(each.token_id)[0]: max(each.logprob, LEAST_LOGPROB) for each in likeliest}
+        return {self._tokens.shown(each.token_id)[0]: logprob_in_json(each.logprob) for each in likeliest}
 
 
 def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 from baton.v1 import inference_pb2 as pb
 from gateway.http.wire.writing import Data, Json
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_LEAST_LOGPROB = -9999.0
 
 
 class SequenceDecoder(Protocol):
@@ -33,12 +33,17 @@ class TokenTexts(Protocol):
         ...
 
 
+def logprob_in_json(logprob: float) -> float:
+    """Return a log-probability as JSON can have it, which has no infinity and no NaN."""
+    return max(_LEAST_LOGPROB, logprob)  # the first one, where the other is NaN
+
+
 def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
     """Yield the tokens of a part of an answer, each with its alternatives."""
 
     def token_json(token: pb.TokenLogprob) -> Json:
         text, raw = tokens.shown(token.token_id)
-        return {"token": text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(raw)}
+        return {"token": text, "logprob": logprob_in_json(token.logprob), "bytes": list(raw)}
 
     return ({**token_json(each.chosen), "top_logprobs": [token_json(best) for best in each.top]} for each in logprobs)
 

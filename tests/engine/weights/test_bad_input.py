@@ -51,6 +51,21 @@ def test_scales_that_are_not_finite(folder, value):
     assert_refused(folder, "model.safetensors", PROJECTION, "NaN or infinite")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", [f"{PROJECTION}.weight", "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"]
+)
+def test_weights_that_are_not_finite(tmp_path, name, value):
+    """Every answer was one token for ever, as a success."""
+    published.dense_folder(tmp_path)
+
+    def change(tensors):
+        tensors[name].flatten()[-1] = value
+
+    published.change_tensors(tmp_path, change)
+    assert_refused(tmp_path, "model.safetensors", name, "NaN or infinite")
+
+
 def test_scales_of_the_wrong_shape(folder):
     def change(tensors):
         name = scale_of(tensors)

@@ -209,12 +209,18 @@ def test_unknown_architecture(tmp_path):
         load_model(EngineConfig(tmp_path / "model.gguf"))
 
 
-def test_scales_that_are_not_finite(path):
+@pytest.mark.parametrize(
+    ("name", "place", "value", "told"),
+    [
+        ("blk.1.ffn_down.weight", (3, slice(2)), (0, 0x7E), "scales"),  # a NaN of fp16
+        ("blk.1.ffn_norm.weight", -1, float("nan"), "values"),
+    ],
+)
+def test_what_is_not_finite(path, name, place, value, told):
     reader = gguf.GGUFReader(path, "r+")
-    tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_down.weight")
-    tensor.data[3, :2] = (0, 0x7E)  # a NaN of fp16
+    next(tensor for tensor in reader.tensors if tensor.name == name).data[place] = value
     reader.data.flush()
-    with pytest.raises(ModelError, match="model.gguf: tensor blk.1.ffn_down.weight holds scales that are NaN"):
+    with pytest.raises(ModelError, match=f"model.gguf: tensor {name} holds {told} that are NaN"):
         load_model(EngineConfig(path))
 
 

@@ -14,6 +14,7 @@ from baton.engine.core.gguf_file import EMBEDDING, OUTPUT, GGUFFile
 from baton.engine.core.model_errors import ModelError
 from baton.engine.weights.formats.base import EMBED, HEAD, WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight, pack_int4
+from baton.engine.weights.tensors import check_finite
 from baton.gguf import TEXT
 
 LAYER, BLOCK = "model.layers.", "blk."
@@ -118,6 +119,7 @@ class GGUFFormat(WeightSource):
             values = torch.from_numpy(tensor.data).view(torch.bfloat16)
         else:
             values = torch.from_numpy(self._file.expanded(name))
+        check_finite(values, self._file.path, name)
         return values if rows is None else values[rows]
 
     def _name(self, name: str, shape: tuple[int, ...]) -> str:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 import shutil
 from collections.abc import Awaitable
 from urllib.error import HTTPError
@@ -278,6 +280,17 @@ async def test_others_run_while_logprobs_are_written(form_of):
     found = [choice["logprobs"] for choice in json.loads(written)["choices"]]
     names = ("content",) if form_of is ChatForm else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert all(len(told[name]) == 1000 for told in found for name in names)
+
+
+@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
+async def test_logprobs_that_are_no_numbers_are_json(form_of):
+    """JSON.parse of JavaScript, and Go's reader, refuse NaN and Infinity."""
+    top = [pb.TokenLogprob(token_id=20, logprob=logprob) for logprob in (math.nan, -math.inf)]
+    logprobs = [pb.Logprobs(chosen=top[0], top=top)]
+    choice = pb.Choice(text="x", logprobs=logprobs, finish_reason=pb.FINISH_REASON_STOP)
+    form = form_of(read_completion({"prompt": "a", "logprobs": 5}), "fake", Detokenizer(Tokenizer(byte_level())))
+    written = await to_bytes_in_turns(form.whole([pb.CompleteResponse(choices=[choice])]))
+    assert b"-9999" in written and not {b"NaN", b"Infinity"} & set(re.findall(rb"[A-Z][A-Za-z]+", written))
 
 
 @pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
