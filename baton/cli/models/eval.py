@@ -9,6 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.gguf import is_gguf
 from baton.service.arguments import add_command, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 
@@ -40,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Score a model on text it was not trained on, through the engine, KV as it is stored.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder, of any weight format")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="model folder, of any weight format but .gguf"
+    )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8 text (default: the demo's held-out modules of this machine)"
     )
@@ -127,14 +130,19 @@ def encode(model: Path, texts: Texts) -> list[list[int]]:
     """Token ids of each text behind the model's own beginning: what its tokenizer adds, or its bos or eos."""
     from baton.engine.models.registry import read_spec
     from baton.quantization.calibration import check_vocabulary, load_tokenizer
+    from baton.quantization.core.errors import QuantizeError
 
+    if is_gguf(model):
+        raise QuantizeError(f"{model}: a .gguf file is not scored; give the model folder that it was made of")
     spec, tokenizer = read_spec(model), load_tokenizer(model)
     config = json.loads((model / "config.json").read_text())
     begins = [config.get("bos_token_id"), *spec.eos_token_ids]
     begin = next((token_id for token_id in begins if isinstance(token_id, int)), 0)
     encoded = [tokenizer.encode(text).ids for text in texts.texts]
     check_vocabulary(tokenizer, max(max(ids) for ids in encoded), spec.vocab_size, model)
-    return [ids if ids[0] == begin else [begin, *ids] for ids in encoded]
+    alone, around = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    has_begin = around[:1] != alone[:1]
+    return [ids if has_begin or ids[0] == begin else [begin, *ids] for ids in encoded]
 
 
 def _lines(figures: dict[str, object]) -> str:

@@ -10,11 +10,14 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from baton.cli.models import eval as evaluate
 from baton.cli.models import quantize
 from baton.quantization import schemes
 from tests.support.engine.hard_models import make_demo_like
+from tests.support.gateway.small_tokenizers import byte_level
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,30 @@ def test_wrong_use_of_quantize(model, tmp_path, capsys, words, message):
     assert call(quantize, "--model", model, "--out", tmp_path / "out", *words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("single", "begins"), [("<|im_start|> $A", ["<|im_start|>"]), ("$A", ["</s>"])])
+def test_texts_begin_as_the_tokenizer_has_it(tmp_path, single, begins):
+    """Gemma 3's config.json names ends alone; its tokenizer puts BOS before a text."""
+    folder = make_demo_like(tmp_path / "model")
+    tokenizer = Tokenizer.from_buffer(byte_level())
+    names = ("<|im_start|>", "</s>")
+    special = [(name, tokenizer.token_to_id(name)) for name in names]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [dict(special)["</s>"]]}
+    config.pop("bos_token_id", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (ids,) = evaluate.encode(folder, evaluate.Texts("x", ["the fox"]))
+    text = tokenizer.encode("the fox", add_special_tokens=False).ids
+    assert ids == [*(tokenizer.token_to_id(name) for name in begins), *text]
+
+
+def test_a_gguf_file_is_not_scored(tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert call(evaluate, "--model", tmp_path / "model.gguf") == 2
+    assert f"{tmp_path / 'model.gguf'}: a .gguf file is not scored" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [quantize, evaluate])
