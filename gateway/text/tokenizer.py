@@ -254,7 +254,9 @@ def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
 
 def _is_byte_level(decoder_steps: Sequence[str], name: str) -> bool:
     """Return whether the bytes of a text are those of its tokens, joined. Raises SettingsError where what else is done to them
-    is not known here."""
+    is not known here, or depends on where in the text they stand."""
+    if "BPEDecoder" in decoder_steps:
+        raise SettingsError(f"{name}: its decoder is BPEDecoder, which is not served")
     if "ByteLevel" not in decoder_steps:
         return False
     if others := sorted({*decoder_steps} - {"ByteLevel", "Fuse"}):

@@ -139,11 +139,15 @@ def check_finite(tensor: Tensor, path: Path, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in order of name; a .gguf file is its own."""
+    """The safetensors files of a model folder, in order of name; a .gguf file is its own. Raises ModelError."""
     if is_gguf(folder):
         return [folder]
     if os.path.lexists(folder / INDEX):  # a link that leads nowhere, too: the weights are not in one file
-        return sorted(folder / name for name in set(_weight_map(folder).values()))
+        names = set(_weight_map(folder).values())
+        if SINGLE not in names and os.path.lexists(folder / SINGLE):
+            told = f"{SINGLE} is beside {INDEX}, which names other files: remove those that do not count"
+            raise ModelError(f"{folder}: {told}")
+        return sorted(folder / name for name in names)
     return [folder / SINGLE]
 
 

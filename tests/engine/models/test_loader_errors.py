@@ -218,6 +218,20 @@ def test_missing_shard(tmp_path):
     assert_refused(folder, shard.name, "no such file")
 
 
+@pytest.mark.parametrize("names_it", [False, True])
+def test_an_index_beside_a_whole_file(tmp_path, folder, names_it):
+    """Loaders do not agree which of both counts; one that is the other's is no matter."""
+    if names_it:
+        index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        load_model(EngineConfig(folder))
+        return
+    make_folder(tmp_path / "other", "qwen3").save_pretrained(tmp_path / "both", max_shard_size="60KB")
+    (tmp_path / "both" / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    told = "model.safetensors is beside model.safetensors.index.json, which names other files"
+    assert_refused(tmp_path / "both", told)
+
+
 def test_index_that_leaves_the_folder(folder):
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}

@@ -135,6 +135,14 @@ def test_a_byte_level_decoder_beside_others_is_refused():
         Tokenizer(json.dumps(content).encode(), "a.json")
 
 
+def test_a_decoder_that_writes_the_last_word_otherwise_is_refused():
+    """As GPT-1's and CLIP's: what a token says depends on whether another one follows."""
+    content = json.loads(KINDS["first"])
+    content["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
+    with pytest.raises(SettingsError, match="^a.json: its decoder is BPEDecoder, which is not served$"):
+        Tokenizer(json.dumps(content).encode(), "a.json")
+
+
 def test_what_a_token_says_by_itself():
     def text_of(kind: str, token: str) -> tuple[bytes, bytes, str]:
         found = DETOKENIZERS[kind].token_text(TOKENIZERS[kind].decoder.token_to_id(token))
