@@ -1,6 +1,6 @@
 """Options of the engine, and their values resolved for one model."""
 
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mtp")
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")
+MAX_NUMBER = (1 << 31) - 1  # of any setting: kernels and messages have 32 bits for most
+MAX_BLOCK_SIZE = 1 << 16  # that the wire of KV can name
 MAX_POOL_BYTES = 4 << 30
 # Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it.
 POOL_SHARE = 0.125
@@ -138,8 +140,13 @@ class EngineConfig:
         for name, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(known)}")
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), int) and value > MAX_NUMBER:
+                raise ValueError(f"{each.name} {value}: must be at most {MAX_NUMBER}")
         if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
             raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size {self.block_size}: must be at most {MAX_BLOCK_SIZE}")
         if self.checkpoint_tokens < 1 or self.checkpoint_tokens % SPAN_TOKENS:
             raise ValueError(f"checkpoint_tokens {self.checkpoint_tokens}: must be a multiple of {SPAN_TOKENS}")
         if self.num_states is not None and self.num_states < 2:
@@ -147,6 +154,10 @@ class EngineConfig:
         for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads", "workers_per_gpu"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} {value}: must be at least 1")
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len 1: must be at least 2, a token to read and one to answer")
+        if self.num_blocks == self.block_size == 1:
+            raise ValueError("num_blocks 1: with block_size 1 at least 2, a token to read and one to answer")
         if self.device not in DEVICES:
             raise ValueError(f"device {self.device!r}: one of {', '.join(DEVICES)}")
         share = self.gpu_memory_utilization

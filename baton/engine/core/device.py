@@ -21,6 +21,7 @@ QUIET_S, POLL_S = 2.0, 0.25
 SMALLER = {
     "fp8": 0.53, "int8": 0.53, "int8-weight-only": 0.53, "int4-g32": 0.4, "int4-g64": 0.34, "int4-g128": 0.31,
 }  # fmt: skip
+MAX_THREADS_A_CORE = 16
 ADVISED = ("fp8", "int8", "int4-g128")
 
 
@@ -86,8 +87,13 @@ def unfit() -> str:
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at once."""
+    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at once. Raises
+    ValueError for so many that they would only wait for each other."""
     if num_threads is not None:
+        num_cores = system.num_cores()
+        if num_threads > (most := MAX_THREADS_A_CORE * num_cores):
+            told = f"{MAX_THREADS_A_CORE} times the cores of this process, {num_cores}"
+            raise ValueError(f"threads {num_threads}: must be at most {most}, {told}")
         torch.set_num_threads(num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), system.num_cores()))
