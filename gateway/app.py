@@ -166,7 +166,7 @@ class Gateway:
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)
         health.set(SERVICE_NAME, False)
-        if settings.reflection or (settings.is_loopback and settings.credentials is None):
+        if settings.has_reflection(settings.is_loopback and settings.credentials is None):
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
         return fleet, health
 

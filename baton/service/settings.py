@@ -205,6 +205,8 @@ def from_table(
         name = key.replace("-", "_")
         if name not in fields:
             raise SettingsError(f"{where}: unknown setting {key!r}{_nearest(name, [*beside, *fields])}")
+        if name in values:
+            raise SettingsError(f"{where}: {key} is given twice, as {name} and {_dashed(name)}")
         values[name] = Sourced(_parse(*fields[name], value, f"{where}: {key}"), f"{where}: {key}")
     return values
 
@@ -298,6 +300,8 @@ def _parse_scalar(kind: type, value: typing.Any, where: str) -> object:
     try:
         if isinstance(value, (list, dict)) or (kind is int and not isinstance(value, (int, str))):
             raise ValueError
+        if value == "" and kind in (str, Path):  # a path would be the working directory
+            raise SettingsError(f"{where} is empty; leave it out")
         return kind(value)
     except (ValueError, TypeError):
         what = {int: "a whole number", float: "a number"}.get(kind, "a text")

@@ -262,7 +262,7 @@ class Worker:
         adapters = LiveAdapters(self.engine, self.sessions, hello)
         self.service = WorkerService(self.commands, self.sessions, self._drain, adapters, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._bound.server)
-        if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
+        if settings.has_reflection(settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._bound.server, [SERVICE_NAME])
         return adapters
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
-from baton.service.net.addresses import host_of
+from baton.service.net.addresses import AddressError, host_of, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
@@ -81,6 +81,8 @@ class WorkerSettings(Exposure):
             raise ValueError(f"--kv-mirror-gib {self.kv_mirror_gib:g}: must be above 0")
         if not self.transports:
             raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
+        if (root := self.engine.adapter_root) is not None and not root.is_dir():
+            raise ValueError(f"--adapter-root {root}: no such folder")
         self._check_address()
         if self.engine.remote_stages and self.rank_listen is None:
             raise ValueError(f"--remote-stages {self.engine.remote_stages}: say by --rank-listen where they join")
@@ -121,19 +123,43 @@ class WorkerSettings(Exposure):
         """Raise ValueError for an address at which takers could not find the KV of this worker."""
         if self.kv_socket_dir is not None and not self.kv_socket_dir.is_dir():
             raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
-        if not 0 <= self.kv_port <= 65535:
-            raise ValueError(f"--kv-port {self.kv_port}: must be from 1 to 65535, or 0: the system chooses")
+        self._check_kv_port()
         host = self.advertise_host
         if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
             raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")
         is_everywhere = self.listen_host in ("0.0.0.0", "::")
         if self.gateways and is_everywhere and host is None:
             raise ValueError(f"--gateways: with --listen {self.listen} say by --advertise-host where this worker is")
+        for gateway in self.gateways:
+            try:
+                _, port = split_address(gateway)
+            except AddressError as error:
+                raise ValueError(f"--gateways: {error}") from None
+            if not port:
+                raise ValueError(f"--gateways: {gateway}: nobody listens at port 0")
+
+    def _check_kv_port(self) -> None:
+        """Raise ValueError where no port is taken, or too few are left for as many as may be."""
+        chosen = set(self.transports)
+        if "auto" in chosen:
+            chosen |= set(TRANSPORTS) - set(self.refused_transports)
+        num_ports = sum(name in chosen for name in ("grpc", *IN_PLAIN_TEXT))
+        if self.kv_port and not num_ports:
+            raise ValueError(f"--kv-port has no effect with --transports {','.join(self.transports)}; leave it out")
+        num_ports *= self.engine.num_ranks_here if self._may_have_gpu else 1
+        if not 0 <= self.kv_port <= (last := min(65535, 65536 - num_ports)):
+            why = f", for {num_ports} ports from there on" if num_ports > 1 else ""
+            raise ValueError(f"--kv-port {self.kv_port}: must be from 1 to {last}{why}, or 0: the system chooses")
+
+    @property
+    def _may_have_gpu(self) -> bool:
+        """Asks the driver: torch is not imported yet."""
+        return self.engine.device != "cpu" and find_runtime() is not None
 
     def _check_gpu(self) -> None:
-        """Raise ValueError for what needs a GPU where there is none. Asks the driver: torch is not imported yet."""
+        """Raise ValueError for what needs a GPU where there is none."""
         engine = self.engine
-        if engine.device != "cpu" and find_runtime() is not None:
+        if self._may_have_gpu:
             return
         why = f"a CPU ({gpu_refusal()})" if engine.device == "auto" else "a CPU"
         if engine.device == "cuda":
@@ -146,5 +172,7 @@ class WorkerSettings(Exposure):
             raise ValueError(f"--sm-share has no effect on {why}; give --threads")
         if self.kv_mirror_gib is not None:
             raise ValueError(f"--kv-mirror-gib has no effect on {why}; leave it out")
+        if engine.workers_per_gpu > 1:
+            raise ValueError(f"--workers-per-gpu has no effect on {why}; leave it out")
         if engine.gpu_memory_utilization is not None:
             raise ValueError(f"--gpu-memory-utilization has no effect on {why}; size the pool with --num-blocks")

@@ -131,6 +131,8 @@ class GatewaySettings(Exposure):
         check_model_name(self.served_model_name, "--served-model-name")
         if None not in self.models and self.served_model_name:
             raise ValueError("--served-model-name has no effect: --model gives names")
+        if self.model_root is not None and not self.model_root.is_dir():
+            raise ValueError(f"--model-root {self.model_root}: no such folder")
         self._check_workers()
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: is in --prefill-workers and in --decode-workers")
@@ -164,9 +166,11 @@ class GatewaySettings(Exposure):
         for role in ROLES:
             for address in getattr(self, f"{role}_workers"):
                 try:
-                    split_address(address)
+                    _, port = split_address(address)
                 except AddressError as error:
                     raise ValueError(f"--{role}-workers: {error}") from None
+                if not port:
+                    raise ValueError(f"--{role}-workers: {address}: nobody listens at port 0")
 
     def _check_numbers(self) -> None:
         """Raise ValueError for what is too low, or not a number."""

@@ -68,6 +68,10 @@ def test_flags_of_every_kind():
         (["--model=m"], {}, "listen = {a = 1}", ["listen", "{'a': 1} is not a text"]),
         (["--model=m"], {}, "transports = [['shm']]", ["transports", "['shm'] is not a text"]),
         (["--model=m"], {}, "= 4", ["settings.toml", "TOML"]),
+        (["--model=m"], {}, "block_size = 8\nblock-size = 16", ["settings.toml: block-size", "given twice"]),
+        (["--model="], {}, "", ["--model is empty; leave it out"]),
+        (["--model=m", "--listen="], {}, "", ["--listen is empty; leave it out"]),
+        (["--model=m"], {}, "listen = ''", ["settings.toml: listen is empty; leave it out"]),
     ],
 )
 def test_refused_in_one_line(tmp_path, argv, env, toml, words):

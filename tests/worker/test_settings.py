@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from baton.service.settings import SettingsError, add_flags, flat_fields, load_s
 from baton.worker import app, settings
 from baton.worker.main import main
 from baton.worker.settings import WorkerSettings
+from gateway.config.settings import GatewaySettings
 from gateway.orchestration import machine
 from kvtransfer.transfer import dialogue
 
@@ -137,3 +139,42 @@ def test_a_gpu_has_defaults_of_its_own_and_flags_win(monkeypatch, role, device, 
     assert main(role, dict, ["--model", "folder", *flags]) == 0
     (config,) = served
     assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"kv_port": "65535"}, "--kv-port 65535: must be from 1 to 65533, for 3 ports from there on, or 0: the system"),
+        ({"kv_port": "65535", "transports": "tcp,grpc"}, "--kv-port 65535: must be from 1 to 65534, for 2 ports"),
+        ({"kv_port": "5000", "transports": "shm"}, "--kv-port has no effect with --transports shm; leave it out"),
+        ({"gateways": "nonsense"}, "--gateways: 'nonsense' is not HOST:PORT"),
+        ({"gateways": "a:1,b:0"}, "--gateways: b:0: nobody listens at port 0"),
+        ({"adapter_root": "/no/such"}, "--adapter-root /no/such: no such folder"),
+        ({"workers_per_gpu": "7", "device": "cpu"}, "--workers-per-gpu has no effect on a CPU; leave it out"),
+    ],
+)
+def test_what_can_have_no_effect_is_refused(given, words):
+    with pytest.raises(SettingsError, match=f"^{re.escape(words)}"):
+        load_settings(WorkerSettings, {"model": "m", **given}, {})
+
+
+@pytest.mark.parametrize("cls", [WorkerSettings, GatewaySettings])
+def test_no_reflection_is_none(cls):
+    """It was on all the same, on loopback."""
+    flags = flags_of(cls)
+    told = [load_settings(cls, flags.parse_args(["--model=m", *argv]), {}) for argv in ((), ("--no-reflection",))]
+    assert [each.has_reflection(True) for each in told] == [True, False]
+    assert not any(each.has_reflection(False) for each in told)
+
+
+@pytest.mark.parametrize("given", [{"transports": "tcp"}, {"transports": "shm,grpc"}, {"transports": "nixl"}])
+def test_one_port_may_be_the_last(given):
+    assert load_settings(WorkerSettings, {"model": "m", "kv_port": "65535", **given}, {}).kv_port == 65535
+
+
+def test_each_gpu_of_a_worker_has_ports_of_its_own(monkeypatch):
+    monkeypatch.setattr(settings, "find_runtime", lambda: "a GPU")
+    given = {"model": "m", "kv_port": "65530", "transports": "grpc", "tensor_parallel": "8"}
+    with pytest.raises(SettingsError, match="--kv-port 65530: must be from 1 to 65528, for 8 ports from there on"):
+        load_settings(WorkerSettings, given, {})
+    assert load_settings(WorkerSettings, {**given, "device": "cpu"}, {}).kv_port == 65530

@@ -30,13 +30,17 @@ class Exposure:
         (),
         metavar="NAME,...",
     )
-    reflection: bool = option(
-        "allow gRPC reflection to authenticated callers (on by itself on loopback without TLS and keys)", False
+    reflection: bool | None = option(
+        "allow gRPC reflection to authenticated callers (default: on loopback without TLS and keys)", None
     )
 
     @property
     def tls(self) -> Tls | None:
         return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
+
+    def has_reflection(self, is_private: bool) -> bool:
+        """`is_private`: only this host reaches the port, and needs no key."""
+        return is_private if self.reflection is None else self.reflection
 
     def check_exposure(self, listens: Mapping[str, str], admin: str, is_protected: bool, needs: str) -> None:
         """`listens`: addresses by flag. `is_protected`: by what `needs` names. Raises ValueError, one line."""
