@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from baton.cli.cluster.up_settings import (
@@ -24,7 +24,7 @@ from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
 _VALUE_WIDTH = 44
-Values = Mapping[str, tuple[object, str]]
+Values = dict[str, tuple[object, str]]
 
 
 _EXAMPLES = """
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
     workers = {role: _worker_values(found, role, flags) for role in ROLES}
     common = {name: each for name, each in workers["prefill"].items() if workers["decode"][name] == each}
-    yield from _section(_with_sources(flat_values(found.up), UpSettings, "", found, flags))
+    yield from _section(_with_sources(flat_values(found.up), UpSettings, ("",), found, flags))
     yield ""
     yield from _section(common)
     for role in ROLES:
@@ -70,34 +70,34 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
             yield from _section(own)
     settings = gateway_settings(found)
     yield "\n[gateway]"
-    yield from _section(_with_sources(flat_values(settings), GatewaySettings, "gateway.", found, flags))
+    yield from _section(_with_sources(flat_values(settings), GatewaySettings, ("gateway.",), found, flags))
 
 
 def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:
     settings = worker_settings(found.workers[role], next(iter(found.models.values())))
-    both = _with_sources(flat_values(settings), WorkerSettings, "", found, flags)
-    own = _with_sources(flat_values(settings), WorkerSettings, f"{role}.", found, flags)
-    values = {name: own[name] if own[name][1] != "default" else each for name, each in both.items()}
+    values = _with_sources(flat_values(settings), WorkerSettings, (f"{role}.", ""), found, flags)
     if values["threads"][1] == "default" and values["threads"][0] is not None:
         values["threads"] = (values["threads"][0], "the cores, divided among the workers")
     return values
 
 
 def _with_sources(
-    values: Mapping[str, object], cls: type, prefix: str, found: Resolved, flags: Mapping[str, object]
+    values: Mapping[str, object], cls: type, prefixes: Sequence[str], found: Resolved, flags: Mapping[str, object]
 ) -> Values:
-    """Return each value with where it was set."""
-    sourced = {}
-    for name in options_of(cls):
-        flag = prefix + name
+    """Return each value with where it was set. `prefixes`: of the flags that set it, the one that wins first."""
+    return {
+        name: (values[name], _source(name, [prefix + name for prefix in prefixes], found, flags))
+        for name in options_of(cls)
+    }
+
+
+def _source(name: str, set_by: Sequence[str], found: Resolved, flags: Mapping[str, object]) -> str:
+    for flag in set_by:
         if flag in flags:
-            source = f"--{flag.replace('_', '-')}"
-        elif flag in found.sources:
-            source = found.sources[flag]
-        else:
-            source = variable(name) if is_in_environment(name) else "default"
-        sourced[name] = (values[name], source)
-    return sourced
+            return f"--{flag.replace('_', '-')}"
+        if flag in found.sources:
+            return found.sources[flag]
+    return variable(name) if is_in_environment(name) else "default"
 
 
 def _section(values: Values) -> Iterator[str]:
@@ -109,4 +109,7 @@ def _section(values: Values) -> Iterator[str]:
 def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    if isinstance(value, float):
+        return repr(value)  # inf too, which JSON has not
+    text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    return text.replace("\x7f", r"\u007f")

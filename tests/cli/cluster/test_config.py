@@ -205,6 +205,32 @@ def test_what_is_printed_is_a_file_that_says_the_same(capsys, monkeypatch, flags
 
 
 @pytest.mark.parametrize(
+    "flags, file, sources",
+    [
+        (["--block-size", "16"], "", ["--block-size"]),
+        (["--block-size", "16", "--prefill.block-size", "4"], "", ["--prefill.block-size", "--block-size"]),
+        (["--prefill.block-size", "4"], "", ["--prefill.block-size", "BATON_BLOCK_SIZE"]),
+        (["--decode.block-size", "4"], "block_size = 8", ["BATON_BLOCK_SIZE", "--decode.block-size"]),
+        (["--block-size", "16"], "[prefill_worker]\nblock_size = 8", ["--block-size"]),
+    ],
+)
+def test_what_wins_over_a_variable_is_where_it_was_set(monkeypatch, capsys, flags, file, sources):
+    """It was the variable's, beside a value that was not."""
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "64")
+    Path("up.toml").write_text(file)
+    text = printed(capsys, "--model", "m", "--config", "up.toml", *flags)
+    assert [line.partition("# ")[2] for line in text.splitlines() if line.startswith("block_size =")] == sources
+
+
+def test_any_value_that_is_taken_is_printed_as_toml(capsys):
+    flags = [f"--gateway.{name}=inf" for name in ("max-queue-wait-s", "max-timeout-s", "drain-grace-s")]
+    Path("a\x7fb").mkdir()
+    text = printed(capsys, "--model", "m", *flags, "--adapter-root", "a\x7fb", "--gateway.default-timeout-s", "1e18")
+    Path("printed.toml").write_text(text)
+    assert tomllib.loads(printed(capsys, "--config", "printed.toml")) == tomllib.loads(text)
+
+
+@pytest.mark.parametrize(
     "file, words",
     [
         ("decoed = 2", ["up.toml", "decoed", "did you mean decode?"]),
