@@ -1,12 +1,14 @@
 """The workers of one model: which of them serve, what requests are checked against, and whether it is this one."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, PROMPT_LOGPROBS, check_model_name
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, NoWorker
+from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
@@ -22,6 +24,8 @@ from kvtransfer.naming import ModelIdentity
 
 _POLL_S = 0.05
 _FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
+
+log = logging.getLogger(__name__)
 
 
 class ModelFleet:
@@ -59,6 +63,7 @@ class ModelFleet:
         self._named_identity = b""  # the identity, by a worker that the settings name
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._adapters: dict[str, bytes] = {}  # identity by name
+        self._why_no_pair = ""  # as it was told last
 
     @property
     def name(self) -> str:
@@ -178,6 +183,7 @@ class ModelFleet:
         self.candidates.update(link)
         if self.candidates.num_changes != num_changes:
             self._note_adapters()
+            self._tell_why_no_pair()
 
     def forget(self) -> None:
         """Make what requests are checked against again: a worker will not come back, or a new one may come."""
@@ -198,6 +204,13 @@ class ModelFleet:
             self._adapters = _adapters_of(decode)
         else:
             self._adapters = self._adapters | _adapters_of(self.router.decode_workers())
+
+    def _tell_why_no_pair(self) -> None:
+        """Log once why no two workers are a pair: prompts wait, or prefill workers have nothing to do."""
+        why = "" if self._settings.split == "never" else self.router.why_no_pair()
+        if why and why != self._why_no_pair:
+            log.warning("no decode worker can take KV from a prefill worker %s", fields(model=self.name, why=why))
+        self._why_no_pair = why
 
     def _served_model(self, is_whole: bool) -> ServedModel:
         """`is_whole`: no decode worker may come that has never said what it holds."""

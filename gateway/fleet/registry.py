@@ -286,8 +286,10 @@ class Registry:
         fleet.update(link)
 
     def _excuses(self, fleet: ModelFleet, role: str) -> str:
-        """Return why no worker of this role serves the model."""
-        found = [f"{link.address} {link.state.value}: {link.reason}" for link in fleet.links(role)]
+        """Return why no worker of this role serves the model, or none that fits the others."""
+        found = [why] if (why := fleet.router.why_no_pair()) else []
+        away = (link for link in fleet.links(role) if not link.is_serving)
+        found += [f"{link.address} {link.state.value}: {link.reason}" for link in away]
         found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.role == role]
         found += self.registered.excuses(role)
         return "; ".join(found) or "none is configured, and none has registered"

@@ -43,7 +43,7 @@ class Router:
         starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
         self._candidates, self._split, self._pace_estimator = candidates, split, pace_estimator
         self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
-        self._pairs = 0, False  # (num_changes of the candidates, whether any two fit)
+        self._why_no_pair = 0, ""  # (num_changes of the candidates, the answer)
 
     def route(
         self,
@@ -75,7 +75,9 @@ class Router:
         """Return whether the roles that serve suffice for requests."""
         if self._stand_in:
             return any(self._candidates.serving(role) for role in ROLES)
-        return bool(self._candidates.serving("decode")) and (self.may_prefill_locally or self.any_pair())
+        if not self._candidates.serving("decode"):
+            return False
+        return self.may_prefill_locally or bool(self._candidates.serving("prefill") and not self.why_no_pair())
 
     @property
     def may_prefill_locally(self) -> bool:
@@ -182,18 +184,20 @@ class Router:
         """KV of `source` came to `taker`."""
         self._candidates.kv_pairs.note_arrival(source, taker)
 
-    def any_pair(self) -> bool:
-        """Return whether some decode worker can take KV from some prefill worker, be it left for a while.
+    def why_no_pair(self) -> str:
+        """Return why no decode worker that serves can take KV from any prefill worker, by the first of both; empty: some can,
+        be they left for a while, or of one role none serves.
 
         It is asked after every report of every worker, and computed only when other workers serve."""
-        if self._pairs[0] != self._candidates.num_changes:
+        if self._why_no_pair[0] != self._candidates.num_changes:
             sources, takers = (
                 self._candidates.as_candidates(self._candidates.serving(role), Matches()) for role in ROLES
             )
             takers = [_with_all_pairs(taker) for taker in takers]
-            found = any(compatible(source, taker) for source in sources for taker in takers)
-            self._pairs = self._candidates.num_changes, found
-        return self._pairs[1]
+            is_one = any(compatible(source, taker) for source in sources for taker in takers)
+            why = "" if is_one or not sources or not takers else _why_apart(sources[0], takers[0])
+            self._why_no_pair = self._candidates.num_changes, why
+        return self._why_no_pair[1]
 
     def _route(
         self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, with_left: bool
@@ -244,3 +248,14 @@ class Router:
 def _with_all_pairs(taker: Candidate) -> Candidate:
     """Return it with those as sources, too, that are left for a while: for where there is no other way."""
     return taker._replace(no_kv_from=frozenset())
+
+
+def _why_apart(source: Candidate, taker: Candidate) -> str:
+    """Return why two workers that have KV are no pair, by what both have said."""
+    if source.kv_gives.isdisjoint(taker.kv_takes):
+        why = "its KV has a form that is not taken (--kv-dtype), or with --strict-numerics another numerics class"
+    else:
+        ours, theirs = (",".join(sorted(each.transports)) or "none" for each in (source, taker))
+        where = "" if source.host_id == taker.host_id else ", to another host"
+        why = f"no transport in common that carries it{where}: {ours} and {theirs}"
+    return f"{source.name} > {taker.name}: {why}"

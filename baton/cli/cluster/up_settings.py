@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.launch.hub import find_model, name_on_hub
+from baton.cli.launch.joint_settings import check_kv_ports, check_split, check_transports
 from baton.cli.launch.placing.gpus import visible_gpus
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import Resources
@@ -196,10 +197,12 @@ def gateway_settings(found: Resolved) -> GatewaySettings:
     told = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
     told |= {"http": found.up.http} if found.up.http else {}
     try:
-        return load_settings(GatewaySettings, told)
+        settings = load_settings(GatewaySettings, told)
     except SettingsError as error:
         flags = "|".join(name.replace("_", "-") for name in options_of(GatewaySettings))
         raise SettingsError(re.sub(rf"--({flags})(?![\w-])", r"--gateway.\1", str(error))) from None
+    check_split(settings, found.num_workers)
+    return settings
 
 
 def make_plan(args: argparse.Namespace) -> StackPlan:
@@ -369,8 +372,9 @@ def _worker_values(
     for model in models.values():
         for role in ROLES:
             settings[role] = worker_settings(values[role], model)
+    check_transports(settings, num_workers)
     if up.launcher == "local":
-        _check_kv_ports({role: settings[role].kv_port for role in ROLES}, num_workers, len(models))
+        check_kv_ports(settings, num_workers, len(models))
     engines = {role: settings[role].engine for role in ROLES}
     num_ranks = {role: len(models) * num_workers[role] * engines[role].num_ranks_here for role in ROLES}
     threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
@@ -387,14 +391,3 @@ def _worker_values(
     for role in ROLES:
         values[role] |= {} if threads[role] is None else {"threads": threads[role]}
     return values, cpu_roles, resources
-
-
-def _check_kv_ports(ports: Mapping[str, int], num_workers: Mapping[str, int], num_models: int) -> None:
-    """Raises SettingsError where workers of this machine would listen at one port. `ports`: by role; 0: any."""
-    for port in set(ports.values()) - {0}:
-        num_sharing = num_models * sum(num_workers[role] for role in ROLES if ports[role] == port)
-        if num_sharing > 1:
-            raise SettingsError(
-                f"--kv-port {port}: {num_sharing} workers of this machine would listen there; leave it out, or give one worker "
-                "each by --prefill.kv-port and --decode.kv-port"
-            )

@@ -225,6 +225,12 @@ def plan(*argv: str):
         (["--together", "--decode", "2"], ["--together", "--decode"]),
         (["--together", "--gateways", "2"], ["--together", "--gateways"]),
         (["--together", "--launcher", "ray"], ["--together", "--launcher ray"]),
+        (["--together", "--gateway.split", "always", "--no-gateway.stand-in"], ["--gateway.split always", "stand-in"]),
+        (["--prefill", "0", "--gateway.split", "always", "--no-gateway.stand-in"], ["--prefill 0", "stand-in"]),
+        (
+            ["--prefill.transports", "tcp,grpc", "--decode.transports", "shm"],
+            ["--prefill.transports tcp,grpc and --decode.transports shm have none in common"],
+        ),
         (["--together", "--prefill.threads", "1"], ["--prefill.threads", "--prefill 0"]),
     ],
 )
@@ -249,6 +255,20 @@ def test_one_worker_of_a_machine_may_have_a_port_for_kv(folder, options):
     """On a cluster those of one port may be on several machines."""
     planned = plan("--model", str(folder / "m"), *options)
     assert "--kv-port=50070" in [*planned.worker_options["prefill"], *planned.worker_options["decode"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gateway.split", "always", "--no-gateway.stand-in"],
+        ["--gateway.split", "always", "--prefill", "0"],
+        ["--prefill.transports", "tcp,shm", "--decode.transports", "shm"],
+        ["--prefill.transports", "tcp", "--decode.transports", "auto"],
+        ["--prefill", "0", "--decode.transports", "shm"],
+    ],
+)
+def test_what_may_serve_is_not_refused(folder, options):
+    assert plan("--model", str(folder / "m"), *options)
 
 
 def test_missing_model_is_named(tmp_path):

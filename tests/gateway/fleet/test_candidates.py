@@ -132,6 +132,36 @@ def test_who_serves_no_longer_is_not_chosen():
     assert registry.not_ready() is None and registry.fleets[0].router.route(ASK, Matches(), ())[1] is first
 
 
+@pytest.mark.parametrize("settings", [{}, {"split": "auto"}, {"split": "auto", "stand_in": True}])
+def test_why_no_two_workers_are_a_pair_is_told_once(caplog, settings):
+    """The gateway was not ready, or a prefill worker had nothing to do, for ever and without a line."""
+    registry = fleet(1, **settings)
+    (source,), (taker,) = registry.prefill, registry.decode
+    assert not caplog.records and registry.not_ready() is None
+    serve(taker, "host0", ("shm",), role="decode")
+    why = f"{source.address} > {taker.address}: no transport in common that carries it: tcp and shm"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and why in record.getMessage()
+    if not settings:
+        assert registry.not_ready() == f"no prefill worker serves that a decode worker can take KV from: {why}"
+    serve(source, "host0", ("tcp",))
+    assert len(caplog.records) == 1, "it has said the same again"
+    serve(source, "there", ("shm",))
+    assert "no transport in common that carries it, to another host: shm and shm" in caplog.records[1].getMessage()
+    serve(source, "host0", ("shm",))
+    assert len(caplog.records) == 2 and registry.not_ready() is None
+    taker.hello.kv_takes[:] = ["of another class"]
+    taker._become(LinkState.CONNECTING, "again")
+    taker._become(LinkState.SERVING, "")
+    assert "or with --strict-numerics another numerics class" in caplog.records[2].getMessage()
+
+
+def test_where_nothing_is_split_no_two_workers_need_be_a_pair(caplog):
+    registry = fleet(1, split="never")
+    serve(registry.decode[0], "host0", ("shm",), role="decode")
+    assert not caplog.records and registry.not_ready() is None
+
+
 def test_work_that_was_given_is_spread():
     """A worker without measurements is not given all new requests at once."""
     registry, chosen = fleet(4), []
