@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         status = _run(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started it
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # of `baton top | head`
         _leave_stdout()

@@ -37,3 +37,10 @@ def test_a_full_disk_is_a_line(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=os.environ)
     assert (done.returncode, done.stderr) == (1, "baton config: No space left on device\n")
+
+
+def test_without_stdout(monkeypatch):
+    """`baton up >&-`"""
+    monkeypatch.setattr(command, "_run", lambda argv: 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([]) == 0

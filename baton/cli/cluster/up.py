@@ -7,12 +7,12 @@ import asyncio
 import os
 import shlex
 import signal
-import sys
 
 from baton.cli.cluster.up_settings import add_up_flags, make_plan
 from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import LaunchError
+from baton.cli.launch.placing.log import announce, log
 from baton.cli.launch.placing.ports import PortError
 from baton.cli.launch.stack import Stack
 from baton.service.arguments import add_command
@@ -74,30 +74,27 @@ async def _serve(stack: Stack, model: str | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
     try:
-        serves = await _unless_signalled(_announce(stack, model), signals)
+        if await _unless_signalled(_announce(stack, model), signals):
+            await signals.get()
+            log("baton: draining; once more to kill")
+            if await _unless_signalled(stack.drain(), signals):
+                return 0
     except BaseException:  # processes that were started would keep the event loop from its end
         await stack.kill()
         raise
-    if not serves:
-        await stack.kill()
-        return 1
-    await signals.get()
-    print("baton: draining; once more to kill", file=sys.stderr, flush=True)
-    if await _unless_signalled(stack.drain(), signals):
-        return 0
     await stack.kill()
     return 1
 
 
 async def _announce(stack: Stack, model: str | None) -> bool:
     fields = await stack.start()
-    print("ready", *(f"{key}={value}" for key, value in {**fields, "pid": os.getpid()}.items()), flush=True)
+    announce(" ".join(["ready", *(f"{key}={value}" for key, value in {**fields, "pid": os.getpid()}.items())]))
     has_keys = "fleet" in fields  # then the command needs more than an address
     named = f" --model {shlex.quote(model)}" if model else ""
     ask = "" if has_keys else f'; next: baton generate "def f(x):"{named} --target {fields["grpc"]}'
-    print(f"baton: page http://{fields['admin']}/{ask}", file=sys.stderr, flush=True)
+    log(f"baton: page http://{fields['admin']}/{ask}")
     if (control := fields["control"]) != DEFAULT_ADDRESS:  # a stack that was here first may have that
-        print(f"baton: scale this stack with --launcher {control}", file=sys.stderr, flush=True)
+        log(f"baton: scale this stack with --launcher {control}")
     return True
 
 

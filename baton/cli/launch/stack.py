@@ -16,6 +16,7 @@ from baton.cli.launch.control import DEFAULT_ADDRESS, ControlServer
 from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.launcher import Resources, WorkerLauncher, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
+from baton.cli.launch.placing.log import flush
 from baton.cli.launch.placing.ports import HeldPorts
 from baton.cli.launch.stacks import StackNote
 from baton.protocol import ROLES, model_setting
@@ -133,6 +134,7 @@ class Stack:
         well = list(await asyncio.gather(*(gateway.stop(self._plan.gateway_drain_s) for gateway in self._gateways)))
         well.append(self._launcher is None or await self._launcher.close())
         self._ports.release_all()
+        flush()
         return all(well)
 
     async def kill(self) -> None:
@@ -144,6 +146,7 @@ class Stack:
             await self._launcher.kill()
         await asyncio.gather(*(gateway.stop(self._plan.gateway_drain_s) for gateway in self._gateways))
         self._ports.release_all()
+        flush()
 
     def _make_launcher(self, gateways: list[str]) -> PlacingLauncher:
         plan = self._plan

@@ -13,6 +13,7 @@ import pytest
 
 from baton.cli.launch.placing import keeper as keeper_module
 from baton.cli.launch.placing.keeper import Keeper, StartError
+from baton.cli.launch.placing.log import flush
 from tests.support.pace import patience
 
 IMPORTS = "import os, signal, sys, time\n"
@@ -54,6 +55,7 @@ async def test_its_log_says_which_one_it_is(capfd):
     keeper = Keeper("decode worker 2", program(IMPORTS + body + SAY_READY + "time.sleep(60)"))
     await keeper.started
     assert await keeper.stop(10)
+    assert flush(patience(10))
     assert " decode worker 2 WARNING here\n" in capfd.readouterr().err
 
 
@@ -63,6 +65,7 @@ async def test_killed_when_it_does_not_drain(capfd):
     fields = await keeper.started
     assert not await keeper.stop(0.2)
     assert not alive(int(fields["pid"]))
+    assert flush(patience(10))
     assert "deaf" in capfd.readouterr().err
 
 
@@ -84,6 +87,7 @@ async def test_restarts_with_growing_pauses(tmp_path, capfd):
     starts = [float(line) for line in log.read_text().split()]
     gaps = [after - before for before, after in zip(starts, starts[1:])]
     assert all(gap >= pause for gap, pause in zip(gaps, [0.05, 0.1, 0.2, 0.2]))
+    assert flush(patience(10))
     err = capfd.readouterr().err
     assert "worker ended with status 7; it starts again in 0.05 s" in err and "again in 0.2 s" in err
 
@@ -145,6 +149,7 @@ async def test_failed_start_is_its_last_line(status, told, capfd):
         await keeper.started
     assert str(raised.value) == "x: /m/config.json is missing" and raised.value.status == told
     await keeper.stop(1)
+    assert flush(patience(10))
     assert "loading" not in capfd.readouterr().err
 
 
@@ -258,7 +263,16 @@ async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch
     os.kill(int(first["pid"]), signal.SIGKILL)
     await until(lambda: len(refused) == 3 and keeper._child.status is None, "it was not started again")
     assert await keeper.stop(10)
+    assert flush(patience(10))
     assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
+
+
+async def test_an_interpreter_that_may_not_be_run_is_named(monkeypatch):
+    monkeypatch.setattr(keeper_module.sys, "executable", "/dev/null")
+    keeper = Keeper("worker", ["/nowhere/program"])
+    with pytest.raises(StartError, match="^worker could not be started: /dev/null: Permission denied$"):
+        await keeper.started
+    assert await keeper.stop(10)
 
 
 async def test_a_program_that_is_not_there_is_one_line():
@@ -269,16 +283,14 @@ async def test_a_program_that_is_not_there_is_one_line():
 
 
 async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
-    class Gone:
-        def write(self, text):
-            raise BrokenPipeError
-
-        flush = write
-
-    monkeypatch.setattr(keeper_module.sys, "stderr", Gone())
-    keeper = Keeper(
-        "worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY)
-    )
-    await keeper.started
-    await until(lambda: keeper._child.status is not None, "the child hangs")
-    await keeper.stop(10)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone:
+        monkeypatch.setattr(keeper_module.sys, "stderr", gone)
+        keeper = Keeper(
+            "worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY)
+        )
+        await keeper.started
+        await until(lambda: keeper._child.status is not None, "the child hangs")
+        await keeper.stop(10)
+        assert flush(patience(10))

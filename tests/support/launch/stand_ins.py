@@ -25,14 +25,20 @@ server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 server.bind((host, int(port)))
 server.listen()
 print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
+while not os.path.exists(f"{name}.floods"):
+    time.sleep(0.1)
+for _ in range(8000):
+    print("x" * 1000, file=sys.stderr)
+open(f"{name}.flooded", "a").close()
 while True:
     time.sleep(1)
 """
 
 
 def make_stand_ins(folder: Path) -> Path:
-    """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails` and `NAME.hangs` there
-    make one fail at its start, or hang in its drain; `NAME.argv` and `drained` tell what has happened."""
+    """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails`, `NAME.hangs` and
+    `NAME.floods` there make one fail at its start, hang in its drain, or log 8 MB; `NAME.argv`, `NAME.flooded` and `drained` tell what has
+    happened."""
     for name in ("gateway", "prefill_worker", "decode_worker"):
         package = folder / name
         package.mkdir()

@@ -11,7 +11,6 @@ import ipaddress
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_env
 from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
+from baton.cli.launch.placing.log import log
 from baton.service.net.addresses import split_address
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
@@ -175,7 +175,7 @@ class _Place:
             self.node_id = ""
             pause_s = _PAUSE_S if time.monotonic() - begun >= _SETTLED_S else pause_s
             self._change(state="lost", reason=why, address="", where="")
-            _say(f"baton: {self._name}: {why}; it is placed again")
+            log(f"baton: {self._name}: {why}; it is placed again")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._release()
@@ -323,7 +323,7 @@ def _connect(address: str) -> None:
     finally:
         signal.signal(signal.SIGTERM, handler)  # ours drains, Ray's ends the process
     if dashboard := found.dashboard_url:
-        _say(f"baton: Ray's dashboard is on: who reaches {dashboard} runs code on every node")
+        log(f"baton: Ray's dashboard is on: who reaches {dashboard} runs code on every node")
 
 
 def _found_by_ray() -> str:
@@ -354,7 +354,3 @@ def _words(bundle: Mapping[str, float]) -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

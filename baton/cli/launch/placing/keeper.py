@@ -6,7 +6,6 @@ A child never outlives us: it leads a process group of its own, and on Linux the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from baton import system
+from baton.cli.launch.placing.log import log
 from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
 from baton.service.logs import NAME_VARIABLE
 from baton.service.progress import PREFIX
@@ -93,17 +93,17 @@ class Keeper:
             try:
                 ended = await self._run()
             except OSError as error:  # no process or descriptor was left
-                ended = f"could not be started: {error.strerror}"
+                ended = f"could not be started: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
                 if not self.started.done():
                     self._fail(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
                 break
             if self._child and self._child.status == STAYS_AWAY:
-                _say(f"baton: {self.name} was drained and stays away until `baton up` is started again")
+                log(f"baton: {self.name} was drained and stays away until `baton up` is started again")
                 self._on_change(Life("gone", reason=ended))
                 break
             pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
-            _say(f"baton: {self.name} {ended}; it starts again in {pause_s:g} s")
+            log(f"baton: {self.name} {ended}; it starts again in {pause_s:g} s")
             self._on_change(Life("lost", reason=ended))
             await _wait(self._stopping, pause_s)
             pause_s = min(2 * pause_s, self._max_pause_s)
@@ -179,7 +179,7 @@ class _Child:
                 self.release()
                 yield dict(field.split("=", 1) for field in line.split()[1:])
             else:
-                _say(line)
+                log(line)
 
     async def ended(self) -> str:
         status = await self._process.wait()
@@ -212,7 +212,7 @@ class _Child:
         self._timer.cancel()
         held, self._held = self._held, None
         for line in held or ():
-            _say(line)
+            log(line)
 
     def last_words(self) -> str:
         """The line that tells why it did not start; all of a crash; "" when it was shown already."""
@@ -224,7 +224,7 @@ class _Child:
         assert self._process.stderr is not None  # a pipe
         async for line in _lines(self._process.stderr):
             if self._held is None or line.startswith(PREFIX):
-                _say(line)
+                log(line)
             else:
                 self._held.append(line)
 
@@ -245,9 +245,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
         pass
-
-
-def _say(line: str) -> None:
-    """Write a line, unless the reader has gone: a child must not block on that."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
