@@ -53,12 +53,14 @@ class BuildWithData(build_py):
         compiler, tiers = load("compiler"), load("tier").tiers_for(MACHINE)
         if not tiers:
             raise SystemExit(f"BATON_WHEEL_FOR={MACHINE}: there are no kernels for it")
+        if (found := compiler.find()) is None:
+            raise SystemExit("no C++ compiler (CXX, else g++) on this machine")
         to = Path(self.build_lib) / "baton" / "engine" / "native" / "libraries"
         shutil.rmtree(to, ignore_errors=True)  # what is left of a build for another architecture
         to.mkdir(parents=True)
         for tier in tiers:
             with tempfile.TemporaryDirectory() as folder:
-                library = compiler.compiled(os.environ.get("CXX", "g++"), tier.flags, Path(folder))
+                library = compiler.compiled(found, tier.flags, Path(folder))
                 (to / f"{tier.name}.so").write_bytes(library.read_bytes())
 
 

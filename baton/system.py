@@ -44,6 +44,14 @@ except OSError as error:
 """
 
 
+def with_home(path: str) -> Path:
+    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path.replace("~", "/nonexistent", 1))
+
+
 def cores() -> list[int]:
     """Those that this process may use, in order."""
     return sorted(os.sched_getaffinity(0)) if LINUX else list(range(os.cpu_count() or 1))

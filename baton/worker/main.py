@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from baton.engine.native.tier import available
 from baton.service import logs, progress
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError, run
@@ -37,7 +38,8 @@ def main(
     args = parser.parse_args(argv)
     try:
         settings = load_settings(WorkerSettings, _flags(args), file=args.config)
-    except SettingsError as error:
+        available()  # of BATON_ISA, which is read once torch is there
+    except (SettingsError, ValueError) as error:
         return fail(prog, error, WRONG_USE)
     logs.setup(role.name, settings.log_level)
 

@@ -1,12 +1,11 @@
 """Measure the peak of this machine's multipliers (peak.cpp, compiled when it is needed)."""
 
-import os
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.engine.native import compiler
 from baton.engine.native.tier import available
 
 SOURCE = Path(__file__).with_name("peak.cpp")
@@ -24,12 +23,12 @@ class Peak:
 
 def measure(num_threads: int) -> Peak | None:
     """With the instructions of the best tier, which BATON_ISA caps. None without a compiler, and below AVX2."""
-    compiler, tiers = shutil.which(os.environ.get("CXX", "g++")), available()
-    if compiler is None or not tiers:
+    found, tiers = compiler.find(), available()
+    if found is None or not tiers:
         return None
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "peak"
-        command = [compiler, "-O2", "-std=c++17", *tiers[-1].flags, "-pthread", SOURCE, "-o", program]
+        command = [*found, "-O2", "-std=c++17", *tiers[-1].flags, "-pthread", SOURCE, "-o", program]
         subprocess.run(command, check=True)
         ran = subprocess.run([program, str(num_threads)], check=True, capture_output=True, text=True)
     if not ran.stdout:

@@ -35,7 +35,7 @@ def pages(
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
         return json_response({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
-    template = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS))
+    template = _PAGE.read_text(encoding="utf-8").replace(_PHASES_HERE, json.dumps(COLORS))
     template = template.replace(_TRACE_URL_HERE, json.dumps(trace_url))
 
     async def page(request: Request) -> Response:

@@ -1,10 +1,12 @@
 """Choose the instruction tier of native kernels, and run their suites, parity and an end-to-end file at every tier below the
 machine's best: at the lowest one in twenty of their tests, in `make test-long` all at each."""
 
+import errno
 import fcntl
 import io
 import os
 import platform
+import pwd
 import shutil
 import subprocess
 import sys
@@ -119,18 +121,65 @@ def test_tiers_that_this_machine_lacks_compile(tier, tmp_path, monkeypatch):
     """Those that it has are compiled by what runs them. Not optimized, which takes a fifth of the time."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "FLAGS", tuple(flag for flag in compiler.FLAGS if flag != "-O3"))
-    assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
+    assert tier.name in build.built(compiler.find(), tier).name
 
 
-@pytest.mark.skipif(
-    not (build.available() and shutil.which(os.environ.get("CXX", "g++"))), reason="nothing is compiled here"
-)
+@pytest.mark.skipif(not (build.available() and compiler.find()), reason="nothing is compiled here")
 def test_where_nothing_can_be_written_it_is_said_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("BATON_NATIVE", "on")
     library, reason = build._load.__wrapped__()
     assert library is None and reason.endswith("; BATON_CACHE=DIR names a folder that can be written")
+
+
+def test_a_user_without_a_home_is_told_what_to_do(monkeypatch):
+    """A traceback at the start of each worker."""
+    for name in ("BATON_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(Path, "mkdir", refuse)  # as it is for all but root
+    monkeypatch.setattr(compiler, "find", lambda: ["g++"])
+    library, reason = build._load.__wrapped__()
+    assert library is None and reason.endswith("'/nonexistent'; BATON_CACHE=DIR names a folder that can be written")
+
+
+def refuse(path: Path, **options) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", "/nonexistent")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:-1],
+        lambda whole: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+    ],
+    ids=["empty", "cut", "zeros"],
+)
+def test_what_is_torn_in_the_cache_is_built_again(damage, tmp_path, monkeypatch):
+    """By a loss of power, or a copy that broke off: each worker died of SIGBUS at each start."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    builds = []
+
+    def compiled(command, flags, folder: Path) -> Path:
+        builds.append(command)
+        return Path(shutil.copy(__file__, folder))
+
+    monkeypatch.setattr(compiler, "compiled", compiled)
+    path = build.built(["g++"], TIERS[0])
+    whole = path.read_bytes()
+    assert build.built(["g++"], TIERS[0]) == path and len(builds) == 1
+    path.write_bytes(damage(whole))
+    assert build.built(["g++"], TIERS[0]) == path and len(builds) == 2 and path.read_bytes() == whole
+
+
+def test_a_compiler_has_its_arguments(monkeypatch):
+    """`CXX="ccache g++"` was no compiler."""
+    monkeypatch.setenv("CXX", f"{sys.executable} -m 'my compiler'")
+    assert compiler.find() == [sys.executable, "-m", "my compiler"]
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    assert compiler.find() is None
 
 
 def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch):
@@ -140,12 +189,12 @@ def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypa
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
-    path = build.built("g++", TIERS[0])
+    path = build.built(["g++"], TIERS[0])
     path.unlink()
     with ThreadPoolExecutor(2) as threads, open(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert threads.submit(build.built, "g++", TIERS[1]).result(patience(10)).exists()
-        waiting = threads.submit(build.built, "g++", TIERS[0])
+        assert threads.submit(build.built, ["g++"], TIERS[1]).result(patience(10)).exists()
+        waiting = threads.submit(build.built, ["g++"], TIERS[0])
         waits = f"waiting for another process, which builds the native kernels for {TIERS[0].name}"
         while waits not in said.getvalue():
             assert not waiting.done()
@@ -178,6 +227,6 @@ def test_integers_have_the_same_bits_at_every_tier(name, monkeypatch):
     kernel = PackedLinear(weight, bias, torch.float32)
     expected = kernel(x)
     for tier in OWN[:-1]:
-        library = native.NativeLibrary(build.built(shutil.which(os.environ.get("CXX", "g++")), tier), tier)
+        library = native.NativeLibrary(build.built(compiler.find(), tier), tier)
         monkeypatch.setattr(kernel, "_apply", library.function("baton_linear", *ARGUMENTS))
         assert torch.equal(kernel(x), expected), tier.name

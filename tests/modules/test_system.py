@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pwd
 import subprocess
 import sys
 import threading
@@ -184,3 +185,13 @@ def test_what_malloc_has_in_use_is_told_apart_from_what_it_holds():
     assert full["used"] - before["used"] > 60 << 20
     assert full["used"] - after["used"] > 60 << 20
     assert after["free"] - full["free"] > 60 << 20
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """By setpriv, chroot or `env -i`, with no line in /etc/passwd."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert system.with_home("~/.cache") == Path("/home/me/.cache")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert system.with_home("~/.cache") == Path("/nonexistent/.cache")
+    assert system.with_home("/var/cache") == Path("/var/cache")

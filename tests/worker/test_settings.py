@@ -4,7 +4,9 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,11 @@ from kvtransfer.transfer import dialogue
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for room in ("baton", "prefill_worker", "decode_worker") for path in (ROOT / room).rglob("*.py")]
 MAX_FILES = 2
+WITHOUT_TORCH = """
+from baton.worker.main import main
+sys.modules["torch"] = None  # which fails to be imported
+sys.exit(main(r.ROLE, None, ["--model", "m", "--listen", "127.0.0.1:0"]))
+"""
 
 
 def own_settings() -> list[str]:
@@ -178,3 +185,9 @@ def test_each_gpu_of_a_worker_has_ports_of_its_own(monkeypatch):
     with pytest.raises(SettingsError, match="--kv-port 65530: must be from 1 to 65528, for 8 ports from there on"):
         load_settings(WorkerSettings, given, {})
     assert load_settings(WorkerSettings, {**given, "device": "cpu"}, {}).kv_port == 65530
+
+
+def test_a_wrong_tier_is_told_before_torch_is_imported():
+    argv = [sys.executable, "-c", "import prefill_worker.role as r, sys\n" + WITHOUT_TORCH]
+    done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"BATON_ISA": "sse9"}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("prefill_worker: BATON_ISA=sse9: ")

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from baton import system
 from baton.cli.launch.placing.keeper import StartError
 
 # A path has one slash where the URL had two.
@@ -308,7 +309,7 @@ def _refuse_plain_text(url: str) -> None:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or system.with_home("~/.cache")
     return Path(base) / "baton" / "models"
 
 

@@ -4,19 +4,19 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from baton import system
 from baton.engine.native import compiler
 from baton.engine.native.tier import Tier, available, missing
 
 SHIPPED = compiler.SOURCES / "libraries"  # of a wheel: one for each tier of its architecture
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NativeLibrary:
@@ -46,9 +46,9 @@ def _load() -> tuple[NativeLibrary | None, str]:
     if not tiers:
         return None, missing()
     tier = tiers[-1]
-    shipped, found = SHIPPED / f"{tier.name}.so", shutil.which(os.environ.get("CXX", "g++"))
+    shipped, found = SHIPPED / f"{tier.name}.so", compiler.find()
     if found is None and not shipped.exists():
-        return None, "no C++ compiler (g++) on this machine"
+        return None, f"no C++ compiler ({os.environ.get('CXX') or 'g++'}) on this machine"
     try:
         return NativeLibrary(shipped if shipped.exists() else built(found, tier), tier), ""
     except (OSError, subprocess.CalledProcessError) as error:
@@ -72,13 +72,13 @@ def unavailable() -> str:
 def cache_folder() -> Path:
     """BATON_CACHE, else the user's cache folder."""
     root = os.environ.get("BATON_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton")
-    return Path(root).expanduser()
+    return system.with_home(root)
 
 
-def built(command: str, tier: Tier) -> Path:
+def built(command: Sequence[str], tier: Tier) -> Path:
     """The library of a tier, compiled by this command where the cache has none."""
     path = cache_folder() / f"native-{tier.name}-{_digest(command, tier)}.so"
-    if path.exists():
+    if _is_whole(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:  # two workers start at once: one builds, the other waits
@@ -88,22 +88,44 @@ def built(command: str, tier: Tier) -> Path:
             waits_for = f"another process, which builds the native kernels for {tier.name} ({lock.name})"
             print(f"starting: waiting for {waits_for}", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not _is_whole(path):
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                compiler.compiled(command, tier.flags, Path(folder)).replace(path)
+                library = compiler.compiled(command, tier.flags, Path(folder))
+                _finish(library)
+                library.replace(path)
     return path
+
+
+def _finish(library: Path) -> None:
+    """Write the digest of its bytes behind them, where no loader looks, and wait until the disk has both."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the cache has what was built: what lacks a part, as of a copy that broke off, is SIGBUS where it is called."""
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return found[-_DIGEST_BYTES:] == hashlib.sha256(found[:-_DIGEST_BYTES]).digest()
 
 
 def _openmp_of_torch() -> str:
     """The OpenMP runtime that torch has loaded: its own, or the system's where a distribution has built torch."""
+    import torch  # only now: who looks at the tiers does not wait for it
+
     folder = Path(torch.__file__).parent
     found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
     return str(found[0]) if found else "libgomp.so.1"
 
 
-def _digest(command: str, tier: Tier) -> str:
-    digest = hashlib.sha256(repr((command, compiler.FLAGS, tier.flags)).encode())
+def _digest(command: Sequence[str], tier: Tier) -> str:
+    digest = hashlib.sha256(repr((*command, compiler.FLAGS, tier.flags)).encode())
     sources = compiler.SOURCES
     for path in sorted((*sources.rglob("*.cpp"), *sources.rglob("*.h"))):
         digest.update(path.read_bytes())

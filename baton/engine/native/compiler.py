@@ -6,6 +6,8 @@ wheels, is such a second one, so wheels are compiled by gcc too.
 """
 
 import os
+import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +20,18 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-ffp-contract=off"
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi")
 
 
-def compiled(compiler: str, tier_flags: Sequence[str], folder: Path, link_flags: Sequence[str] = ()) -> Path:
+def find() -> list[str] | None:
+    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does not have it."""
+    program, *arguments = shlex.split(os.environ.get("CXX") or "g++")
+    found = shutil.which(program)
+    return None if found is None else [found, *arguments]
+
+
+def compiled(compiler: Sequence[str], tier_flags: Sequence[str], folder: Path, link_flags: Sequence[str] = ()) -> Path:
     """Return folder/library.so, every file compiled by itself, all cores at once. Raises CalledProcessError."""
 
     def run(flags: Sequence[str], *arguments: str | Path) -> None:
-        command = [compiler, *flags, *tier_flags, *WARNINGS, *map(str, arguments)]
+        command = [*compiler, *flags, *tier_flags, *WARNINGS, *map(str, arguments)]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
     sources = sorted(SOURCES.rglob("*.cpp"))

@@ -2,7 +2,10 @@
 
 import base64
 import hashlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ from starlette.requests import Request
 
 from gateway.api.dashboard import pages
 from gateway.config.settings import GatewaySettings
+from tests.support.process import ROOT
 
 URL = "https://grafana.example/explore?id={trace_id}&orgId=1"
 
@@ -57,3 +61,9 @@ async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
     reply = await page(asked_at("localhost:9464"))
     assert b'const API_URL = "http://localhost:8000";' in reply.body
     assert "connect-src 'self' http://localhost:8000;" in reply.headers["content-security-policy"]
+
+
+def test_it_is_read_as_utf8_whatever_the_locale():
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    read = "from gateway.api.dashboard import pages; pages(None)"
+    subprocess.run([sys.executable, "-c", read], cwd=ROOT, env=os.environ | plain, check=True)

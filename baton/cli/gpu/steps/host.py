@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+from baton import system
 from baton.cli.gpu.check import Say
 from baton.engine.core.config import MIN_CAPABILITY
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
@@ -54,7 +55,7 @@ class Probe:
         return os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
 
     def cache(self) -> Path:
-        return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
+        return Path(os.environ.get("TRITON_CACHE_DIR") or system.with_home("~/.triton"))
 
     def shm_bytes(self) -> int:
         return shutil.disk_usage("/dev/shm").total

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
+from baton import system
 from baton.engine.layers.linear.triton import LIBRARY_PATHS, GpuLinear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -87,7 +88,7 @@ class Table:
 def table_path(device_name: str) -> Path:
     """Below the user's cache folder; BATON_CACHE names another."""
     root = os.environ.get("BATON_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    folder = Path(root) if root else Path.home() / ".cache"
+    folder = Path(root) if root else system.with_home("~/.cache")
     engine = Path(__file__).parents[2]
     parts = [device_name, torch.__version__, *((engine / source).read_text() for source in SOURCES)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
