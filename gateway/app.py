@@ -12,9 +12,9 @@ from pathlib import Path
 from baton import tasks
 from baton.gguf import is_gguf
 from baton.service import heap, progress
+from baton.service.addresses import host_of
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
-from baton.service.net.addresses import host_of
 from baton.service.net.admin import Admin
 from baton.service.net.host_names import HostNames
 from baton.service.net.http_server import HttpServer, open_http

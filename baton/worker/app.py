@@ -25,8 +25,8 @@ from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
+from baton.service.addresses import host_of
 from baton.service.net import server as grpc_server
-from baton.service.net.addresses import host_of
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
 from baton.service.out_of_memory import (

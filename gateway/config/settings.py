@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.protocol import ROLES, check_model_name, named_models
-from baton.service.net.addresses import AddressError, split_address
+from baton.service.addresses import AddressError, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks

@@ -5,9 +5,9 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Mapping
 
+from baton.service.addresses import AddressError, split_address
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
-from baton.service.net.addresses import AddressError, split_address
 from baton.tasks import is_cancelled
 from gateway.config.networks import Networks
 from gateway.discovery.dial_policy import DialPolicy, Worker

@@ -25,9 +25,9 @@ from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_r
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
+from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command
 from baton.service.exits import WRONG_USE, fail
-from baton.service.net.addresses import AddressError, split_address
 from baton.service.net.client import open_channel, wrong_access
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME

@@ -18,7 +18,7 @@ from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
 from baton.protocol import ROLES, model_setting, named_models
-from baton.service.net.addresses import AddressError, host_of, split_address
+from baton.service.addresses import AddressError, host_of, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import (

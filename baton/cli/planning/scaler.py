@@ -24,9 +24,9 @@ from baton.cli.planning.picture_file import PictureError, check_place, write_pic
 from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
+from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
-from baton.service.net.addresses import AddressError, split_address
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.net.server import run as run_process
 from baton.service.net.server import until_stopped

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.protocol import KEEPER_VARIABLE
+from baton.service.addresses import AddressError, split_address
 from baton.service.logs import fields
-from baton.service.net.addresses import AddressError, split_address
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
