@@ -11,6 +11,7 @@ from baton.cli.cluster import scale, up
 from baton.cli.launch import choice, stacks
 from baton.cli.launch.control import DEFAULT_ADDRESS
 from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard
+from baton.cli.launch.placing.log import flush
 from baton.cli.launch.stacks import StackNote, noted_stacks
 from baton.cli.main import main
 from baton.system import is_byte_locked
@@ -34,14 +35,15 @@ def test_a_launcher_that_does_not_answer():
 
 
 @pytest.mark.parametrize("control", [DEFAULT_ADDRESS, "127.0.0.1:40001"])
-async def test_a_stack_beside_another_says_how_it_is_scaled(control, capsys):
+async def test_a_stack_beside_another_says_how_it_is_scaled(control, capfd):
 
     class Started:
         async def start(self):
             return {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2", "control": control}
 
     assert await up._announce(Started(), None)
-    told = capsys.readouterr().err
+    assert flush(patience(10))
+    told = capfd.readouterr().err
     assert ("scale this stack with --launcher 127.0.0.1:40001" in told) == (control != DEFAULT_ADDRESS)
 
 
