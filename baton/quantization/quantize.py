@@ -104,8 +104,6 @@ def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, p
     for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=bar_disabled(progress)):
         for module, shape in linears.linear_shapes(spec, weights, index).items():
             weight, stored = weights.read(f"{module}.weight", shape).float(), weights.stored_name(f"{module}.weight")
-            if not torch.isfinite(weight).all():
-                raise QuantizeError(f"{spec.folder}: tensor {stored} holds NaN or infinity")
             form = job.scheme.round(LayerWeights({module: weight}), Stage((module,), []), job.settings)[module]
             writer.add(tensors_of(stored.removesuffix(".weight"), form, job.settings.dtype, job.packed))
             config = config or config_of(job.scheme.name, form, job.packed, job.settings.group)

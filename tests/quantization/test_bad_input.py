@@ -159,7 +159,7 @@ def test_weights_that_are_not_numbers_are_refused(model, tmp_path):
     tensors[name][3, 5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    with pytest.raises(QuantizeError, match=f"{name} holds NaN"):
+    with pytest.raises(ModelError, match=f"{name} holds values that are NaN"):
         quantize(plan(tmp_path, "int8"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

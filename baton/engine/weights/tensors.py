@@ -113,7 +113,7 @@ class Weights:
                 f"{path}: tensor {name} is {tensor.dtype}, which is not what config.json says of its weights "
                 f"({', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)})"
             )
-        check_finite(tensor, path, name)
+        check_finite(tensor, path, self._stored[name])
         self._read.add(name)
         self.read_bytes += tensor.nbytes
         return tensor

@@ -14,7 +14,6 @@ from torch import Tensor
 from baton.engine.attention.base import visible
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.layers.rope import Rope, order_of_head
-from baton.quantization.core.errors import QuantizeError
 
 Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
@@ -84,7 +83,7 @@ class LayerWeights:
 class Block(LayerWeights):
     """Weights, biases and norms of one layer by their names below `model.layers.N.`, all fp32.
 
-    Raises QuantizeError for values that are not finite, and what `read` raises.
+    Raises what `read` raises.
     """
 
     def __init__(self, spec: ModelSpec, index: int, read: Read, rope: Rope):
@@ -95,10 +94,7 @@ class Block(LayerWeights):
         norms |= {Q_NORM: spec.head_dim, K_NORM: spec.head_dim} if spec.qk_norm else {}
 
         def get(name: str, *shape: int) -> Tensor:
-            values = read(f"model.layers.{index}.{name}", shape).float()
-            if not torch.isfinite(values).all():
-                raise QuantizeError(f"{spec.folder}: tensor model.layers.{index}.{name} holds NaN or infinity")
-            return values
+            return read(f"model.layers.{index}.{name}", shape).float()
 
         super().__init__({name: get(f"{name}.weight", *shape) for name, shape in shapes.items()})
         self.biases = {

@@ -65,7 +65,10 @@ DAMAGED = {
     "truncated": (truncate, (WEIGHTS, "truncated")),
     "mixed shards": (mix_shards, ("b.safetensors", "shards are mixed")),
     "a tensor missing": (lack_one, (WEIGHTS, f"{PROJECTION}.weight is missing")),
-    "NaN": (lambda folder: change(folder, f"{PROJECTION}.weight", with_nan), (f"{PROJECTION}.weight holds NaN",)),
+    "NaN": (
+        lambda folder: change(folder, f"{PROJECTION}.weight", with_nan),
+        (f"{PROJECTION}.weight holds values that are NaN",),
+    ),
 }
 
 
