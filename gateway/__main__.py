@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.service import logs
-from baton.service.exits import FAILED, WRONG_USE, fail
+from baton.service.exits import FAILED, WRONG_USE, fail, one_line
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from gateway.config.settings import GatewaySettings
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(argv)
     except SettingsError as error:
-        return fail("gateway", error, WRONG_USE)
+        return fail("gateway", one_line(error), WRONG_USE)
     logs.setup("gateway", settings.log_level)
 
     from gateway.app import serve
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(lambda stop: serve(settings, stop), use_uvloop=True)
     except SettingsError as error:
-        return fail("gateway", error, WRONG_USE)
+        return fail("gateway", one_line(error), WRONG_USE)
     except ListenError as error:
-        return fail("gateway", error, FAILED)
+        return fail("gateway", one_line(error), FAILED)
 
 
 if __name__ == "__main__":

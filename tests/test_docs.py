@@ -78,7 +78,7 @@ def test_every_folder_is_drawn():
 @pytest.mark.parametrize("page", ["security.md", "faults.md"])
 def test_what_proves_a_fault_closed_is_there(page):
     (table,) = re.findall("<!-- closed -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    proofs = re.findall(r"`(tests/[^`]*)`", table)
+    proofs = re.findall(r"`((?:tests/|::)[^`]*)`", table)
     assert len(proofs) == len(table.splitlines()) - 2, "one test a row"
     for proof in proofs:
         path, _, name = proof.partition("::")

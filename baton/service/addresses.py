@@ -23,3 +23,8 @@ def split_address(address: str) -> tuple[str, int]:
 def host_of(address: str) -> str:
     """Return the host of HOST:PORT as it is written, an IPv6 one with its brackets."""
     return address.rpartition(":")[0]
+
+
+def bare_host_of(address: str) -> str:
+    """Return the host of HOST:PORT, an IPv6 one without brackets."""
+    return host_of(address).strip("[]")

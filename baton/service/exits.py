@@ -1,4 +1,4 @@
-"""How a program ends: its exit statuses, and the one line on stderr that says why."""
+"""How a program ends: its exit statuses, and what it says on stderr."""
 
 import sys
 
@@ -6,6 +6,11 @@ FAILED, WRONG_USE = 1, 2
 
 
 def fail(program: str, reason: object, status: int) -> int:
-    """Say in one line on stderr why `program` ends, and return `status`."""
-    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
+    """Say on stderr why `program` ends, and return `status`."""
+    print(f"{program}: {reason}", file=sys.stderr)
     return status
+
+
+def one_line(error: Exception) -> str:
+    """Return the words of an error, as of a library that writes several lines."""
+    return " ".join(str(error).split())

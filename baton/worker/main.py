@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from baton.engine.native.tier import available
 from baton.service import logs, progress
-from baton.service.exits import FAILED, WRONG_USE, fail
+from baton.service.exits import FAILED, WRONG_USE, fail, one_line
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from baton.worker.settings import WorkerSettings
@@ -38,9 +38,9 @@ def main(
     args = parser.parse_args(argv)
     try:
         settings = load_settings(WorkerSettings, _flags(args), file=args.config)
-        available()  # of BATON_ISA, which is read once torch is there
+        available()  # raises ValueError for a wrong BATON_ISA
     except (SettingsError, ValueError) as error:
-        return fail(prog, error, WRONG_USE)
+        return fail(prog, one_line(error), WRONG_USE)
     logs.setup(role.name, settings.log_level)
 
     # Two workers on one machine share its cores: a thread that spins for work it does not have stalls the other's
@@ -66,9 +66,9 @@ def main(
             _become(ended, sys.argv[1:] if argv is None else argv)
         return ended
     except (ListenError, OSError) as error:
-        return fail(prog, error, FAILED)
+        return fail(prog, one_line(error), FAILED)
     except (ModelError, SettingsError, ValueError) as error:
-        return fail(prog, error, WRONG_USE)
+        return fail(prog, one_line(error), WRONG_USE)
 
 
 def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
-from baton.service.addresses import AddressError, host_of, split_address
+from baton.service.addresses import AddressError, bare_host_of, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
@@ -98,7 +98,7 @@ class WorkerSettings(Exposure):
 
     @property
     def listen_host(self) -> str:
-        return host_of(self.listen).strip("[]")
+        return bare_host_of(self.listen)
 
     @property
     def host_folder(self) -> Path:

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for room in ("baton", "prefill_worker", "decode_worker") for path in (ROOT / room).rglob("*.py")]
 MAX_FILES = 2
 WITHOUT_TORCH = """
+import sys
+import prefill_worker.role as r
 from baton.worker.main import main
 sys.modules["torch"] = None  # which fails to be imported
 sys.exit(main(r.ROLE, None, ["--model", "m", "--listen", "127.0.0.1:0"]))
@@ -188,6 +190,6 @@ def test_each_gpu_of_a_worker_has_ports_of_its_own(monkeypatch):
 
 
 def test_a_wrong_tier_is_told_before_torch_is_imported():
-    argv = [sys.executable, "-c", "import prefill_worker.role as r, sys\n" + WITHOUT_TORCH]
+    argv = [sys.executable, "-c", WITHOUT_TORCH]
     done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"BATON_ISA": "sse9"}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("prefill_worker: BATON_ISA=sse9: ")

@@ -101,16 +101,16 @@ async def _send(
     args: argparse.Namespace,
     access: Access,
     num_done: int,
-    begin: Callable[[], None],
+    on_answer: Callable[[], None],
     write: Callable[[Json], None],
 ) -> None:
-    """Ask all lines after the first `num_done` and write their results in order, after `begin()` once a gateway has answered.
+    """Ask all lines after the first `num_done` and write their results in order, after `on_answer()` once a gateway has answered.
     Raises CallError where none does at first, NotServed where none serves any more."""
     connection, num_addresses = access.for_client(), args.target.count(",") + 1
     each_once, timeout_s = RetryPolicy(max_attempts=num_addresses), 5 * num_addresses
     async with AsyncClient(args.target, timeout_s=timeout_s, retry=each_once, **connection) as client:
         await client.list_models()  # whether it is there, and lets one in
-    begin()
+    on_answer()
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
         runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)
         waiting: deque[asyncio.Task[Json]] = deque()

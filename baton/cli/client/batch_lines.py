@@ -166,8 +166,7 @@ def _refusal(error: BatonError, names: dict[str, str]) -> Json:
 
 def _read(error: CallError) -> BatonError:
     reason = error.reason
-    if (
-        not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    ):  # gRPC's own word for a message that is too large
+    # gRPC's own word for a message that is too large.
+    if not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         reason = "BODY_TOO_LARGE"
     return from_code(error.code(), error.message, reason=reason or None, field=error.field)

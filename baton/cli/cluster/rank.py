@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.service import logs
 from baton.service.arguments import add_command, port, whole
-from baton.service.exits import FAILED, WRONG_USE, fail
+from baton.service.exits import FAILED, WRONG_USE, fail, one_line
 from baton.service.net.server import run as run_process
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         access = read_access(args)
     except SettingsError as error:
-        return fail("baton rank", error, WRONG_USE)
+        return fail("baton rank", one_line(error), WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logs.setup("rank", "info")
     from baton.engine.core.model_errors import ModelError  # torch takes seconds
@@ -60,6 +60,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         return run_process(lambda stop: serve_rank(settings, stop))
     except NotJoined as error:
-        return fail("baton rank", error, FAILED)
+        return fail("baton rank", one_line(error), FAILED)
     except (ModelError, ValueError) as error:
-        return fail("baton rank", error, WRONG_USE)
+        return fail("baton rank", one_line(error), WRONG_USE)

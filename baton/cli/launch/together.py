@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton.protocol import STAYS_AWAY
-from baton.service.exits import FAILED, WRONG_USE, fail
+from baton.service.exits import FAILED, WRONG_USE, fail, one_line
 from baton.service.net.in_process import InProcessChannel, reachable_as
 from baton.service.net.server import ListenError
 from baton.service.settings import SettingsError
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(given[:border])
     except SettingsError as error:
-        return fail("gateway", error, WRONG_USE)
+        return fail("gateway", one_line(error), WRONG_USE)
     return worker_main.main(ROLE, load_table, given[border + 1 :], partial(serve, settings))
 
 
@@ -66,9 +66,9 @@ async def _serve_gateway(settings: GatewaySettings, stop: asyncio.Event) -> int:
     try:
         return await serve_gateway(settings, stop)
     except SettingsError as error:
-        return fail("gateway", error, WRONG_USE)
+        return fail("gateway", one_line(error), WRONG_USE)
     except ListenError as error:
-        return fail("gateway", error, FAILED)
+        return fail("gateway", one_line(error), FAILED)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from baton.service.addresses import host_of
+from baton.service.addresses import bare_host_of
 from baton.service.net.host_names import HostCheck, HostNames, without_port
 from baton.service.net.http_server import HttpServer, open_http
 from baton.service.net.server import ListenError
@@ -91,7 +91,7 @@ class Admin:
             )
         except ListenError as error:
             raise ListenError(f"--admin: {error}") from None
-        self._hosts.add(host_of(address).strip("[]"))
+        self._hosts.add(bare_host_of(address))
         self._server.start()
         return self._server.port
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -22,6 +23,19 @@ _FLAGS = (
 )
 
 ChannelOptions = tuple[tuple[str, object], ...]
+
+
+class _KeyFile:
+    """Called for the key that is in a file now; while that is written, it is the one before."""
+
+    def __init__(self, path: Path):
+        """Raises OSError."""
+        self._path, self._key = path, path.read_text().strip()
+
+    def __call__(self) -> str:
+        with contextlib.suppress(OSError):
+            self._key = self._path.read_text().strip() or self._key
+        return self._key
 
 
 @dataclass(frozen=True)
@@ -57,9 +71,10 @@ class Access:
         return None if self.api_key_file is None else self.api_key_file.read_text().strip()
 
     def for_client(self) -> dict[str, Any]:
-        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then."""
+        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then. Raises
+        OSError."""
         return {
-            "api_key": None if self.api_key_file is None else lambda: self.api_key,
+            "api_key": None if self.api_key_file is None else _KeyFile(self.api_key_file),
             "tls_ca": self.tls_ca,
             "tls_cert": self.tls_cert,
             "tls_key": self.tls_key,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from baton.service.addresses import host_of
+from baton.service.addresses import bare_host_of
 from baton.service.security.tls import Tls
 from baton.service.settings import option
 
@@ -59,7 +59,7 @@ class Exposure:
 
 def is_loopback(address: str) -> bool:
     """Return whether HOST:PORT is reached from this host alone."""
-    host = host_of(address).strip("[]")
+    host = bare_host_of(address)
     try:
         return ip_address(host).is_loopback
     except ValueError:
