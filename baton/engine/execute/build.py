@@ -10,7 +10,7 @@ import torch
 
 from baton.engine import native
 from baton.engine.core import cpu
-from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.config import MAX_NUMBER, EngineConfig, resolve
 from baton.engine.core.device import (
     GIB,
     Memory,
@@ -49,7 +49,6 @@ MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
 StartRanks = Callable[..., Started]  # start_ranks of ranks/spawn.py
 MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
-UNBOUNDED = 1 << 40  # blocks
 
 
 class EngineParts(NamedTuple):
@@ -172,7 +171,7 @@ def _on_gpu(
 
 def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """Return the config for what is loaded before the pool has its size: for the longest context that could fit."""
-    return resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+    return resolve(config if config.num_blocks else replace(config, num_blocks=MAX_NUMBER), spec)
 
 
 def use_launchers(proposers: Sequence[Proposer]) -> None:
