@@ -249,3 +249,15 @@ def test_certs_that_are_not_there(tmp_path):
     argv = [sys.executable, "-m", "baton.cli.main", "up", "--certs", str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **ENV})
     assert done.returncode == 2 and "gateway.crt is not there" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_key_file_is_read_for_each_call_and_keeps_its_key_while_it_is_written(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("first\n")
+    key = Access(api_key_file=file).for_client()["api_key"]
+    told = [key()]
+    for text in ("", "second\n"):
+        file.write_text(text)
+        told.append(key())
+    file.unlink()
+    assert [*told, key()] == ["first", "first", "second", "second"]
