@@ -14,6 +14,7 @@ from baton.service.observe.span_exporter import FinishedSpan, SpanExporter
 _DRAW_S = 1.0
 _MAX_INTERVAL_S = 30.0  # between two tries of a collector that takes nothing: each takes 2 ms of CPU (exploratory)
 _BATCH = 512
+_MAX_TRIES = 5  # of a batch: the collector may be down for some 90 s, or never take this one
 _MAX_WAITING = 16_384 - _BATCH  # spans, beside those of a batch
 _MAX_UNDRAWN = 4_096  # requests and keys
 _QUIET_S = 60.0  # between two lines about what was dropped
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SpanSender:
-    """Hold what is to be drawn and sent; the oldest is dropped where a collector takes nothing for long.
+    """Hold what is to be drawn and sent; the oldest is dropped where a collector takes nothing for long, or never takes it.
 
     It sends each `interval_s`, and sooner where a batch is full; less often where the collector takes nothing."""
 
@@ -31,6 +32,7 @@ class SpanSender:
         self._undrawn: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNDRAWN)
         self._waiting: deque[FinishedSpan] = deque(maxlen=_MAX_WAITING)
         self._batch: list[FinishedSpan] = []  # older ones, which the collector has not taken yet
+        self._num_tries = 0  # of that batch
         self._sending = threading.Lock()
         self._closing = threading.Event()
         self._min_interval_s = self._interval_s = interval_s
@@ -81,7 +83,7 @@ class SpanSender:
 
     def _tell(self) -> None:
         if self._num_dropped:
-            log.warning("telemetry: %d spans were dropped: the collector takes fewer than there are", self._num_dropped)
+            log.warning("telemetry: %d spans were dropped: the collector did not take them", self._num_dropped)
             self._num_dropped, self._told_at = 0, time.monotonic()
 
     def _draw(self) -> None:
@@ -103,11 +105,12 @@ class SpanSender:
             except Exception:
                 log.exception("telemetry: spans could not be sent")
                 is_sent = False
-            if is_sent:
-                self._batch = []
-            elif len(self._waiting) == self._waiting.maxlen:
+            self._num_tries += 1
+            is_given_up = self._num_tries == _MAX_TRIES or len(self._waiting) == self._waiting.maxlen
+            if not is_sent and is_given_up:
                 self._num_dropped += len(self._batch)
-                self._batch = []
+            if is_sent or is_given_up:
+                self._batch, self._num_tries = [], 0
             self._draw()  # an export may take seconds, and what is not drawn yet holds its request
             doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
             self._interval_s = self._min_interval_s if is_sent else doubled_s

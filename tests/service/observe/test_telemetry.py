@@ -230,6 +230,31 @@ def test_spans_that_a_collector_did_not_take_wait_and_those_that_are_dropped_are
     assert "2 spans were dropped" in caplog.text
 
 
+def test_what_a_collector_never_takes_holds_up_no_other(caplog, monkeypatch):
+    """As a batch that it finds invalid, or too large: those behind it waited until there was no room."""
+    from baton.service.observe import span_sender
+
+    sent: list[str] = []
+
+    class Exporter:
+        def send(self, spans):
+            names = [span.name for span in spans]
+            sent.extend(name for name in names if "bad" not in names)
+            return "bad" not in names
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(span_sender, "_DRAW_S", 3600)  # nothing is sent but by `flush`
+    sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=3600)
+    for name in ("bad", *"abcdef"):
+        sender.add(name, *[None] * 10)
+        sender.flush()
+    assert sent == list("abcdef")
+    sender.shut_down()
+    assert "1 spans were dropped: the collector did not take them" in caplog.text
+
+
 def test_a_collector_that_takes_nothing_is_tried_less_often():
     from baton.service.observe import span_sender
 
