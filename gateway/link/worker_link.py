@@ -283,7 +283,7 @@ class WorkerLink:
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))
-        if not self._is_refused:
+        if not self._is_refused or self.state is not LinkState.REFUSED:  # a load that came behind it had it serve again
             self._become(LinkState.CONNECTING, reason)
         self.hello, self.clock = None, WorkerClock()
 

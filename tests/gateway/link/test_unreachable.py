@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -84,6 +85,24 @@ async def test_one_that_was_refused_and_is_gone_is_waited_for():
             await asyncio.sleep(0.01)
         await tried(link, link.num_vain + 1)
         assert link.state is LinkState.CONNECTING and link.may_come(30.0) and "tokenizer" not in link.reason
+
+
+async def test_one_that_is_refused_in_mid_session_serves_no_more():
+    """Though it has said its load meanwhile, which comes right behind its new Hello."""
+    events, hello = asyncio.Queue(), pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=b"w" * 16)
+    link = link_to("127.0.0.1:1")
+    events.put_nowait(pb.Event(hello=hello))
+    reading = asyncio.create_task(link._read(SimpleNamespace(read=events.get), asyncio.Queue()))
+    async with asyncio.timeout(patience(20)):
+        while not link.is_serving:
+            await asyncio.sleep(0.01)
+        link._check_hello = lambda link, hello: "has another adapter"
+        events.put_nowait(pb.Event(hello=hello))
+        events.put_nowait(pb.Event(load=pb.Load(state="serving")))
+        with pytest.raises(TimeoutError):
+            await reading
+    link._lose("has another adapter")
+    assert (link.state, link.reason) == (LinkState.CONNECTING, "has another adapter")
 
 
 @pytest.mark.skipif(not heap_bytes(), reason="this malloc does not tell what is in use")
