@@ -60,7 +60,7 @@ class FleetWatch:
             for name, look in looks.items()
             if name in before
         ]
-        _, num, prompt, output = (sum(column) for column in zip(*spans, strict=True)) if spans else (NAN,) * 4
+        _, _, answered, prompt, output = map(sum, zip(*spans, strict=True)) if spans else (NAN,) * 5
         recent = [
             view
             for look in looks.values()
@@ -70,9 +70,9 @@ class FleetWatch:
         streams = sum(load.num_running for load in self.workers["decode"]) / max(1, len(self.workers["decode"]))
         return FleetCounters(
             at_s,
-            sum(came / span_s for span_s, came, _, _ in spans) if spans else NAN,
-            prompt / num * (1 - _cached_share(recent)) if num else NAN,
-            output / num if num else NAN,
+            sum(came / span_s for span_s, came, *_ in spans) if spans else NAN,
+            prompt / answered * (1 - _cached_share(recent)) if answered else NAN,
+            output / answered if answered else NAN,
             sum(look.requests.num_waiting for look in looks.values()) if looks else NAN,
             percentile([view.timing.ttft_s for view in recent], 95),
             percentile([view.timing.tpot_s for view in recent if view.timing.tpot_s > 0], 95),
@@ -144,20 +144,20 @@ def device_of(looks: Iterable[GatewayLook]) -> str:
     return next(iter(max(gpus, cpus, key=len)), "")
 
 
-def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float]:
-    """Return the requests that came, refused ones too, and the tokens that they would have, were all as long as those that
-    were answered: of others nobody knows. A gateway that began again counts from its start."""
+def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float, float]:
+    """Return the requests that came, refused ones too, those that were answered, and the tokens read and written: of the
+    length of others nobody knows. A gateway that began again counts from its start."""
     began_again = now.num_ended < before.num_ended or now.uptime_s < before.uptime_s
     base = pb.ListRequestsResponse() if began_again else before
     num = now.num_ended - base.num_ended + now.num_running - base.num_running
     answered = now.num_answered - base.num_answered
-    if not answered:
-        return max(0.0, num), 0.0, 0.0
-    part = max(0.0, num) / answered
+    if not answered:  # as of a gateway of an older version, which does not say it
+        return max(0.0, num), 0.0, 0.0, 0.0
     return (
         max(0.0, num),
-        part * (now.num_input_tokens - base.num_input_tokens),
-        part * (now.num_output_tokens - base.num_output_tokens),
+        answered,
+        now.num_input_tokens - base.num_input_tokens,
+        now.num_output_tokens - base.num_output_tokens,
     )
 
 

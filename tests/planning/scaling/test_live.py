@@ -87,6 +87,19 @@ def test_gateways_are_added_up_and_workers_count_once():
     assert seen.requests_per_s == 1.0 and seen.serving["decode"] == 2
 
 
+@pytest.mark.parametrize("prompt", [0, 30_000])
+def test_a_gateway_that_answered_nothing_changes_no_length(prompt):
+    """It has refused all; or it is of an older version, and does not say how many it has answered."""
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look(), "b": look()}, 0)
+    both = {
+        "a": look(ended=60, prompt=60_000, output=6000, uptime=160),
+        "b": look(ended=60, refused=60, prompt=prompt, uptime=160),
+    }
+    seen = watch.note(both, 60)
+    assert seen.requests_per_s == 2.0 and (seen.prompt_tokens, seen.output_tokens) == (1000, 100)
+
+
 def test_a_worker_that_was_drained_does_not_start_for_ever():
     """Gateways go on dialling an address that they were given."""
     watch = FleetWatch(FlatModel())
