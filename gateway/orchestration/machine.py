@@ -34,12 +34,13 @@ class ForbiddenTransition(Exception):
 class RequestMachine:
     """Drive one request. `state` is set here alone, and only to states that the table lists."""
 
-    __slots__ = ("request", "state", "error", "_entered_at")
+    __slots__ = ("request", "state", "error", "is_superseded", "_entered_at")
 
     def __init__(self, request: RequestContext):
         self.request = request
         self.state = RequestState.AWAITING_CREDIT
         self.error: BatonError | None = None  # that ended it
+        self.is_superseded = False  # its client continues it in another stream
         self._entered_at = now()  # the state, or its wait began again
 
     async def run(self) -> None:
@@ -76,6 +77,7 @@ class RequestMachine:
     def supersede(self) -> None:
         """End the request, whose client continues it in another stream, and does not read this one: a write to it may last
         until the deadline."""
+        self.is_superseded = True
         self.give_up(RequestEvent.CANCEL)
         self.request.mailbox.interrupt()
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.service.clock import now
-from baton.service.errors import Cancelled
+from baton.service.errors import Cancelled, DeadlineExceeded
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
 from gateway.attempts import attempt
@@ -236,6 +236,18 @@ async def test_a_client_comes_back_whose_stream_is_not_read(cluster, unread):
         assert ids_of(again) == tokens_of(PROMPT, 6, 400)[2:]
         with pytest.raises(Cancelled):
             await unread_stream
+        await c.idle()
+
+
+async def test_a_write_that_times_out_is_no_client_that_comes_back(cluster):
+    async with cluster() as c:
+
+        async def emit(message) -> None:
+            raise TimeoutError
+
+        validated = validate(make_request(PROMPT, max_tokens=6), c.fleet.model)
+        with pytest.raises(DeadlineExceeded):
+            await c.pipeline.serve(validated, c.fleet.model, now() + patience(60), record(), emit)
         await c.idle()
 
 
