@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.protocol import PREFILL_ON_ADMIT
 from baton.service.clock import now
@@ -118,22 +118,27 @@ class Attempt:
         self.close()
         self.decode = None
 
-    def prefill_on_decode_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes]) -> None:
-        """Have the decode worker prefill the prompt, after it has pulled the spans `hashes` from `holder`, if any."""
+    def prefill_on_decode_worker(
+        self, holder: WorkerLink | None, hashes: Sequence[bytes], on_offer: Callable[[], None]
+    ) -> None:
+        """Have the decode worker prefill the prompt, after it has pulled the spans `hashes` from `holder`, if any;
+        `on_offer` is called where it does."""
         self.prefix_holder = holder
         self.decode.num_prefill_tokens = len(self.spec.token_ids) - self.num_granted_tokens
         if self.prefills_on_admit:
             return
-        self._prefix_source = PrefixSource(self._send_local_prefill)
+        self._prefix_source = PrefixSource(self._send_local_prefill, on_offer)
         self._prefix_source.ask(holder, self.decode.link, hashes, new_key(self._key_id), self._deadline)
 
-    def prefill_on_prefill_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int) -> None:
+    def prefill_on_prefill_worker(
+        self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int, on_offer: Callable[[], None]
+    ) -> None:
         """Have `prefill_link`, which holds `num_matched` tokens, prefill the prompt; it may pull `hashes` from
-        `holder`."""
+        `holder`; `on_offer` is called where it does."""
         self.prefix_holder = holder
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
         self.prefill.num_prefill_tokens = len(self.spec.token_ids) - num_matched
-        self._prefix_source = PrefixSource(self._send_prefill)
+        self._prefix_source = PrefixSource(self._send_prefill, on_offer)
         self._prefix_source.ask(holder, self.prefill_link, hashes, new_key(self._key_id), self._deadline)
 
     def drop_prefill(self) -> None:

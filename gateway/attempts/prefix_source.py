@@ -19,12 +19,12 @@ OFFER_WAIT_S = 0.02  # the holder answers from its ledger, and the prompt waits 
 class PrefixSource:
     """Send at most one Offer, and call back once with what it brings. It is the EventSink of its leg."""
 
-    __slots__ = ("_on_settled", "_leg", "_timer", "_is_pending")
+    __slots__ = ("_on_settled", "_on_offer", "_leg", "_timer", "_is_pending")
 
-    def __init__(self, on_settled: Callable[[list[pb.KVSource], str | None], None]):
+    def __init__(self, on_settled: Callable[[list[pb.KVSource], str | None], None], on_offer: Callable[[], None]):
         """`on_settled(sources, holder's address)` is called once, with ([], None) where no prefix comes in time; never
-        after `close()`."""
-        self._on_settled = on_settled
+        after `close()`. `on_offer()` is called before that where one comes in time."""
+        self._on_settled, self._on_offer = on_settled, on_offer
         self._leg = self._timer = None
         self._is_pending = True
 
@@ -70,6 +70,7 @@ class PrefixSource:
         if sources:
             self._is_pending = False
             self._timer.cancel()
+            self._on_offer()
         else:
             self.close()  # gives back what is offered too late
         self._on_settled(sources, holder)

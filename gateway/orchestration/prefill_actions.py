@@ -1,6 +1,7 @@
 """Actions from the first question for credit to the first tokens."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from baton.service.clock import now
 from baton.service.errors import NoWorker
@@ -93,13 +94,13 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
-        router.note_fetch(holder, attempt.decode.link, attempt.chosen_at)
-        attempt.prefill_on_decode_worker(holder, _spans_held(request, holder))
+        note_fetch = partial(router.note_fetch, holder, attempt.decode.link, attempt.chosen_at)
+        attempt.prefill_on_decode_worker(holder, _spans_held(request, holder), note_fetch)
     else:
         holder = router.prefix_holder_for(attempt.prefill_link)
-        router.note_fetch(holder, attempt.prefill_link, now())
+        note_fetch = partial(router.note_fetch, holder, attempt.prefill_link, now())
         num_matched = router.num_matched_tokens(attempt.prefill_link)
-        attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
+        attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched, note_fetch)
     return None
 
 

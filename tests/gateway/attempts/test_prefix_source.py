@@ -18,7 +18,7 @@ NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
 def test_tokens_in_place_of_an_offer():
     """Tokens that arrive without an offer are answered with no source."""
     said = []
-    source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)))
+    source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)), said.clear)
     source.add(None, 0, 0, [1], [], 0)
     assert said == [([], None)] and not source.flush()
 
@@ -85,6 +85,30 @@ async def test_what_does_not_come_is_computed(cluster, trouble):
     async with cluster(num_prefill=2) as c:
         messages, prefill, offers = await read_elsewhere(c, trouble)
         assert len(offers) == 1 and not prefill.sources and messages[-1].usage.cached_tokens == 0
+        for worker in c.prefill:
+            worker.release("offer")
+        await c.idle()
+
+
+@pytest.mark.parametrize("trouble", [forget, say_nothing, fail])
+async def test_a_holder_that_offers_nothing_is_not_tried(cluster, trouble):
+    """Where its KV had not come to this reader: the next one that it could give some waited for 30 s."""
+    async with cluster(num_prefill=2) as c:
+        pairs = c.fleet.candidates.kv_pairs
+
+        def leave(holder, reader) -> None:
+            trouble(holder, reader)
+            links = {link.address: link for link in c.gateway.registry.prefill}
+            pairs.note_failure(links[holder.address], links[reader.address], "cut off")
+            for pair in left():
+                pair.until = 0.0
+
+        def left() -> list:
+            return [pair for sources in pairs._left.values() for pair in sources.values()]
+
+        _, _, offers = await read_elsewhere(c, leave)
+        (pair,) = left()
+        assert len(offers) == 1 and not pair.is_tried and not pair.until
         for worker in c.prefill:
             worker.release("offer")
         await c.idle()
