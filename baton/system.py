@@ -45,11 +45,10 @@ except OSError as error:
 
 
 def with_home(path: str) -> Path:
-    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path.replace("~", "/nonexistent", 1))
+    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none; the name of
+    a user who is not known stays, as in shells."""
+    expanded = Path(os.path.expanduser(path))
+    return Path("/nonexistent", *expanded.parts[1:]) if expanded.parts[:1] == ("~",) else expanded
 
 
 def cores() -> list[int]:

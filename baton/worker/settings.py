@@ -140,15 +140,19 @@ class WorkerSettings(Exposure):
 
     def _check_kv_port(self) -> None:
         """Raise ValueError where no port is taken, or too few are left for as many as may be."""
+        if not self.kv_port:
+            return
+        from kvtransfer.transports.endpoints import num_ports  # numpy and protobuf with it, for 0.3 s
+
         chosen = set(self.transports)
         if "auto" in chosen:
             chosen |= set(TRANSPORTS) - set(self.refused_transports)
-        num_ports = sum(name in chosen for name in ("grpc", *IN_PLAIN_TEXT))
-        if self.kv_port and not num_ports:
+        if not (num := num_ports(list(chosen))):
             raise ValueError(f"--kv-port has no effect with --transports {','.join(self.transports)}; leave it out")
-        num_ports *= self.engine.num_ranks_here if self._may_have_gpu else 1
-        if not 0 <= self.kv_port <= (last := min(65535, 65536 - num_ports)):
-            why = f", for {num_ports} ports from there on" if num_ports > 1 else ""
+        num *= self.engine.num_ranks_here if self._may_have_gpu else 1
+        last = 65536 - num
+        if not 0 < self.kv_port <= last:
+            why = f", for {num} ports from there on" if num > 1 else ""
             raise ValueError(f"--kv-port {self.kv_port}: must be from 1 to {last}{why}, or 0: the system chooses")
 
     @property

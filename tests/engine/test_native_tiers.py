@@ -182,6 +182,18 @@ def test_a_compiler_has_its_arguments(monkeypatch):
     assert compiler.find() is None
 
 
+@pytest.mark.skipif(not build.available(), reason="no tier")
+@pytest.mark.parametrize("text", [" ", "g++ 'a", "''"])
+def test_a_cxx_that_is_no_command_is_no_compiler(text, tmp_path, monkeypatch):
+    """It ended the worker with a traceback, also where the wheel has the library and nothing is compiled."""
+    monkeypatch.setenv("CXX", text)
+    monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    assert build._load.__wrapped__() == (None, f"no C++ compiler ({text}) on this machine")
+    (tmp_path / f"{build.available()[-1].name}.so").touch()
+    monkeypatch.setattr(build, "NativeLibrary", lambda path, tier: path.parent)
+    assert build._load.__wrapped__() == (tmp_path, "")
+
+
 def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch):
     """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still. And this test, for
     ever: what is said while pytest's captures are read is lost, and `threads` waited for the one that `lock` kept waiting."""

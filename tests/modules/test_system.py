@@ -195,3 +195,5 @@ def test_a_user_without_a_home(monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     assert system.with_home("~/.cache") == Path("/nonexistent/.cache")
     assert system.with_home("/var/cache") == Path("/var/cache")
+    monkeypatch.setattr(pwd, "getpwnam", {}.__getitem__)
+    assert system.with_home("~nobody-here/cache") == Path("~nobody-here/cache")

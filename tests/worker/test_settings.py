@@ -155,6 +155,7 @@ def test_a_gpu_has_defaults_of_its_own_and_flags_win(monkeypatch, role, device, 
     [
         ({"kv_port": "65535"}, "--kv-port 65535: must be from 1 to 65533, for 3 ports from there on, or 0: the system"),
         ({"kv_port": "65535", "transports": "tcp,grpc"}, "--kv-port 65535: must be from 1 to 65534, for 2 ports"),
+        ({"kv_port": "-1"}, "--kv-port -1: must be from 1 to 65533, for 3 ports"),
         ({"kv_port": "5000", "transports": "shm"}, "--kv-port has no effect with --transports shm; leave it out"),
         ({"gateways": "nonsense"}, "--gateways: 'nonsense' is not HOST:PORT"),
         ({"gateways": "a:1,b:0"}, "--gateways: b:0: nobody listens at port 0"),

@@ -46,11 +46,13 @@ def _load() -> tuple[NativeLibrary | None, str]:
     if not tiers:
         return None, missing()
     tier = tiers[-1]
-    shipped, found = SHIPPED / f"{tier.name}.so", compiler.find()
-    if found is None and not shipped.exists():
-        return None, f"no C++ compiler ({os.environ.get('CXX') or 'g++'}) on this machine"
+    path = SHIPPED / f"{tier.name}.so"
     try:
-        return NativeLibrary(shipped if shipped.exists() else built(found, tier), tier), ""
+        if not path.exists():
+            if (found := compiler.find()) is None:
+                return None, f"no C++ compiler ({os.environ.get('CXX') or 'g++'}) on this machine"
+            path = built(found, tier)
+        return NativeLibrary(path, tier), ""
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         lines = detail.strip().splitlines()

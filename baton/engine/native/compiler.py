@@ -21,8 +21,12 @@ WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"
 
 
 def find() -> list[str] | None:
-    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does not have it."""
-    program, *arguments = shlex.split(os.environ.get("CXX") or "g++")
+    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does not have it,
+    or CXX is no command."""
+    try:
+        program, *arguments = shlex.split(os.environ.get("CXX") or "g++")
+    except ValueError:  # blank, or a quote that does not end
+        return None
     found = shutil.which(program)
     return None if found is None else [found, *arguments]
 

@@ -77,9 +77,8 @@ class Lifecycle:
         try:
             transition.action(self, leg, subject)
         except Exception as error:
-            if (
-                event is LegEvent.STOP
-            ):  # nothing can end it better: what it has out may stay so, but it is this leg alone
+            if event is LegEvent.STOP:
+                # Nothing can end it better: what it has out may stay so, but it is this leg alone.
                 log.exception("key not given back %s", fields(key=leg.key))
                 leave_if_exhausted(error)
             elif isinstance(error, Refusal) and was_absent and not leg.owed:
