@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
-from baton.engine.core.request import Key
+from baton.engine.core.request import Key, Refusal
 from baton.engine.engine import Engine
 from baton.service.logs import fields
 from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
@@ -27,7 +27,7 @@ from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 1.0  # in which nothing of a prefix comes: to wait longer saves less than it costs
+SILENCE_S = 1.0  # without a sign of a prefix, begun anew at each: to wait longer saves less than it costs
 _MAX_LOGGED = 256  # sources come and go with their workers
 
 
@@ -37,17 +37,25 @@ class KeyEnded(Exception):
 
 class EngineBlocks:
     """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
-    is. Raises KeyEnded."""
+    is. `on_sign()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
 
-    def __init__(self, engine: Engine, key: Key, num_cached_tokens: int, on_verified: Callable[[int], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        key: Key,
+        num_cached_tokens: int,
+        on_verified: Callable[[int], None],
+        on_sign: Callable[[], None] = lambda: None,
+    ):
         self.num_cached_tokens = num_cached_tokens
         self._engine = engine
         self._key = key
-        self._on_verified = on_verified
+        self._on_verified, self._on_sign = on_verified, on_sign
         self._refs: list[BlockRef] = []
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
         """The engine is asked for new blocks alone, and for the last one again, which must be the same."""
+        self._on_sign()
         if self._engine.layout.num_blocks(upto_token) > len(self._refs):
             first = max(0, len(self._refs) - 1)
             try:
@@ -64,6 +72,7 @@ class EngineBlocks:
         return block
 
     def verified(self, upto_token: int) -> None:
+        self._on_sign()
         try:
             num_computed = self._engine.admission.verify(self._key, upto_token)
         except LookupError:
@@ -72,6 +81,7 @@ class EngineBlocks:
 
     async def caught_up(self) -> None:
         """Return at once: the pool is where all who compute here find it."""
+        self._on_sign()
 
 
 class KVFetcher(Protocol):
@@ -99,7 +109,11 @@ class Intake:
     ) -> None:
         """Start a leg's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
         Raises KVError for a handle that is not this prompt's."""
-        self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None, asyncio.timeout(None))
+
+        def arrived(upto_token: int) -> None:
+            leg.num_pulled_tokens = max(0, upto_token - leg.num_cached_tokens)
+
+        self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, arrived, asyncio.timeout(None))
 
     def begin_prefix(
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
@@ -124,17 +138,13 @@ class Intake:
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
             raise ProtocolError(f"{num_tokens} tokens are no prefix of whole spans with something left to compute")
 
-        silence = asyncio.timeout(SILENCE_S)
-
         def arrived(upto_token: int) -> None:
-            if not silence.expired():
-                silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
             leg.num_pulled_tokens += upto_token - leg.num_cached_tokens
             leg.num_cached_tokens = upto_token
             on_verified(upto_token)
 
         self._engine.admission.begin_fetch(leg.key)
-        self._fetch(leg, decoded, handle, ticket, on_end, arrived, silence)
+        self._fetch(leg, decoded, handle, ticket, on_end, arrived, asyncio.timeout(SILENCE_S))
 
     def stop(self, leg: Leg) -> None:
         """Cancel a fetch; `on_end` follows as soon as no byte can land any more. Idempotent."""
@@ -146,7 +156,9 @@ class Intake:
         """`silence`: when it is given up though the request has time left."""
         skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
         begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
-        blocks = EngineBlocks(self._engine, leg.key, min(begin, decoded.num_tokens), on_verified)
+        blocks = EngineBlocks(
+            self._engine, leg.key, min(begin, decoded.num_tokens), on_verified, partial(_break, silence)
+        )
         fetch = partial(self._fetcher.fetch, handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.create_task(_unless_silent(fetch, silence), name=f"fetch {leg.key}")
         self._fetching.add(leg.fetching)
@@ -194,11 +206,17 @@ class Intake:
             return task.result()
         if isinstance(error, KeyEnded):
             return None
-        if not isinstance(error, (KVError, TimeoutError)):
+        if not isinstance(error, (KVError, TimeoutError, Refusal)):
             log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
             leave_if_exhausted(error)
             return end_status.internal(error)  # whatever it is, no client has made the mistake
         return end_status.of_exception(error)
+
+
+def _break(silence: asyncio.Timeout) -> None:
+    """Begin it anew: something has come."""
+    if silence.when() is not None and not silence.expired():
+        silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
 
 
 async def _unless_silent(fetch: Callable[[], Awaitable[FetchReport]], silence: asyncio.Timeout) -> FetchReport:

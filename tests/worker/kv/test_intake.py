@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from google.rpc import code_pb2
 
+from baton.engine.core.request import Refusal
 from baton.worker.kv import intake
 from baton.worker.kv.intake import Intake
 from kvtransfer.compatible import EXACT, MIXED
@@ -66,6 +67,17 @@ async def test_a_fetch_that_fails_is_never_the_clients_mistake(engine, error, mo
     assert [(each.code, each.reason) for each in ends] == [(code_pb2.INTERNAL, "INTERNAL")]
 
 
+async def test_a_fetch_without_room_is_refused_as_all_else_is(engine, monkeypatch, caplog):
+    """The pool fills up while it runs: it is asked for again, and is no fault."""
+    offer(monkeypatch, 64)
+    leg, ends = make_leg(128), []
+    fetcher = FailingFetcher(Refusal("kv_full", 0.5))
+    Intake(engine, fetcher).begin(leg, b"", b"", lambda leg, outcome: ends.append(outcome))
+    with pytest.raises(Refusal):
+        await leg.fetching
+    assert ends == [(code_pb2.RESOURCE_EXHAUSTED, "KV_FULL", "refused: kv_full", 0.5)] and not caplog.records
+
+
 @pytest.mark.parametrize(("num_tokens", "is_pulled"), [(128, True), (192, False), (100, False)])
 async def test_of_a_prefix_something_is_left_to_compute(engine, num_tokens, is_pulled, monkeypatch):
     """The whole prompt would have no last token to draw the first one from."""
@@ -105,6 +117,35 @@ async def test_a_prefix_that_does_not_come_is_not_waited_for(engine, ranges, mon
             await leg.fetching
     assert [(each.reason, each.message) for each in ends] == [("KV_TRANSFER_FAILED", "nothing came for 0.1 s")]
     assert leg.num_pulled_tokens == leg.num_cached_tokens == max(ranges, default=0)
+
+
+@pytest.mark.parametrize("sign", ["announced", "landed", "verified"])
+async def test_each_sign_of_a_prefix_begins_the_wait_anew(engine, sign, monkeypatch):
+    """Of a model with a state nothing is verified before all is there: what took longer was thrown away as it came."""
+    monkeypatch.setattr(engine, "verify", lambda key, upto_token: upto_token, raising=False)
+    monkeypatch.setattr(engine, "set_aside", lambda *args: [None], raising=False)
+    monkeypatch.setattr(engine, "layout", SimpleNamespace(num_blocks=lambda token: 1), raising=False)
+    offer(monkeypatch, 128)
+    leg, whens = make_leg(192), []
+
+    class FlowingFetcher:
+        async def fetch(self, handle, ticket, destination, deadline):
+            for _ in range(3):
+                match sign:
+                    case "announced":
+                        destination.set_aside(64)
+                    case "landed":
+                        await destination.caught_up()
+                    case "verified":
+                        destination.verified(64)
+                whens.append(silence.when())
+                await asyncio.sleep(0.001)
+
+    silence = asyncio.timeout(3600.0)
+    monkeypatch.setattr(intake.asyncio, "timeout", lambda within_s: silence)
+    assert Intake(engine, FlowingFetcher()).begin_prefix(leg, lambda *end: None, lambda upto_token: None)
+    await leg.fetching
+    assert whens == sorted(set(whens))
 
 
 def report(transport: str, numerics: str = EXACT) -> FetchReport:
