@@ -40,7 +40,7 @@ def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
     """Pull from the next source that can be asked; compute what none of them gives. `status`: why the one before it failed."""
     if status is not None:
-        leg.pull_failure = status.message
+        leg.pull_failure = status
         log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))
     leg.fetch_at = leg.fetch_at or time.monotonic()
     if lifecycle.intake.begin_prefix(leg, lifecycle.fetch_ended, partial(lifecycle.handoff.advance, leg)):
@@ -60,7 +60,8 @@ def hold(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
     failpoints.hit("prefill.done")
     pulled = None
     if leg.fetch_ended_at is not None:
-        pulled = pb.Pulled(num_tokens=leg.num_pulled_tokens, failure=leg.pull_failure)
+        why = leg.pull_failure or end_status.OK
+        pulled = pb.Pulled(num_tokens=leg.num_pulled_tokens, reason=why.reason, failure=why.message)
     leg.outbox.reply(messages.done(leg.key, done, pulled))  # before the lease moves: a client waits for the first token
     lifecycle.handoff.finish(leg)
     lifecycle.on_change()

@@ -509,12 +509,14 @@ class Done(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., pulled: _Optional[_Union[Pulled, _Mapping]] = ...) -> None: ...
 
 class Pulled(_message.Message):
-    __slots__ = ("num_tokens", "failure")
+    __slots__ = ("num_tokens", "failure", "reason")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     failure: str
-    def __init__(self, num_tokens: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, num_tokens: _Optional[int] = ..., failure: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Offered(_message.Message):
     __slots__ = ("key", "lease_id", "handle", "ticket")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from baton.protocol import KV_TRANSFER_FAILED
 from baton.service.clock import now
 from baton.service.errors import NoWorker
 from baton.v1 import worker_pb2 as pb
@@ -205,11 +206,12 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 
 
 def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
-    """Note whether KV of the holder of a prefix came to the prefill worker."""
+    """Note whether KV of the holder of a prefix came to the prefill worker. What keeps it otherwise, as a lease that is
+    over, is not between the two of them; of a holder that is gone nothing is kept."""
     holder, taker = request.attempt.prefix_holder, request.attempt.prefill.link
-    if not pulled.failure or pulled.num_tokens:
+    if not pulled.reason or pulled.num_tokens:
         request.router.note_kv(holder, taker)
-    elif holder is not None and holder.worker_id:  # of one that is gone nothing is kept
+    elif pulled.reason == KV_TRANSFER_FAILED and holder is not None and holder.worker_id:
         request.router.note_no_kv(holder, taker, pulled.failure)
 
 

@@ -254,7 +254,8 @@ def test_a_source_that_says_nothing_is_told_to_the_gateway(model, monkeypatch, c
                 parts = tuple(dataclasses.replace(part, endpoints=(endpoint,)) for part in handle.parts)
                 source.handle = encode_handle(dataclasses.replace(handle, parts=parts))
                 _, done, _ = await generate_with_sources(pair, spec, [source])
-            assert done.pulled == pb.Pulled(failure="nothing came for 0.2 s") and not done.num_cached_tokens
+            assert done.pulled == pb.Pulled(failure="nothing came for 0.2 s", reason="KV_TRANSFER_FAILED")
+            assert not done.num_cached_tokens
             await session.send(cancel=pb.Cancel(key=pb.Key(request_id="offer")))
             await session.wait_idle()
             await session.close()

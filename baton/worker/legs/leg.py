@@ -39,8 +39,8 @@ class Leg:
         self.lease_id = b""
         self.ticket = b""  # the taker's, of that lease
         self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix on other workers, best first
-        self.num_pulled_tokens = 0  # that came from them
-        self.pull_failure = ""  # why nothing came of the last one that was asked, or not all
+        self.num_pulled_tokens = 0  # that came from other workers
+        self.pull_failure: Status | None = None  # of the last source that was asked, where not all of it came
         self.num_matched_tokens: int | None = None  # of an Offer that is answered with NotHere
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -147,6 +147,20 @@ async def test_a_holder_whose_kv_does_not_come_is_left_for_a_while(cluster, monk
         assert await ask_again() == 3 and not pairs.are_some_left
 
 
+@pytest.mark.parametrize("reason", ["LEASE_EXPIRED", "TICKET_REFUSED", "DIGEST_MISMATCH", "KV_FULL", "INTERNAL"])
+async def test_a_pull_that_fails_otherwise_leaves_nobody(cluster, monkeypatch, reason):
+    """What is between the two workers is not at fault."""
+    monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
+
+    def fail_otherwise(holder, reader) -> None:
+        holder.is_cut_off, holder.pull_failure = True, reason
+
+    async with cluster(num_prefill=2) as c:
+        _, prefill, _ = await read_elsewhere(c, fail_otherwise)
+        await c.idle()
+        assert prefill.sources and not c.fleet.candidates.kv_pairs.are_some_left
+
+
 async def test_what_is_cheap_is_computed(cluster):
     async with cluster(num_prefill=2) as c:
         _, prefill, offers = await read_elsewhere(

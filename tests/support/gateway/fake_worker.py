@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.protocol import GRANTS_POOLING, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
+from baton.protocol import GRANTS_POOLING, KV_TRANSFER_FAILED, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
@@ -111,6 +111,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._specs: dict[tuple, pb.RequestSpec] = {}
         self.is_silent = False
         self.is_cut_off = False  # from takers: no KV of it comes to any
+        self.pull_failure = KV_TRANSFER_FAILED  # as a taker tells it then
         self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
         self.holds_at: int | None = None  # output tokens of a choice with which it closes its gate "decode"
@@ -327,8 +328,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         pulled = None
         for source in message.sources:
             _leases[source.handle].taken.set()
-            if _leases[source.handle].source.is_cut_off:
-                pulled = pb.Pulled(failure="cut off")
+            if (holder := _leases[source.handle].source).is_cut_off:
+                pulled = pb.Pulled(failure="cut off", reason=holder.pull_failure)
             else:
                 num_before, cached = cached, max(cached, int.from_bytes(source.ticket, "little"))
                 pulled = pb.Pulled(num_tokens=cached - num_before)
