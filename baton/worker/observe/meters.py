@@ -76,9 +76,8 @@ class WorkerMeters:
     def ended(self, leg: Leg) -> None:
         """Count a leg that has just ended, however it did."""
         if done := leg.prefill_done:  # what it has pulled is a prefix, which counts as cached there, of whole blocks
-            num_pulled = leg.fetch_report.num_tokens if leg.fetch_report else 0
-            self._prefix("pulled").inc(num_pulled)
-            self._prefix("local").inc(max(0, done.num_cached_tokens - num_pulled))
+            self._prefix("pulled").inc(leg.num_pulled_tokens)
+            self._prefix("local").inc(max(0, done.num_cached_tokens - leg.num_pulled_tokens))
         if report := leg.fetch_report:
             self._bytes(report.transport).inc(report.num_bytes)
             self._transfer.observe(report.transfer_s)

@@ -65,10 +65,10 @@ def test_what_was_pulled_is_not_local_too(monkeypatch):
     """A prefill's cached tokens are those that it has pulled as well."""
     monkeypatch.setattr(meters, "Cost", lambda engine: None)
     counted = WorkerMeters(Metrics("tiny"), cast(Any, None), cast(Any, None), None, {})
-    for num_cached, num_pulled in ((192, 128), (192, 0), (0, 64)):  # at last, less than a block
+    for num_cached, num_pulled, is_whole in ((192, 128, True), (192, 0, False), (64, 64, False)):
         leg = Leg(KEY, cast(Any, None))
-        leg.prefill_done = replace(DONE, num_cached_tokens=num_cached)
-        leg.fetch_report = replace(REPORT, num_tokens=num_pulled) if num_pulled else None
+        leg.prefill_done, leg.num_pulled_tokens = replace(DONE, num_cached_tokens=num_cached), num_pulled
+        leg.fetch_report = REPORT if is_whole else None  # none of one that broke off
         counted.ended(leg)
     taken = Leg(KEY, cast(Any, None))  # of a prompt that another worker has read
     taken.fetch_report = REPORT
