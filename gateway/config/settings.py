@@ -166,11 +166,9 @@ class GatewaySettings(Exposure):
         for role in ROLES:
             for address in getattr(self, f"{role}_workers"):
                 try:
-                    _, port = split_address(address)
+                    split_address(address)
                 except AddressError as error:
                     raise ValueError(f"--{role}-workers: {error}") from None
-                if not port:
-                    raise ValueError(f"--{role}-workers: {address}: nobody listens at port 0")
 
     def _check_numbers(self) -> None:
         """Raise ValueError for what is too low, or not a number."""

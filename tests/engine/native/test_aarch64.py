@@ -57,7 +57,7 @@ def folder(tmp_path_factory) -> Path:
 def library(request, tmp_path_factory) -> Path:
     """Of one tier for Arm."""
     folder = tmp_path_factory.mktemp(request.param.name)
-    return compiled(COMPILER, request.param.flags, folder, ["-Wl,--no-as-needed", "-lgomp"])
+    return compiled([COMPILER], request.param.flags, folder, ["-Wl,--no-as-needed", "-lgomp"])
 
 
 def replayed(folder: Path, library: Path, calls: str) -> subprocess.CompletedProcess:

@@ -23,4 +23,4 @@ def linear_kernels(folder: Path) -> build.NativeLibrary:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "SOURCES", compiler.SOURCES / "linear")
         patch.setattr(compiler, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in compiler.FLAGS))
-        return build.NativeLibrary(compiler.compiled(COMPILER, EMULATED.flags, folder), EMULATED)
+        return build.NativeLibrary(compiler.compiled([COMPILER], EMULATED.flags, folder), EMULATED)
