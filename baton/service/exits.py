@@ -11,6 +11,6 @@ def fail(program: str, reason: object, status: int) -> int:
     return status
 
 
-def one_line(error: Exception) -> str:
-    """Return the words of an error, as of a library that writes several lines."""
-    return " ".join(str(error).split())
+def one_line(error: BaseException, max_chars: int | None = None) -> str:
+    """Return the words of an error, as of a library that writes several lines; of many the first."""
+    return " ".join(str(error).split())[:max_chars]

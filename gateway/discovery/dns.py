@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from baton.service.addresses import split_address
 from baton.service.logs import fields
 from gateway.discovery.session_set import SessionSet
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 def is_name(address: str) -> bool:
     """Return whether the host of HOST:PORT has to be looked up."""
     try:
-        ipaddress.ip_address(_split(address)[0])
+        ipaddress.ip_address(split_address(address)[0])
     except ValueError:
         return True
     return False
@@ -91,8 +92,9 @@ class DnsWorkers:
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Look the name up again and again, with a session for each address in tasks of `group`; until cancelled."""
         while True:
+            host, port = split_address(self.address)
             try:
-                addresses, self.reason = await self._resolver.resolve(*_split(self.address)), ""
+                addresses, self.reason = await self._resolver.resolve(host, str(port)), ""
             except OSError as error:
                 self._note(error.strerror or str(error))
             else:
@@ -105,8 +107,3 @@ class DnsWorkers:
         if reason != self.reason:
             log.warning("workers not found %s", fields(name=self.address, reason=reason))
         self.reason = reason
-
-
-def _split(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), port

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import socket
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -237,17 +238,22 @@ def test_a_prefix_that_cannot_be_pulled_is_computed(model):
     assert run(main) == bare_answer(model, turn2, 5)[0][:1]
 
 
+@asynccontextmanager
+async def run_with_prefix_elsewhere(model):
+    """Yield (pair, session of the holder, spec, source): a prompt whose first 192 tokens another worker offers."""
+    async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
+        session = await Session(f"127.0.0.1:{holder.port}").open()
+        await type(pair)(pair.prefill, session).generate_here("turn1", make_spec(prompt(200), max_tokens=4))
+        spec = make_spec(prompt(290), max_tokens=5)
+        yield pair, session, spec, await offered_prefix(pair, spec, 3, session)
+
+
 def test_a_source_that_says_nothing_is_told_to_the_gateway(model, monkeypatch, caplog):
     """The prompt is computed, as if nobody held any of it."""
     monkeypatch.setattr(intake, "SILENCE_S", 0.2)
 
     async def main():
-        async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
-            session = await Session(f"127.0.0.1:{holder.port}").open()
-            elsewhere = type(pair)(pair.prefill, session)
-            await elsewhere.generate_here("turn1", make_spec(prompt(200), max_tokens=4))
-            spec = make_spec(prompt(290), max_tokens=5)
-            source = await offered_prefix(pair, spec, 3, session)
+        async with run_with_prefix_elsewhere(model) as (pair, session, spec, source):
             handle = decode_handle(source.handle)
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 endpoint = Endpoint("tcp", f"127.0.0.1:{silent.getsockname()[1]}", "elsewhere")
@@ -266,12 +272,7 @@ def test_a_source_that_says_nothing_is_told_to_the_gateway(model, monkeypatch, c
 
 def test_cancelled_while_it_pulls(model):
     async def main():
-        async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
-            session = await Session(f"127.0.0.1:{holder.port}").open()
-            elsewhere = type(pair)(pair.prefill, session)
-            await elsewhere.generate_here("turn1", make_spec(prompt(200), max_tokens=4))
-            spec = make_spec(prompt(290), max_tokens=5)
-            source = await offered_prefix(pair, spec, 3, session)
+        async with run_with_prefix_elsewhere(model) as (pair, session, spec, source):
             key = pb.Key(request_id="turn2")
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker(), sources=[source]))
             await pair.prefill.send(cancel=pb.Cancel(key=key))

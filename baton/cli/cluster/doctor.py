@@ -27,7 +27,7 @@ from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
 from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command
-from baton.service.exits import WRONG_USE, fail
+from baton.service.exits import WRONG_USE, fail, one_line
 from baton.service.net.client import open_channel, wrong_access
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
@@ -195,7 +195,7 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
         with suppress(*ignored):
             await client.ping()
     except (redis.RedisError, OSError, ValueError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
+        words = one_line(error) or type(error).__name__
         report.warn("redis", without_password(url), words, advice)
     else:
         took_ms = 1e3 * (time.monotonic() - begun)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.cli.launch.object_store import download, url_of
 from baton.cli.launch.placing.keeper import StartError
+from baton.service.exits import one_line
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
@@ -63,7 +64,7 @@ def find_model(given: Path) -> Path:
         )
         raise StartError(f"{given}: is no folder here, and {constants.ENDPOINT} {what}", 1) from None
     except (errors.HfHubHTTPError, OSError) as error:
-        raise StartError(f"{given}: {' '.join(str(error).split())[:300]}", 1) from None
+        raise StartError(f"{given}: {one_line(error, 300)}", 1) from None
     model = folder / found["file"] if found["file"] else folder
     if not (model.is_file() if found["file"] else any(folder.glob("*.safetensors"))):
         raise StartError(f"{given}: has no {found['file'] or 'safetensors: other forms of weights are not read'}", 1)

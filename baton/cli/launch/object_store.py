@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from baton import system
 from baton.cli.launch.placing.keeper import StartError
+from baton.service.exits import one_line
 
 # A path has one slash where the URL had two.
 _URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")
@@ -67,8 +68,14 @@ def download(url: str) -> Path:
         raise StartError(f"{url}: its server refuses to give it: are its credentials set?", 1) from None
     except (obstore.exceptions.BaseError, OSError) as error:
         if not (folder / (file or _DONE)).is_file():
-            raise StartError(f"{url}: cannot be downloaded, and is not whole in {folder}: {_line(error)}", 1) from None
-        print(f"starting: {url}: cannot be downloaded; {folder} has it ({_line(error)})", file=sys.stderr, flush=True)
+            raise StartError(
+                f"{url}: cannot be downloaded, and is not whole in {folder}: {one_line(error, 200)}", 1
+            ) from None
+        print(
+            f"starting: {url}: cannot be downloaded; {folder} has it ({one_line(error, 200)})",
+            file=sys.stderr,
+            flush=True,
+        )
     return folder / file if file else folder
 
 
@@ -311,8 +318,3 @@ def _refuse_plain_text(url: str) -> None:
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or system.with_home("~/.cache")
     return Path(base) / "baton" / "models"
-
-
-def _line(error: Exception) -> str:
-    """Return the first words of an error that may span many lines."""
-    return " ".join(str(error).split())[:200]

@@ -37,7 +37,7 @@ class KeyEnded(Exception):
 
 class EngineBlocks:
     """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
-    is. `on_sign()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
+    is. `on_progress()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class EngineBlocks:
         key: Key,
         num_cached_tokens: int,
         on_verified: Callable[[int], None],
-        on_sign: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ):
         self.num_cached_tokens = num_cached_tokens
         self._engine = engine
         self._key = key
-        self._on_verified, self._on_sign = on_verified, on_sign
+        self._on_verified, self._on_progress = on_verified, on_progress
         self._refs: list[BlockRef] = []
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
         """The engine is asked for new blocks alone, and for the last one again, which must be the same."""
-        self._on_sign()
+        self._on_progress()
         if self._engine.layout.num_blocks(upto_token) > len(self._refs):
             first = max(0, len(self._refs) - 1)
             try:
@@ -72,7 +72,7 @@ class EngineBlocks:
         return block
 
     def verified(self, upto_token: int) -> None:
-        self._on_sign()
+        self._on_progress()
         try:
             num_computed = self._engine.admission.verify(self._key, upto_token)
         except LookupError:
@@ -81,7 +81,7 @@ class EngineBlocks:
 
     async def caught_up(self) -> None:
         """Return at once: the pool is where all who compute here find it."""
-        self._on_sign()
+        self._on_progress()
 
 
 class KVFetcher(Protocol):
@@ -157,7 +157,7 @@ class Intake:
         skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
         begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
         blocks = EngineBlocks(
-            self._engine, leg.key, min(begin, decoded.num_tokens), on_verified, partial(_break, silence)
+            self._engine, leg.key, min(begin, decoded.num_tokens), on_verified, partial(_restart, silence)
         )
         fetch = partial(self._fetcher.fetch, handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.create_task(_unless_silent(fetch, silence), name=f"fetch {leg.key}")
@@ -213,7 +213,7 @@ class Intake:
         return end_status.of_exception(error)
 
 
-def _break(silence: asyncio.Timeout) -> None:
+def _restart(silence: asyncio.Timeout) -> None:
     """Begin it anew: something has come."""
     if silence.when() is not None and not silence.expired():
         silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)

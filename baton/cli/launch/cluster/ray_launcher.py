@@ -27,6 +27,7 @@ from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.log import log
 from baton.service.addresses import split_address
+from baton.service.exits import one_line
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
@@ -166,7 +167,7 @@ class _Place:
                     self._launcher.shun(self.node_id)
                 why = str(lost)
             except Exception as error:  # of Ray, whose head may be gone: a place is never given up
-                why = f"{type(error).__name__}: {_line(error)}"
+                why = f"{type(error).__name__}: {one_line(error, 200)}"
             else:
                 if last.state == "gone":
                     self._launcher.board.remove(self._name)
@@ -186,7 +187,7 @@ class _Place:
         try:
             where = await self._begin()
         except RayError as error:
-            raise _Lost(f"its actor did not start: {_line(error)}") from None
+            raise _Lost(f"its actor did not start: {one_line(error, 200)}") from None
         self._change(address=where.address, where=f"{where.host} {where.node_id[:8]}")
         followers = [asyncio.create_task(self._follow()), asyncio.create_task(self._beat(where.address))]
         try:
@@ -249,7 +250,7 @@ class _Place:
                 await asyncio.sleep(_BEAT_S)
                 continue
             except RayError as error:
-                raise _Lost(f"its actor is gone: {_line(error)}") from None
+                raise _Lost(f"its actor is gone: {one_line(error, 200)}") from None
             if life.state == "failed" and self._has_served:
                 raise _Lost(f"it did not start again: {life.reason}", shuns=True)
             self._has_served |= life.state == "serving"
@@ -319,7 +320,9 @@ def _connect(address: str) -> None:
         )
     except (OSError, RuntimeError, ValueError) as error:
         hint = "start one on each node: ray start --head --include-dashboard=false, ray start --address HOST:6379"
-        raise StartError(f"--launcher ray: no cluster at --address {named}: {_line(error)}; {hint}", 1) from None
+        raise StartError(
+            f"--launcher ray: no cluster at --address {named}: {one_line(error, 200)}; {hint}", 1
+        ) from None
     finally:
         signal.signal(signal.SIGTERM, handler)  # ours drains, Ray's ends the process
     if dashboard := found.dashboard_url:
@@ -350,7 +353,3 @@ def _reachable(gateway: str, nodes: set[str]) -> str:
 
 def _words(bundle: Mapping[str, float]) -> str:
     return " and ".join(f"{number} {kind}" for kind, number in bundle.items())
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
