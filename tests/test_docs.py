@@ -75,6 +75,40 @@ def test_every_folder_is_drawn():
     assert drawn == folder_map(ROOT)
 
 
+# What CHANGELOG.md and the table of faults are ordered by, in this order.
+AREAS = (
+    "Gateway",
+    "Workers and KV",
+    "Engine and models",
+    "Commands",
+    "HTTP",
+    "Observability",
+    "Containers and Kubernetes",
+    "Client libraries",
+)
+KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def is_ordered(headings: list[str], known: tuple[str, ...]) -> bool:
+    """Return whether headings are known ones, each once, in the order of those."""
+    return [name for name in known if name in headings] == headings
+
+
+def test_the_changelog_says_each_change_in_two_lines_below_its_area():
+    _, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    for release in releases:
+        version, *kinds = re.split(r"^### ", release, flags=re.MULTILINE)
+        assert "\n- " not in version, "an entry stands below its kind"
+        assert is_ordered([kind.partition("\n")[0] for kind in kinds], KINDS)
+        for kind in kinds:
+            head, *areas = re.split(r"^#### ", kind, flags=re.MULTILINE)
+            assert "\n- " not in head, "an entry stands below its area"
+            assert is_ordered([area.partition("\n")[0] for area in areas], AREAS)
+        for entry in re.findall(r"^- .*(?:\n(?!- |#|$).*)*", release, re.MULTILINE):
+            lines = entry.splitlines()
+            assert len(lines) <= 2 and max(map(len, lines)) <= 160, f"two lines of 160 characters: {entry}"
+
+
 @pytest.mark.parametrize("page", ["security.md", "faults.md"])
 def test_what_proves_a_fault_closed_is_there(page):
     (table,) = re.findall("<!-- closed -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / page).read_text(), re.DOTALL)
