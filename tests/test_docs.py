@@ -109,11 +109,27 @@ def test_the_changelog_says_each_change_in_two_lines_below_its_area():
             assert len(lines) <= 2 and max(map(len, lines)) <= 160, f"two lines of 160 characters: {entry}"
 
 
+def rows_of(table: str) -> list[str]:
+    """Return the rows of one or more tables below each other, without their heads."""
+    return re.findall(r"^\| (?!fault \|).*$", table, re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", ["security.md", "faults.md"])
 def test_what_proves_a_fault_closed_is_there(page):
     (table,) = re.findall("<!-- closed -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    proofs = re.findall(r"`((?:tests/|::)[^`]*)`", table)
-    assert len(proofs) == len(table.splitlines()) - 2, "one test a row"
-    for proof in proofs:
-        path, _, name = proof.partition("::")
-        assert f"def {name}" in (ROOT / path).read_text(), f"{page} names {proof}"
+    assert is_ordered(re.findall(r"^### (.*)$", table, re.MULTILINE), AREAS)
+    for row in rows_of(table):
+        proofs = re.findall(r"`((?:tests/|::)[^`]*)`", row)
+        assert len(proofs) == 1, f"one test a row: {row}"
+        path, _, name = proofs[0].partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(), f"{page} names {proofs[0]}"
+
+
+def test_a_fault_is_told_briefly():
+    (table,) = re.findall("<!-- closed -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / "faults.md").read_text(), re.DOTALL)
+    assert "\n### " in table
+    for row in rows_of(table):
+        _, fault, mending, _, _ = re.split(r"(?<!\\)\|", row)
+        assert len(fault.strip()) <= 160 and len(mending.strip()) <= 80, (
+            f"160 characters for a fault, 80 for what was done: {row}"
+        )
