@@ -4,8 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.lines import one_line
 from baton.service import logs
-from baton.service.exits import FAILED, WRONG_USE, fail, one_line
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from gateway.config.settings import GatewaySettings

@@ -8,6 +8,7 @@ from llguidance import LLMatcher
 
 from baton.constraints.json_patterns import rewrite_classes
 from baton.constraints.json_schema import check_schema, check_support, rewrite_schema
+from baton.lines import one_line
 
 MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
 MAX_CHOICES = 4096
@@ -105,7 +106,7 @@ def _schema_grammar(text: str) -> str:
     except BadConstraint:
         raise
     except (ValueError, RecursionError) as error:
-        raise BadConstraint("", f"is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise BadConstraint("", f"is not JSON: {one_line(error, 200)}") from None
 
 
 def _check_depth(text: str) -> None:

@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from baton.constraints.constraint import MAX_TOKEN_IDS, BadConstraint, Constraint, grammar_of
+from baton.lines import one_line
 
 # A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
 END = "<|end of the grammar|>"
@@ -35,7 +36,7 @@ class Vocabulary:
             self.end_id = cast(int, tokenizer.token_to_id(END))  # just added
             self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=self.end_id)
         except Exception as error:  # both libraries raise bare Exception
-            raise ValueError(f"no grammars over this tokenizer: {' '.join(str(error).split())[:200]}") from None
+            raise ValueError(f"no grammars over this tokenizer: {one_line(error, 200)}") from None
         self.num_known_words = -(-self._tokenizer.vocab_size // WORD_BITS)  # of a mask, those that the library writes
         self.num_words = max(self.num_known_words, -(-vocab_size // WORD_BITS))
 
@@ -44,7 +45,7 @@ class Vocabulary:
         limits = LLParserLimits(verbose_errors=False, precompute_large_lexemes=False)
         matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits)
         if matcher.is_error():
-            raise BadConstraint("", _one_line(matcher.get_error()))
+            raise BadConstraint("", _message(matcher.get_error()))
         cursor, mask = GrammarCursor(self, matcher.deep_copy()), self.new_masks(1)[0]
         if not cursor.fill(mask) and cursor.problem != EMPTY_MASK:
             raise BadConstraint("", cursor.problem)
@@ -86,7 +87,7 @@ class GrammarCursor:
     @property
     def problem(self) -> str:
         """Return why the grammar cannot be followed any further, "" if it can."""
-        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def read(self, token_ids: Sequence[int], begin: int = 0) -> None:
         """Go on behind the tokens of the answer, token_ids[begin:], of which the first `num_read` were read before."""
@@ -146,9 +147,9 @@ def _is_over(matcher: LLMatcher) -> bool:
     return matcher.is_stopped() and not matcher.is_error()
 
 
-def _one_line(error: str) -> str:
+def _message(error: str) -> str:
     """Return a message of the library without its picture of the place, and without an option that there is not here."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
-    told = " ".join(" ".join(kept).split())[:300]
+    told = one_line(" ".join(kept), 300)
     return _OVERLAP if "coerce_one_of" in told else told

@@ -12,6 +12,7 @@ from baton.engine.core.device import is_lost
 from baton.engine.core.request import Output
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import RankLost
+from baton.lines import one_line
 
 ENGINE_THREAD = "engine-loop"  # and those that compute with it
 IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
@@ -82,7 +83,7 @@ class EngineLoop:
             return []
         except Exception as error:  # whatever it was, its keys end and the next ones are served
             logger.exception("engine step %d failed", self.engine.step_number)
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             if is_lost(self.engine.pool.device):
                 self._on_device_lost(reason)
             return self._fail(f"engine step failed: {type(error).__name__}: {reason}")

@@ -9,8 +9,3 @@ def fail(program: str, reason: object, status: int) -> int:
     """Say on stderr why `program` ends, and return `status`."""
     print(f"{program}: {reason}", file=sys.stderr)
     return status
-
-
-def one_line(error: BaseException, max_chars: int | None = None) -> str:
-    """Return the words of an error, as of a library that writes several lines; of many the first."""
-    return " ".join(str(error).split())[:max_chars]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton.gguf import CONTROL, FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, USER_DEFINED, GGUFError, GGUFHeader
+from baton.lines import one_line
 
 NORMAL, UNKNOWN = 1, 2  # token types beside CONTROL and USER_DEFINED
 MAX_TOKEN_CHARS = 1024  # every cut of a word is looked up as a merge
@@ -73,7 +74,7 @@ def tokenizer_json(header: GGUFHeader) -> bytes:
     except GGUFError:
         raise
     except Exception as error:  # the bindings raise bare Exception
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         raise GGUFError(f"{header.path}: tokenizer.ggml makes no tokenizer: {why}") from None
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from baton.engine.native.tier import available
+from baton.lines import one_line
 from baton.service import logs, progress
-from baton.service.exits import FAILED, WRONG_USE, fail, one_line
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from baton.worker.settings import WorkerSettings

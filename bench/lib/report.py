@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.engine.core import cpu
+from baton.lines import one_line
 
 Measured = TypeVar("Measured")
 
@@ -132,7 +133,7 @@ def finish(arguments: argparse.Namespace, report: Report) -> int:
 
 def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error: BaseException, trace) -> None:
     """Keep the rows measured so far, and end with one line that says why there are no more, and exit status 1."""
-    report.failed = f"{kind.__name__}: {' '.join(str(error).split()) or 'no message'}"
+    report.failed = f"{kind.__name__}: {one_line(error) or 'no message'}"
     if arguments.json:
         report.write(arguments.json)
     *_, last = traceback.extract_tb(trace)

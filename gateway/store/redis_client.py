@@ -21,6 +21,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from baton.lines import one_line
 from gateway.store.redis_url import MALFORMED, check_url
 
 # Out of bytes that no Redis sends redis-py raises anything; uvloop RuntimeError, out of a connection that was reset.
@@ -140,4 +141,4 @@ def fault_of(error: Exception) -> str:
 
 def words_of(error: Exception) -> str:
     """Describe a failure in one line."""
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return one_line(error, 120) or type(error).__name__

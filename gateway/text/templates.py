@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 
+from baton.lines import one_line
 from gateway.text.template_sandbox import MAX_CHARS, TemplateSandbox
 
 JsonObject = dict[str, Any]
@@ -147,7 +148,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
-            raise TemplateFailed(_one_line(error)) from None
+            raise TemplateFailed(_words(error)) from None
         self.takes_tools = self.names_tools and self._writes_tools()
         self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
 
@@ -240,7 +241,7 @@ class ChatTemplate:
         except TemplateFailed:
             raise
         except Exception as error:  # a template is a program, and may raise anything
-            raise TemplateFailed(_one_line(error)) from None
+            raise TemplateFailed(_words(error)) from None
         return "".join(pieces)
 
 
@@ -298,5 +299,5 @@ def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _words(error: Exception) -> str:
+    return one_line(error, 200) or type(error).__name__

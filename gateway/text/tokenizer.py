@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from baton.constraints.constraint import MAX_TOKEN_IDS
+from baton.lines import one_line
 from baton.service.settings import SettingsError
 from gateway.text.control_tokens import ControlTokens, Match
 from gateway.text.origins import Rendered
@@ -160,7 +161,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], add_special_token
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise CannotEncode(" ".join(str(error).split())[:200]) from None
+        raise CannotEncode(one_line(error, 200)) from None
 
 
 def _stripped(text: str, left: bool, right: bool) -> str:
@@ -172,7 +173,7 @@ def _load(tokenizer_json: bytes, name: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the bindings raise bare Exception
-        raise SettingsError(f"{name}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
+        raise SettingsError(f"{name}: not a tokenizer: {one_line(error, 200)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -24,10 +24,11 @@ from baton.cli.cluster.findings import (
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
+from baton.lines import one_line
 from baton.protocol import ROLES
 from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command
-from baton.service.exits import WRONG_USE, fail, one_line
+from baton.service.exits import WRONG_USE, fail
 from baton.service.net.client import open_channel, wrong_access
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME

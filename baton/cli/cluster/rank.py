@@ -6,9 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
+from baton.lines import one_line
 from baton.service import logs
 from baton.service.arguments import add_command, port, whole
-from baton.service.exits import FAILED, WRONG_USE, fail, one_line
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import run as run_process
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError

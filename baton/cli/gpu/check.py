@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from baton.lines import one_line
+
 Say = Callable[[str, bool | None, str], None]  # what was checked; right, wrong, or None: nothing to check; in words
 _MARKS = {True: "  ok  ", False: "  FAIL", None: "   -  "}
 
@@ -19,7 +21,7 @@ class Check:
 
     @property
     def row(self) -> str:
-        return f"{_MARKS[self.is_right]}  {self.step:<8} {self.what:<34} {' '.join(self.text.split())}"
+        return f"{_MARKS[self.is_right]}  {self.step:<8} {self.what:<34} {one_line(self.text)}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.cli.launch.object_store import download, url_of
 from baton.cli.launch.placing.keeper import StartError
-from baton.service.exits import one_line
+from baton.lines import one_line
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from baton import system
 from baton.cli.launch.placing.keeper import StartError
-from baton.service.exits import one_line
+from baton.lines import one_line
 
 # A path has one slash where the URL had two.
 _URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")

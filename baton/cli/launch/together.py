@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from baton.lines import one_line
 from baton.protocol import STAYS_AWAY
-from baton.service.exits import FAILED, WRONG_USE, fail, one_line
+from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.in_process import InProcessChannel, reachable_as
 from baton.service.net.server import ListenError
 from baton.service.settings import SettingsError

@@ -17,6 +17,7 @@ from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
 from baton.engine.core.device import sent
 from baton.engine.kv.pool import DTYPES, KVPool
+from baton.lines import one_line
 
 FEW_QUERIES = 32  # of a sequence, for flash_attn_with_kvcache
 PAGE_MULTIPLE = 256  # tokens, of flash-attn 2.x
@@ -210,5 +211,5 @@ def unimportable(name: str, function: str, package: str = "") -> str:
         pass
     # Built for another torch, without the libraries that it opens, in a folder that it may not write.
     except Exception as error:
-        return f"{name} does not load: {' '.join(str(error).split())}"
+        return f"{name} does not load: {one_line(error)}"
     return f"{name} is not installed" + (f": pip install {package}" if package else "")

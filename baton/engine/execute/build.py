@@ -44,6 +44,7 @@ from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
 from baton.engine.speculation.proposers.selection import make_proposers
+from baton.lines import one_line
 
 MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
@@ -107,7 +108,7 @@ def explained(device: torch.device, config: EngineConfig) -> Iterator[None]:
         sizes = f"{memory.free / GIB:.1f} GiB are free of {memory.total / GIB:.1f}"
         raise ValueError(
             f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({memory_share(config):g}), "
-            f"max_num_batched_tokens or max_num_seqs, or quantize ({' '.join(str(error).split())[:160]})"
+            f"max_num_batched_tokens or max_num_seqs, or quantize ({one_line(error, 160)})"
         ) from None
 
 

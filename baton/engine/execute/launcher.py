@@ -33,6 +33,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.leading import FirstStage, StagedStep
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
+from baton.lines import one_line
 from baton.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class GpuLauncher(Launcher):
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # kernels that cannot be captured still run
-                    logger.warning("steps run without CUDA graphs: %s", " ".join(str(error).split()))
+                    logger.warning("steps run without CUDA graphs: %s", one_line(error))
 
     @property
     def summary(self) -> str:

@@ -7,6 +7,8 @@ turns, and a share takes from the one without giving to the other.
 
 import torch
 
+from baton.lines import one_line
+
 MULTIPLE = 8  # multiprocessors that a context may be made of, on Hopper
 
 
@@ -27,7 +29,7 @@ class Partition:
             self.stream: torch.cuda.Stream = self._context.Stream()
             torch.cuda.synchronize(device)  # what other streams have loaded
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error, 160)
             raise ValueError(
                 f"sm_share {share:g}: the driver has no green contexts here ({reason}); leave it out"
             ) from None

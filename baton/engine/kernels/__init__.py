@@ -4,6 +4,8 @@ import importlib.util
 import os
 import subprocess
 
+from baton.lines import one_line
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself reads it, when it is first imported
 
 
@@ -26,5 +28,5 @@ def prepare() -> None:
     except (RuntimeError, AssertionError, ImportError, subprocess.CalledProcessError) as error:
         raise ValueError(
             "Triton cannot build what launches its kernels: it needs gcc or clang, Python's headers (python3-dev) and "
-            f"libcuda.so.1 in `ldconfig -p`; or give device cpu ({' '.join(str(error).split())[:160]})"
+            f"libcuda.so.1 in `ldconfig -p`; or give device cpu ({one_line(error, 160)})"
         ) from None

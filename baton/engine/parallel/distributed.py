@@ -16,6 +16,7 @@ from baton.engine import kernels
 from baton.engine.parallel.collectives import Collectives, RankLost
 from baton.engine.parallel.peers import PeerMemory, PeerSums, SymmetricMemory, num_bytes
 from baton.engine.parallel.shard import Shard
+from baton.lines import one_line
 
 JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; and with gloo for one call
 # Of one call with NCCL: another rank may compile meanwhile, and one that stands still is noticed otherwise (ranks/spawn.py).
@@ -59,7 +60,7 @@ class DistributedCollectives(Collectives):
                 memory = (make or SymmetricMemory)(self._store, self.shard, self._device, num_bytes(num_elements))
                 self.peers = PeerSums(memory, self.shard, num_elements)
             except (RuntimeError, AttributeError, TypeError, ImportError) as error:
-                why = " ".join(str(error).split())[:160]
+                why = one_line(error, 160)
             if self.least(int(not why)) and not self._peers_agree():
                 why = "sums by way of it have other bits"
         if not self.least(int(not why)):
@@ -194,7 +195,7 @@ def _call(group, call: Callable) -> None:
     try:
         call(group).wait()
     except RuntimeError as error:
-        raise RankLost(f"a rank is lost: {' '.join(str(error).split())[:160]}") from error
+        raise RankLost(f"a rank is lost: {one_line(error, 160)}") from error
 
 
 def add_tree(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:

@@ -26,8 +26,8 @@ from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_e
 from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.log import log
+from baton.lines import one_line
 from baton.service.addresses import split_address
-from baton.service.exits import one_line
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback

@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from baton import system
 from baton.engine.layers.linear.triton import LIBRARY_PATHS, GpuLinear
+from baton.lines import one_line
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_RUNS = 7
@@ -68,7 +69,7 @@ class Table:
             except (RuntimeError, OutOfResources) as error:
                 if name not in LIBRARY_PATHS and not isinstance(error, OutOfResources):
                     raise
-                logger.warning("%s is left out for %s: %s", name, kernel.key, " ".join(str(error).split()))
+                logger.warning("%s is left out for %s: %s", name, kernel.key, one_line(error))
                 for each in seconds.values():
                     each.pop(name, None)
         cost = {name: COPY_MARGIN if name in kernel.copying else 1 for name in kernel.paths}

@@ -1,0 +1,11 @@
+"""Words of others on one line."""
+
+from baton.lines import one_line
+
+
+def test_an_error_of_several_lines_is_one():
+    assert one_line(ValueError("cannot listen:\n  port 1\n")) == "cannot listen: port 1"
+
+
+def test_of_many_words_the_first_are_left():
+    assert one_line("cannot\nlisten", 8) == "cannot l"
