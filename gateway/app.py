@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from baton import tasks
+from baton.addresses import host_of
 from baton.gguf import is_gguf
 from baton.service import heap, progress
-from baton.service.addresses import host_of
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin

@@ -19,6 +19,7 @@ ROOMS = {
     "baton.client": ("baton.v1",),
     "baton.model_files": (),
     "baton.gguf": ("baton.model_files",),
+    "baton.addresses": (),
     "baton.lines": (),
     "baton.failpoints": (),
     "baton.tasks": (),
@@ -28,7 +29,7 @@ ROOMS = {
     "baton.system": (),
     "baton.tokenizer": ("baton.gguf", "baton.lines"),
     "baton.constraints": ("baton.gguf", "baton.lines", "baton.system"),
-    "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks", "baton.system"),
+    "kvtransfer": ("baton.v1", "baton.addresses", "baton.failpoints", "baton.tasks", "baton.system"),
     "baton.engine": (
         "kvtransfer.naming",
         "kvtransfer.layout",
@@ -45,7 +46,7 @@ ROOMS = {
     ),
     "baton.training": ("baton.engine", "baton.quantization"),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
-    "baton.service": ("baton.v1", "baton.tasks", "baton.fairness", "baton.protocol", "baton.system"),
+    "baton.service": ("baton.v1", "baton.addresses", "baton.tasks", "baton.fairness", "baton.protocol", "baton.system"),
     "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),
     "baton.planning": (
         "baton.engine",
@@ -65,6 +66,7 @@ ROOMS = {
     "gateway": (
         "baton.service",
         "baton.v1",
+        "baton.addresses",
         "baton.gguf",
         "baton.lines",
         "baton.model_files",
@@ -79,6 +81,7 @@ ROOMS = {
     ),
     "baton.worker": (
         "baton.engine",
+        "baton.addresses",
         "baton.gguf",
         "baton.lines",
         "baton.model_files",
@@ -118,6 +121,7 @@ WITHOUT = {
 PLAIN = (
     "kvtransfer.naming",
     "kvtransfer.layout",
+    "baton.addresses",
     "baton.gguf",
     "baton.lines",
     "baton.model_files",

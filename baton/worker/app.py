@@ -13,6 +13,7 @@ import grpc
 import torch
 
 from baton import tasks
+from baton.addresses import host_of
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig
@@ -25,7 +26,6 @@ from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
-from baton.service.addresses import host_of
 from baton.service.net import server as grpc_server
 from baton.service.net.server import Health
 from baton.service.observe import telemetry

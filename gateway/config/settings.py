@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.addresses import AddressError, split_address
 from baton.protocol import ROLES, check_model_name, named_models
-from baton.service.addresses import AddressError, split_address
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks

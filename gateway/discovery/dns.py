@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from baton.service.addresses import split_address
+from baton.addresses import split_address
 from baton.service.logs import fields
 from gateway.discovery.session_set import SessionSet
 

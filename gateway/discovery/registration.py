@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Mapping
 
-from baton.service.addresses import AddressError, split_address
+from baton.addresses import AddressError, split_address
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
 from baton.tasks import is_cancelled

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from baton.addresses import split_address
 from kvtransfer.errors import PeerLost
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
@@ -43,14 +44,11 @@ async def listening(host: str, port: int = 0) -> socket.socket:
 
 async def connected(address: str) -> socket.socket:
     """`address`: host:port. Raises PeerLost."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise PeerLost(f"address {address!r} is not host:port")
     until = asyncio.get_running_loop().time() + CONNECT_S
     why: Exception | str = "no such host"
     try:
         async with asyncio.timeout_at(until):
-            found = await _resolve(host.strip("[]"), int(port))
+            found = await _resolve(*split_address(address))
         for index, (family, kind, proto, _, target) in enumerate(found):
             left_s = until - asyncio.get_running_loop().time()
             try:
@@ -63,7 +61,7 @@ async def connected(address: str) -> socket.socket:
                 why = error
     except TimeoutError:
         why = f"no answer of the DNS within {CONNECT_S:g} s"
-    except (OSError, ValueError) as error:  # ValueError: what can be no name, or no number
+    except (OSError, ValueError) as error:  # ValueError: what can be no address, or no name
         why = error
     raise PeerLost(f"the source cannot be reached at {address}: {why}")
 

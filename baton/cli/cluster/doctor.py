@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from baton.addresses import AddressError, split_address
 from baton.cli.cluster.findings import (
     Findings,
     advice_for,
@@ -26,7 +27,6 @@ from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.lines import one_line
 from baton.protocol import ROLES
-from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command
 from baton.service.exits import WRONG_USE, fail
 from baton.service.net.client import open_channel, wrong_access

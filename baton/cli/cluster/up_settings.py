@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.addresses import AddressError, host_of, split_address
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.launch.hub import find_model, name_on_hub
 from baton.cli.launch.joint_settings import check_kv_ports, check_split, check_transports
@@ -18,7 +19,6 @@ from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
 from baton.protocol import ROLES, model_setting, named_models
-from baton.service.addresses import AddressError, host_of, split_address
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.addresses import AddressError, split_address
 from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model, stored_form
@@ -24,7 +25,6 @@ from baton.cli.planning.picture_file import PictureError, check_place, write_pic
 from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
-from baton.service.addresses import AddressError, split_address
 from baton.service.arguments import add_command, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.client import explain_failure, open_channel

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from baton.service.addresses import bare_host_of
+from baton.addresses import bare_host_of
 from baton.service.net.host_names import HostCheck, HostNames, without_port
 from baton.service.net.http_server import HttpServer, open_http
 from baton.service.net.server import ListenError

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.service.addresses import AddressError, split_address
+from baton.addresses import AddressError, split_address
 from baton.service.logs import printable
 from baton.service.net.server import MAX_MESSAGE_BYTES
 from baton.service.security.access import Access

@@ -19,8 +19,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.addresses import AddressError, split_address
 from baton.protocol import KEEPER_VARIABLE
-from baton.service.addresses import AddressError, split_address
 from baton.service.logs import fields
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from baton.service.addresses import bare_host_of
+from baton.addresses import bare_host_of
 from baton.service.security.tls import Tls
 from baton.service.settings import option
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 import baton
+from baton.addresses import host_of
 from baton.engine.core.device import instruction_set
 from baton.engine.kv.pool import CPU
 from baton.engine.ranks.build_digest import build_digest
@@ -104,7 +105,7 @@ class RankListener:
         self._guard = Guard(is_open=tls is None)
         self._server = grpc_server.make_server(interceptors=[self._guard])
         port = grpc_server.bind(self._server, address, tls and tls.server(require_certificate=True))
-        self.address = f"{address.rpartition(':')[0]}:{port}"
+        self.address = f"{host_of(address)}:{port}"
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._join)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self._loop = asyncio.get_running_loop()

@@ -22,12 +22,12 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.addresses import split_address
 from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_env
 from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.log import log
 from baton.lines import one_line
-from baton.service.addresses import split_address
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
