@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+from asyncio.subprocess import SubprocessStreamProtocol
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
 _KILLED_S = 5.0  # in which what was killed is gone, unless its GPU's driver holds it
-_LOOK_S = 0.1  # between two looks whether a child has ended
 _LAST_WORDS_S = 1.0  # beyond its end, in which what it wrote is read
 
 
@@ -142,12 +142,24 @@ class Keeper:
             self._child.signal(number)
 
 
+class _Streams(SubprocessStreamProtocol):
+    """What a program writes; `exited` is set when it has exited, though others may hold its pipes."""
+
+    def __init__(self) -> None:
+        super().__init__(_LINE_BYTES, asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
 class _Child:
     """One life of a program. Its stderr is held back until it is ready, so that a failed start is one line;
     for some seconds at most."""
 
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._process = process
+    def __init__(self, transport: asyncio.SubprocessTransport, streams: _Streams):
+        self._transport, self._streams = transport, streams
         self._held: list[str] | None = []
         self._stderr = asyncio.create_task(self._pump_stderr())
         self._ending = asyncio.create_task(self._watch_end())
@@ -155,26 +167,24 @@ class _Child:
 
     @classmethod
     async def spawn(cls, argv: list[str], env: Mapping[str, str]) -> _Child:
-        process = await asyncio.create_subprocess_exec(
+        transport, streams = await asyncio.get_running_loop().subprocess_exec(
+            _Streams,
             *(sys.executable, "-IS", "-c", system.RUN_WITH_PARENT, str(os.getpid())),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **env, "PYTHONUNBUFFERED": "1", KEEPER_VARIABLE: "baton up"},
             start_new_session=True,
-            limit=_LINE_BYTES,
         )
-        return cls(process)
+        return cls(transport, streams)
 
     @property
     def status(self) -> int | None:
-        return self._process.returncode
+        return self._transport.get_returncode()
 
     async def readies(self):
         """Yields the fields of each ready line; ends with the child's stdout."""
-        assert self._process.stdout is not None  # a pipe
-        async for line in _lines(self._process.stdout):
+        assert self._streams.stdout is not None  # a pipe
+        async for line in _lines(self._streams.stdout):
             if _READY.fullmatch(line):
                 self.release()
                 yield dict(field.split("=", 1) for field in line.split()[1:])
@@ -182,28 +192,29 @@ class _Child:
                 log(line)
 
     async def ended(self) -> str:
-        status = await self._process.wait()
+        await self._streams.exited.wait()
         await self._stderr
         self._ending.cancel()
         self.signal(signal.SIGKILL)  # what it had started itself
+        status = self.status
+        assert status is not None  # it has exited
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     async def _watch_end(self) -> None:
-        """Close its pipes once it has ended: whatever it had started holds them too, and `wait` waits for their end."""
-        while self._process.returncode is None:
-            await asyncio.sleep(_LOOK_S)
+        """Close its pipes once it has exited: whatever it had started holds them too, and readers wait for their end."""
+        await self._streams.exited.wait()
         self.signal(signal.SIGKILL)
         await asyncio.sleep(_LAST_WORDS_S)
-        self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._transport.close()
 
     def signal(self, number: int) -> None:
         try:
             if number == signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            elif self._process.returncode is None:
+                os.killpg(self._transport.get_pid(), number)
+            elif self.status is None:
                 # Not send_signal, which polls: a child that has just died would be reaped there, and its status lost to
                 # asyncio ("Unknown child process pid ...").
-                os.kill(self._process.pid, number)
+                os.kill(self._transport.get_pid(), number)
         except ProcessLookupError:
             pass
 
@@ -221,8 +232,8 @@ class _Child:
         return "\n".join(held) if any(line.startswith("Traceback") for line in held) else (held or [""])[-1]
 
     async def _pump_stderr(self) -> None:
-        assert self._process.stderr is not None  # a pipe
-        async for line in _lines(self._process.stderr):
+        assert self._streams.stderr is not None  # a pipe
+        async for line in _lines(self._streams.stderr):
             if self._held is None or line.startswith(PREFIX):
                 log(line)
             else:
