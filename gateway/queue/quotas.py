@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from baton import protocol
 from baton.service.errors import InvalidRequest, Overloaded
+from baton.service.file_stamp import file_stamp
 from baton.service.logs import fields
 
 OTHERS = "default"  # the table of all tenants that have none of their own
@@ -227,7 +228,7 @@ class Quotas:
         """`path`: the table's file, read again when it has changed; one that cannot be read changes nothing."""
         self._table, self._usage = table, dict[str, Usage]()
         self._num_counted = 0  # counts of tenants that come again begin here, and so never fall
-        self._path, self._stamp, self._looked_at = path, _stamp(path), 0.0
+        self._path, self._stamp, self._looked_at = path, path and file_stamp(path), 0.0
         self._counts: Mapping[str, Mapping[str, UsageCounts]] = {}
 
     @classmethod
@@ -306,7 +307,7 @@ class Quotas:
             self._num_counted = max(self._num_counted, self._usage.pop(tenant).num_reserved)
 
     def _read_again(self) -> None:
-        if self._path is None or (stamp := _stamp(self._path)) == self._stamp:
+        if self._path is None or (stamp := file_stamp(self._path)) == self._stamp:
             return
         self._stamp = stamp
         try:
@@ -314,12 +315,3 @@ class Quotas:
             log.info("quotas read again %s", fields(tenants=len(self._table)))
         except ValueError as error:
             log.error("quotas: the old ones stay in use %s", fields(error=error))
-
-
-def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return a value that changes with the file; None: there is no file."""
-    try:
-        found = path and path.stat()
-    except OSError:
-        return None
-    return found and (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from baton.protocol import DEFAULT_TENANT
 from baton.service.errors import Unauthenticated
+from baton.service.file_stamp import file_stamp
 from baton.service.logs import fields
 from baton.service.settings import SettingsError
 
@@ -74,7 +75,7 @@ class _Jwt:
     issuer: str | None
     tenant_claim: str
     key_file: Path
-    key_stamp: tuple
+    key_stamp: tuple[int, ...] | None
 
     def tenant(self, token: str) -> str:
         """Raises Unauthenticated."""
@@ -135,18 +136,17 @@ class Credentials:
             if self._has_changed():
                 self._read()
                 log.info("credentials read again %s", fields(keys=len(self._keys)))
-        except (OSError, SettingsError) as error:
+        except SettingsError as error:
             log.error("credentials: the old ones stay in use %s", fields(error=error))
 
     def _has_changed(self) -> bool:
-        """Raises OSError."""
-        if _stamp(self._path) != self._stamp:
+        if file_stamp(self._path) != self._stamp:
             return True
-        return self._jwt is not None and _stamp(self._jwt.key_file) != self._jwt.key_stamp
+        return self._jwt is not None and file_stamp(self._jwt.key_file) != self._jwt.key_stamp
 
     def _read(self) -> None:
         try:
-            stamp, table = _stamp(self._path), tomllib.loads(self._path.read_text())
+            stamp, table = file_stamp(self._path), tomllib.loads(self._path.read_text())
         except OSError as error:
             raise SettingsError(f"--credentials {self._path}: {error.strerror}") from None
         except ValueError:  # its words would show the line
@@ -201,18 +201,13 @@ def _jwt(entry: dict, folder: Path) -> _Jwt:
         raise ValueError("jwt.audience is missing")
     key_file = folder / entry.get("public_key", "")
     try:
-        key_stamp, public_key = _stamp(key_file), key_file.read_bytes()
+        key_stamp, public_key = file_stamp(key_file), key_file.read_bytes()
     except OSError as error:
         raise ValueError(f"jwt.public_key: {error.strerror}") from None
     if b"BEGIN PUBLIC KEY" not in public_key:
         raise ValueError("jwt.public_key: not a public key in PEM")
     issuer, tenant_claim = entry.get("issuer"), entry.get("tenant_claim", "tenant")
     return _Jwt(entry["algorithm"], public_key, entry["audience"], issuer, tenant_claim, key_file, key_stamp)
-
-
-def _stamp(path: Path) -> tuple:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _unknown() -> Unauthenticated:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 
+from baton.service.file_stamp import file_stamp
 from baton.service.settings import SettingsError
 
 DOMAIN = "baton.internal"
@@ -142,8 +143,7 @@ class _Files:
         return True
 
     def _stamps(self) -> tuple:
-        found = (path.stat() for path in (self._tls.cert, self._tls.key, self._tls.ca))
-        return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
+        return tuple(map(file_stamp, (self._tls.cert, self._tls.key, self._tls.ca)))
 
 
 @functools.cache
