@@ -366,7 +366,7 @@ class Gateway:
         for machine in list(self._running.values()):
             machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:
-            link.hang_up("this gateway is shutting down")
+            link.session.hang_up("this gateway is shutting down")
 
 
 def _make_index(settings: GatewaySettings) -> PrefixIndex:

@@ -36,7 +36,7 @@ class SessionSet:
         for address in sorted(wanted - known):
             link = self._make_link(address)
             self._links.append(link)
-            self._own[link] = tasks.start(f"link {address}", link.run, group=group)
+            self._own[link] = tasks.start(f"link {address}", link.session.run, group=group)
         for link in [link for link in self._own if link.address not in wanted]:
             if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
                 self._own.pop(link).cancel()

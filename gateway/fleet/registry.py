@@ -123,14 +123,14 @@ class Registry:
         if fleet.last_identity and fleet.excludes_its_workers:
             self._replaced[fleet.last_identity] = fleet.name
         for link in [link for link, each in self._fleet_of.items() if each is fleet]:
-            link.hang_up(f"its model is no longer {fleet.name} here")
+            link.session.hang_up(f"its model is no longer {fleet.name} here")
 
     async def run(self) -> None:
         """Keep all sessions, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for link in self.links:
-                    tasks.start(f"link {link.address}", link.run, group=group)
+                    tasks.start(f"link {link.address}", link.session.run, group=group)
                 for name in self._names:
                     tasks.start(f"name {name.address}", partial(name.follow, group, self._on_change), group=group)
                 following = partial(self.registered.follow, group, self._on_change)
@@ -144,7 +144,7 @@ class Registry:
 
     def _listen(self, running_s: float) -> None:
         for link in self.links:
-            link.check_silence(running_s)
+            link.session.check_silence(running_s)
 
     def not_ready(self) -> str | None:
         """Return why no request could be served now, or None: some model can be asked."""
@@ -248,7 +248,7 @@ class Registry:
                         and not fleet.required_identity
                         and not self._identities.lists(link.hello.model_identity)
                     ):
-                        link.hang_up("its model is not listed any more")
+                        link.session.hang_up("its model is not listed any more")
 
     def _place(self, link: WorkerLink) -> None:
         """Move a worker to the list of the role that it names: it may come back in the other one."""

@@ -73,7 +73,7 @@ class WorkerLeg:
         if self._asked_at is None and ("admit" in command or "prefill" in command):
             self._asked_at = now()
             self.link.num_asked += 1
-        self.link.send(pb.Command(**command))
+        self.link.session.send(pb.Command(**command))
 
     def post(self, event) -> None:
         """Take an event of this leg."""

@@ -1,44 +1,30 @@
-"""One WorkerLink per worker: a session stream that reconnects with growing pauses, and the events of each leg.
+"""One WorkerLink per worker: what is known of it, and the events of each leg.
 
-All legs of a request post into the request's one `Mailbox`, so it waits in one place. When the stream is lost,
+All legs of a request post into the request's one `Mailbox`, so it waits in one place. When the session is lost,
 every leg gets `Lost`; events of keys that are not open here are dropped.
 """
 
-import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
-
-import grpc
 
 from baton.protocol import PROTOCOL, adapter_feature
 from baton.service.clock import now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
-from baton.service.net.client import connect, open_channel
-from baton.service.net.in_process import InProcessChannel, channel_to
 from baton.service.security.access import Access
-from baton.service.security.tls import WORKER_NAME
-from baton.tasks import cancel_call, is_cancelled
 from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 from gateway.link.mailbox import EventSink, Lost, Rejoined, Stalled
-from gateway.link.session_writer import start_writer
 from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
 from gateway.link.worker_clock import WorkerClock
 from gateway.link.worker_leg import Key, WorkerLeg
+from gateway.link.worker_session import WorkerSession
 from gateway.routing.latency_model import PaceEstimator, RecentLoad
 from gateway.routing.routing import WorkerLimits
 
-_HELLO_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 500
-SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_STARTING_S, _STARTING_PAUSE_S = 30.0, 0.4  # one that has gone a moment ago is starting again: requests wait for it
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +43,7 @@ _COMING = (LinkState.CONNECTING, LinkState.DRAINING, LinkState.STALLED)
 
 
 class WorkerLink:
-    """Belongs to the event loop. `run()` keeps the session."""
+    """Belongs to the event loop. `session.run()` keeps the session."""
 
     def __init__(
         self,
@@ -94,16 +80,11 @@ class WorkerLink:
         self.started_at = 0.0  # its first Hello
         self._turns = MessageTurns(batching or TokenBatching())
         self.clock = WorkerClock()
-        self._instance = instance
-        self._access = access
+        self.session = WorkerSession(address, instance, access, self)
         self._check_hello = check_hello
         self._on_change = on_change
         self._on_block_events = on_block_events
-        self._outbox: asyncio.Queue[pb.Command | None] | None = None
-        self._silence: asyncio.Timeout | None = None  # of the session that is up
-        self._ended_for = ""  # why this gateway ended it
         self._is_refused = False  # who answered last, and may be there still
-        self._was_heard, self._heard_at = False, 0.0
 
     @property
     def is_serving(self) -> bool:
@@ -139,11 +120,6 @@ class WorkerLink:
         leg = self.legs[key] = WorkerLeg(self, key, mailbox, tenant)
         return leg
 
-    def send(self, command: pb.Command) -> None:
-        """Queue a command for the session; without one it is dropped, since its legs have got Lost."""
-        if self._outbox is not None:
-            self._outbox.put_nowait(command)
-
     def note_hello(self, hello: pb.Hello) -> None:
         """Keep what the worker says of itself for the session, and its limits for longer."""
         limits = hello.limits
@@ -171,100 +147,12 @@ class WorkerLink:
 
     def subscribe(self) -> None:
         """Ask for index events: a snapshot comes first."""
-        self.send(pb.Command(subscribe=pb.Subscribe()))
+        self.session.send(pb.Command(subscribe=pb.Subscribe()))
 
-    async def run(self) -> None:
-        """Connect, serve the session, and again after a pause; until cancelled."""
-        pause_s = _FIRST_PAUSE_S
-        if self.hello is not None:
-            self._lose("its session has failed")  # and this task begins again
-        while True:
-            connected_at, self._is_refused = now(), False
-            try:
-                own = channel_to(self.address)  # where the worker is in this process
-                async with own or open_channel(self.address, self._access, WORKER_NAME) as channel:
-                    failure = None if own else await _connection_failure(channel)
-                    reason = failure or await self._session(channel)
-            except OSError as error:  # a certificate that is not there for a moment
-                reason = f"{error.filename}: {error.strerror}"
-            was_up = self.hello is not None
-            self.num_vain = 0 if was_up else self.num_vain + 1
-            self._lose(reason)
-            if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
-                pause_s = _FIRST_PAUSE_S
-            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-            longest_s = _STARTING_PAUSE_S if self.may_come(_STARTING_S) else _LONGEST_PAUSE_S
-            pause_s = min(2 * pause_s, longest_s)
+    # ---- the session ----
 
-    async def _session(self, channel: grpc.aio.Channel | InProcessChannel) -> str:
-        """Serve one stream to its end; return why it ended."""
-        call = worker_pb2_grpc.WorkerStub(channel).Session()
-        outbox = asyncio.Queue()
-        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
-        outbox.put_nowait(pb.Command(hello=hello))
-        self._ended_for = ""
-        writer = start_writer(call, outbox, self.address, partial(self.hang_up, "nothing can be sent to it"))
-        try:
-            return await self._read(call, outbox)
-        except TimeoutError:
-            return self._ended_for or "no word from it"
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.note_failure("it sent more than a message may have")
-            return _described(error)
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            return "its stream was cancelled"
-        except Exception as error:  # whatever it sent, the next session may do better
-            log.exception("malformed event %s", fields(address=self.address))
-            self.note_failure("it sent a malformed event")
-            return f"it sent a malformed event: {error}"
-        finally:
-            self._outbox = None
-            writer.cancel()
-            cancel_call(call)
-            await asyncio.gather(writer, return_exceptions=True)
-
-    async def _read(self, call, outbox: asyncio.Queue) -> str:
-        async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            first = await call.read()
-        if first is grpc.aio.EOF or first.WhichOneof("kind") != "hello":
-            return "it did not say Hello"
-        if reason := self._refusal(first.hello):
-            return reason
-        self._outbox, self._ended_for = outbox, ""
-        self.note_hello(first.hello)
-        self.load = pb.Load(state="")
-        self._become(LinkState.SERVING, "")
-        log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(first.hello.roles)))
-        for leg in list(self.legs.values()):
-            leg.post(Rejoined())
-        try:
-            async with asyncio.timeout(None) as self._silence:
-                while (event := await call.read()) is not grpc.aio.EOF:
-                    self._was_heard = True
-                    self._dispatch(event)
-        finally:
-            self._silence = None
-        return "it closed the session"
-
-    def hang_up(self, why: str) -> None:
-        """End the session without ending its legs: what decodes there is parked until a gateway attaches."""
-        self._outbox, self._ended_for = None, why
-        if self._silence is not None:
-            self._silence.reschedule(asyncio.get_running_loop().time())
-
-    def check_silence(self, running_s: float) -> None:
-        """End the session if nothing has come for SILENCE_S. It is called regularly; `running_s` is a clock that pauses
-        while this process does."""
-        if self._was_heard or self._silence is None:
-            self._was_heard, self._heard_at = False, running_s
-        elif running_s - self._heard_at > SILENCE_S:
-            self._silence.reschedule(asyncio.get_running_loop().time())
-            self._heard_at = running_s
-
-    def _refusal(self, hello: pb.Hello) -> str | None:
+    def refusal(self, hello: pb.Hello) -> str | None:
+        """Return why there can be no session with the worker that says this, or None."""
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             reason = f"speaks protocol {hello.protocol_min} to {hello.protocol_max}, this gateway {PROTOCOL}"
         else:
@@ -276,7 +164,18 @@ class WorkerLink:
             self._become(LinkState.REFUSED, reason)
         return reason
 
-    def _lose(self, reason: str) -> None:
+    def join(self, hello: pb.Hello) -> None:
+        """Begin a session: the legs that are open may go on."""
+        self.note_hello(hello)
+        self.load = pb.Load(state="")
+        self._become(LinkState.SERVING, "")
+        log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(hello.roles)))
+        for leg in list(self.legs.values()):
+            leg.post(Rejoined())
+
+    def lose(self, reason: str) -> None:
+        """End the session, which may have been tried in vain, and its legs."""
+        self.num_vain = 0 if self.hello is not None else self.num_vain + 1
         if self.hello is not None:
             tell, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
             tell("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
@@ -285,7 +184,7 @@ class WorkerLink:
             leg.post(Lost(reason))
         if not self._is_refused or self.state is not LinkState.REFUSED:  # a load that came behind it had it serve again
             self._become(LinkState.CONNECTING, reason)
-        self.hello, self.clock = None, WorkerClock()
+        self.hello, self.clock, self._is_refused = None, WorkerClock(), False
 
     def _become(self, state: LinkState, reason: str) -> None:
         # One that drained or stalled for long, and then went, starts again from here.
@@ -297,7 +196,8 @@ class WorkerLink:
 
     # ---- events ----
 
-    def _dispatch(self, event: pb.Event) -> None:
+    def take(self, event: pb.Event) -> None:
+        """Take what has come in the session."""
         kind = event.WhichOneof("kind")
         if kind == "step_output":
             self._dispatch_tokens(event.step_output)
@@ -321,8 +221,8 @@ class WorkerLink:
         """Take what a worker says anew of itself: its adapters."""
         if self.hello is None or (hello.instance, hello.epoch) != (self.hello.instance, self.hello.epoch):
             log.warning("worker said the Hello of another, which is ignored %s", fields(worker=self.name))
-        elif reason := self._refusal(hello):
-            self.hang_up(reason)
+        elif reason := self.refusal(hello):
+            self.session.hang_up(reason)
         else:
             self.note_hello(hello)
             self._on_change(self)
@@ -338,7 +238,7 @@ class WorkerLink:
     def _set_load(self, load: pb.Load) -> None:
         self.load = load
         if load.wall_time_ns and (beat := self.clock.compare(load)) is not None:
-            self.send(pb.Command(beat=beat))
+            self.session.send(pb.Command(beat=beat))
         state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
         self._become(state, "" if state is LinkState.SERVING else load.state)
         # Each time, for another worker may come to serve meanwhile.
@@ -367,18 +267,3 @@ class WorkerLink:
 def worker_id_of(hello: pb.Hello) -> bytes:
     """Return the id of the worker that says this."""
     return hello.instance + hello.epoch.to_bytes(8, "little")
-
-
-async def _connection_failure(channel: grpc.aio.Channel) -> str | None:
-    try:
-        async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            await connect(channel)
-    except TimeoutError:
-        return "no word from it"
-    except grpc.aio.AioRpcError as error:
-        return _described(error)
-    return None
-
-
-def _described(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"

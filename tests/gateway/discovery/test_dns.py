@@ -77,7 +77,7 @@ async def test_two_addresses_of_one_worker_are_one_session(cluster, digest, dns)
 
         dns.addresses["decode"] = [other.address]  # the interface that was used is gone
         used.address = "127.0.0.1:9"
-        used.hang_up("its interface is gone")
+        used.session.hang_up("its interface is gone")
         await c.until(lambda: other.is_serving and links == [other])
         await answered(c)
         assert list(c.gateway.index._feeds) == [other.worker_id]

@@ -290,7 +290,7 @@ def test_adapters_while_no_decode_worker_serves(stand_in):
     serve(decode, "host0", role="decode", adapters={"tabs": 1, "prose": 2})
     serve(decode, "host0", role="decode", adapters={"tabs": 1})
     assert model.model.adapters == {"tabs": bytes([1] * 32)}, "one was unloaded"
-    decode._lose("killed")
+    decode.lose("killed")
     serve(prefill, "host0", adapters={"verse": 3})
     assert model.model.adapters.keys() == ({"tabs", "verse"} if stand_in else {"tabs"})
     serve(decode, "host0", role="decode")

@@ -15,7 +15,7 @@ import pytest
 from baton.protocol import PROTOCOL
 from baton.system import heap_bytes
 from baton.v1 import worker_pb2 as pb
-from gateway.link import worker_link
+from gateway.link import worker_link, worker_session
 from gateway.link.worker_link import LinkState, WorkerLink
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.pace import patience
@@ -26,7 +26,7 @@ NUM_WARM, NUM_TRIES = 300, 1000
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STARTING_PAUSE_S"):
-        monkeypatch.setattr(worker_link, pause, 0.0)
+        monkeypatch.setattr(worker_session, pause, 0.0)
 
 
 def link_to(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None) -> WorkerLink:
@@ -43,7 +43,7 @@ def link_to(address: str, on_change: Callable[[WorkerLink], None] = lambda link:
 @asynccontextmanager
 async def running(address: str, on_change: Callable[[WorkerLink], None] = lambda link: None):
     link = link_to(address, on_change)
-    task = asyncio.create_task(link.run())
+    task = asyncio.create_task(link.session.run())
     try:
         yield link
     finally:
@@ -92,7 +92,7 @@ async def test_one_that_is_refused_in_mid_session_serves_no_more():
     events, hello = asyncio.Queue(), pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=b"w" * 16)
     link = link_to("127.0.0.1:1")
     events.put_nowait(pb.Event(hello=hello))
-    reading = asyncio.create_task(link._read(SimpleNamespace(read=events.get), asyncio.Queue()))
+    reading = asyncio.create_task(link.session._read(SimpleNamespace(read=events.get), asyncio.Queue()))
     async with asyncio.timeout(patience(20)):
         while not link.is_serving:
             await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ async def test_one_that_is_refused_in_mid_session_serves_no_more():
         events.put_nowait(pb.Event(load=pb.Load(state="serving")))
         with pytest.raises(TimeoutError):
             await reading
-    link._lose("has another adapter")
+    link.lose("has another adapter")
     assert (link.state, link.reason) == (LinkState.CONNECTING, "has another adapter")
 
 

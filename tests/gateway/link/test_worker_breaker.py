@@ -46,7 +46,7 @@ async def misbehave(c, worker, manner: str) -> None:
         )  # fmt: skip
     link = link_of(c, worker)
     before = link.hello
-    link.hang_up("a test ends it")
+    link.session.hang_up("a test ends it")
     await c.until(lambda: link.is_serving and link.hello is not before)
 
 

@@ -101,12 +101,12 @@ async def test_what_ended_nothing_is_no_reason_of_a_later_end(cluster, caplog):
     async with cluster(0, 1) as c:
         (worker,), (link,) = c.decode, c.gateway.registry.decode
         worker.hold("hello")
-        link.hang_up("a test ends it")
+        link.session.hang_up("a test ends it")
         await c.until(lambda: [kind for kind, _ in worker.commands].count("hello") == 2)
-        link.hang_up("its model is not listed any more")
+        link.session.hang_up("its model is not listed any more")
         worker.release("hello")
         await c.until(lambda: link.is_serving)
-        link._silence.reschedule(asyncio.get_running_loop().time())
+        link.session._silence.reschedule(asyncio.get_running_loop().time())
         await c.until(lambda: caplog.text.count("worker lost") == 2)
         assert "no word from it" in caplog.text
 

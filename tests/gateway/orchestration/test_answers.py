@@ -99,7 +99,7 @@ async def test_local(cluster, commands):
         if len(commands) > 1:
             c.decode[0].hello.features.remove(PREFILL_ON_ADMIT)
             link = c.gateway.registry.decode[0]
-            link.hang_up("a test ends it")
+            link.session.hang_up("a test ends it")
             await c.until(lambda: link.is_serving and PREFILL_ON_ADMIT not in link.limits.features)
         messages = await generate(c, max_tokens=6)
         assert ids_of(messages) == tokens_of(PROMPT, 6, 400)

@@ -11,7 +11,7 @@ from baton.service.errors import Cancelled, DeadlineExceeded
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
 from gateway.attempts import attempt
-from gateway.link import worker_link
+from gateway.link import worker_session
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
@@ -457,7 +457,7 @@ async def test_stalls_that_pass_are_no_deaths(cluster, monkeypatch):
 
 async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     """Neither is back when the second one is judged."""
-    monkeypatch.setattr(worker_link, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(worker_session, "_FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
         hold(c, "prefill")

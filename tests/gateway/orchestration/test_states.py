@@ -182,8 +182,8 @@ async def test_what_comes_before_the_news_that_its_decode_worker_is_lost(cluster
             request.mailbox.post(request.attempt.decode, pb.Granted())
         else:
             request.call_room()
-        link._lose("gone")
-        link.hang_up("a test ends it")
+        link.lose("gone")
+        link.session.hang_up("a test ends it")
         let_go(c)
         assert ids_of(await running) == EXPECTED
         assert request.record.num_attempts == 2
@@ -198,9 +198,9 @@ async def test_an_offer_is_answered_when_the_decode_worker_is_lost(cluster, monk
         await c.until(lambda: made and made[0].state is RequestState.PREFILLING)
         request = made[0].request
         link = request.attempt.decode.link
-        link._lose("gone")
+        link.lose("gone")
         request.attempt._send_prefill([], None)  # by its timer, or by the one that holds a prefix
-        link.hang_up("a test ends it")
+        link.session.hang_up("a test ends it")
         let_go(c)
         assert ids_of(await running) == EXPECTED
         assert not any(each.legs or each.num_prefill_tokens for each in c.gateway.registry.links)

@@ -33,7 +33,7 @@ async def say_again(c, worker) -> None:
     """The gateway has what the worker's Hello says now."""
     link = next(link for link in c.gateway.registry.links if link.address == worker.address)
     before = link.hello
-    link.hang_up("a test ends it")
+    link.session.hang_up("a test ends it")
     await c.until(lambda: link.is_serving and link.hello is not before)
 
 

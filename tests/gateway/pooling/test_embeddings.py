@@ -10,7 +10,7 @@ from baton.service.clock import now
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.fleet.router import Router
-from gateway.link import worker_link
+from gateway.link import worker_session
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
@@ -247,7 +247,7 @@ async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
 
 async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     """Neither is back when the second one is judged."""
-    monkeypatch.setattr(worker_link, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(worker_session, "_FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
         call, cut = await held(c)

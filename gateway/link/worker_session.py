@@ -1,0 +1,162 @@
+"""The session stream with one worker: begun again with growing pauses when it ends, and ended when nothing comes."""
+
+import asyncio
+import logging
+import random
+from functools import partial
+from typing import Protocol
+
+import grpc
+
+from baton.protocol import PROTOCOL
+from baton.service.clock import now
+from baton.service.logs import fields
+from baton.service.net.client import connect, open_channel
+from baton.service.net.in_process import InProcessChannel, channel_to
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME
+from baton.tasks import cancel_call, is_cancelled
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from gateway.link.session_writer import start_writer
+
+SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
+_HELLO_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_STARTING_S, _STARTING_PAUSE_S = 30.0, 0.4  # one that has gone a moment ago is starting again: requests wait for it
+
+log = logging.getLogger(__name__)
+
+
+class SessionOwner(Protocol):
+    """What a session is for: a WorkerLink."""
+
+    hello: pb.Hello | None  # of the session that is up
+
+    def refusal(self, hello: pb.Hello) -> str | None: ...
+
+    def join(self, hello: pb.Hello) -> None: ...
+
+    def take(self, event: pb.Event) -> None: ...
+
+    def lose(self, reason: str) -> None: ...
+
+    def note_failure(self, what: str) -> None: ...
+
+    def may_come(self, within_s: float) -> bool: ...
+
+
+class WorkerSession:
+    """One session after the other. `owner` joins each, takes its events, and loses it."""
+
+    def __init__(self, address: str, instance: bytes, access: Access, owner: SessionOwner):
+        self._address, self._instance, self._access, self._owner = address, instance, access, owner
+        self._outbox: asyncio.Queue[pb.Command] | None = None
+        self._silence: asyncio.Timeout | None = None  # of the session that is up
+        self._ended_for = ""  # why this gateway ended it
+        self._was_heard, self._heard_at = False, 0.0
+
+    def send(self, command: pb.Command) -> None:
+        """Queue a command; without a session it is dropped, since its leg has got Lost."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(command)
+
+    def hang_up(self, why: str) -> None:
+        """End the session without ending its legs: what decodes there is parked until a gateway attaches."""
+        self._outbox, self._ended_for = None, why
+        if self._silence is not None:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+
+    def check_silence(self, running_s: float) -> None:
+        """End the session if nothing has come for SILENCE_S. It is called regularly; `running_s` is a clock that pauses
+        while this process does."""
+        if self._was_heard or self._silence is None:
+            self._was_heard, self._heard_at = False, running_s
+        elif running_s - self._heard_at > SILENCE_S:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+            self._heard_at = running_s
+
+    async def run(self) -> None:
+        """Connect, serve the session, and again after a pause; until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        if self._owner.hello is not None:
+            self._owner.lose("its session has failed")  # and this task begins again
+        while True:
+            connected_at = now()
+            try:
+                own = channel_to(self._address)  # where the worker is in this process
+                async with own or open_channel(self._address, self._access, WORKER_NAME) as channel:
+                    failure = None if own else await _connection_failure(channel)
+                    reason = failure or await self._serve(channel)
+            except OSError as error:  # a certificate that is not there for a moment
+                reason = f"{error.filename}: {error.strerror}"
+            was_up = self._owner.hello is not None
+            self._owner.lose(reason)
+            if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            longest_s = _STARTING_PAUSE_S if self._owner.may_come(_STARTING_S) else _LONGEST_PAUSE_S
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _serve(self, channel: grpc.aio.Channel | InProcessChannel) -> str:
+        """Serve one stream to its end; return why it ended."""
+        call = worker_pb2_grpc.WorkerStub(channel).Session()
+        outbox = asyncio.Queue()
+        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
+        outbox.put_nowait(pb.Command(hello=hello))
+        self._ended_for = ""
+        writer = start_writer(call, outbox, self._address, partial(self.hang_up, "nothing can be sent to it"))
+        try:
+            return await self._read(call, outbox)
+        except TimeoutError:
+            return self._ended_for or "no word from it"
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._owner.note_failure("it sent more than a message may have")
+            return _described(error)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return "its stream was cancelled"
+        except Exception as error:  # whatever it sent, the next session may do better
+            log.exception("malformed event %s", fields(address=self._address))
+            self._owner.note_failure("it sent a malformed event")
+            return f"it sent a malformed event: {error}"
+        finally:
+            self._outbox = None
+            writer.cancel()
+            cancel_call(call)
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read(self, call, outbox: asyncio.Queue) -> str:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await call.read()
+        if first is grpc.aio.EOF or first.WhichOneof("kind") != "hello":
+            return "it did not say Hello"
+        if reason := self._owner.refusal(first.hello):
+            return reason
+        self._outbox, self._ended_for = outbox, ""
+        self._owner.join(first.hello)
+        try:
+            async with asyncio.timeout(None) as self._silence:
+                while (event := await call.read()) is not grpc.aio.EOF:
+                    self._was_heard = True
+                    self._owner.take(event)
+        finally:
+            self._silence = None
+        return "it closed the session"
+
+
+async def _connection_failure(channel: grpc.aio.Channel) -> str | None:
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            await connect(channel)
+    except TimeoutError:
+        return "no word from it"
+    except grpc.aio.AioRpcError as error:
+        return _described(error)
+    return None
+
+
+def _described(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"
