@@ -17,6 +17,7 @@ from baton.worker.kv.intake import EngineBlocks
 from kvtransfer.memory.region import Region
 from kvtransfer.naming import chain_hashes, root_hash
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 
 PROMPT = "def read_lines(path):\n    " * 12
@@ -74,12 +75,12 @@ async def main(model: str = str(Path(__file__).parents[1] / "demo" / "target")) 
     (prefill, its_memory), (decode, memory) = load(model), load(model)
     identity = SourceIdentity(b"prefill", 1, prefill.model_identity, str(prefill.numerics_class))
     source = Source(
-        its_memory.memory, prefill.layout, identity, "this host", lambda key, ending: prefill.admission.release_lease(key),
-        generations=prefill.ledger.generation, region=its_memory, transports=TRANSPORTS,
+        LocalPool.of(its_memory.memory, prefill.layout, region=its_memory), identity, "this host",
+        lambda key, ending: prefill.admission.release_lease(key),
+        generations=prefill.ledger.generation, transports=TRANSPORTS,
     )  # fmt: skip
-    fetcher = Fetcher(
-        memory.memory, decode.layout, b"decode", 2, "this host", TRANSPORTS, numerics_class=str(decode.numerics_class)
-    )
+    pool, numerics = LocalPool.of(memory.memory, decode.layout), str(decode.numerics_class)
+    fetcher = Fetcher(pool, b"decode", 2, "this host", TRANSPORTS, numerics_class=numerics)
     await source.start()
     try:
         ids = tuple(tokenizer.encode(PROMPT, add_special_tokens=False).ids)

@@ -1,6 +1,7 @@
 """Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher that takes."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 from baton.engine.engine import Engine
@@ -8,7 +9,6 @@ from baton.service.security.guard import Guard
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake, KVFetcher
-from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
 from baton.worker.ranks.fetches import GroupFetcher, RankFetches
@@ -18,6 +18,7 @@ from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.settings import WorkerSettings
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import gives, takes
+from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
@@ -62,7 +63,7 @@ class KVTransfer:
         security = kv_security(settings.tls, guard)
         self.host_id = host_id
         self._group = group = RankPools.of(engine)
-        self.layout, transports = group.layout, self._transports
+        self.layout, transports = group.sharding.layout, self._transports
         numerics = (self.layout, identity.numerics_class)
         self.gives, self.takes = [], []  # states on a GPU do not cross: such workers do not meet
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
@@ -70,7 +71,7 @@ class KVTransfer:
             self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         else:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
-        kernels, states = memory_kernels(), engine.ledger.states
+        states = engine.ledger.states
         self.holders = Leaseholders()
         self._spread = SpreadSource(group.ranks, self.holders.lease_over) if group.ranks else None
         over, mint = self.holders.lease_over, None
@@ -78,21 +79,20 @@ class KVTransfer:
             over, mint = self._spread.own_over, TicketMint(self._spread.mint_key)
         if group.joined:
             transports = [name for name in transports if CAPABILITIES[name].source_sends]
+        pool = memory.as_local_pool(group.sharding)
         self.source = Source(
-            memory.region.memory, self.layout, identity, host_id, over, sharding=group.sharding, mint=mint,
-            generations=engine.ledger.generation, region=memory.region, device=memory.device,
-            lease_ttl_s=settings.lease_ttl_s, transports=transports, codec=convert_rows,
-            is_strict=settings.strict_numerics, kernels=kernels, room=memory.room,
-            state_generations=states and states.generation,
+            pool, identity, host_id, over, mint=mint, generations=engine.ledger.generation,
+            state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s, transports=transports,
+            codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
         if self._spread is not None:
             self._spread.own = self.source
         self.handoff = Handoff(self._spread or self.source, self.holders)
         self._fetcher = Fetcher(
-            memory.region.memory, self.layout, identity.instance, identity.epoch, host_id, transports,
-            numerics_class=identity.numerics_class, socket_folder=settings.kv_socket_dir, codec=convert_rows,
-            digest=settings.kv_digest, is_strict=settings.strict_numerics, device=memory.device, security=security,
-            kernels=kernels, room=memory.room, sharding=group.sharding if group.local else None,
+            replace(pool, sharding=Sharding.whole(self.layout)) if group.joined else pool, identity.instance,
+            identity.epoch, host_id, transports, numerics_class=identity.numerics_class,
+            socket_folder=settings.kv_socket_dir, codec=convert_rows, digest=settings.kv_digest,
+            is_strict=settings.strict_numerics, security=security,
         )  # fmt: skip
         self._fetches = [RankFetches(stream) for stream in group.local]
         self.intake = Intake(engine, self._fetcher_into(engine))

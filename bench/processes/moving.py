@@ -22,6 +22,7 @@ from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.memory import digest
 from kvtransfer.memory.region import Region
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transports.transport import local_host_id
 
@@ -69,9 +70,10 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     region = Region(fd, mmap.mmap(fd, POOL_BYTES), read_only)
     num_blocks = POOL_BYTES // layout.block_bytes
+    pool = LocalPool.of(region.memory, layout, region=region, kernels=KERNELS)
     source = Source(
-        region.memory, layout, SourceIdentity(b"source", 1, bytes(32), NUMERICS), local_host_id(), lambda *_: None,
-        generations=lambda block_id: 1, region=region, lease_ttl_s=60.0, transports=transports, kernels=KERNELS,
+        pool, SourceIdentity(b"source", 1, bytes(32), NUMERICS), local_host_id(), lambda *_: None,
+        generations=lambda block_id: 1, lease_ttl_s=60.0, transports=transports,
     )  # fmt: skip
     await source.start()
     listening = socket.create_server(("127.0.0.1", 0))
@@ -80,10 +82,7 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     loop, taker = asyncio.get_running_loop(), None
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         key, count = json.loads(line)
-        taker = (
-            taker
-            or Fetcher(region.memory, layout, b"taker", 2, local_host_id(), transports, numerics_class=NUMERICS).taker()
-        )
+        taker = taker or Fetcher(pool, b"taker", 2, local_host_id(), transports, numerics_class=NUMERICS).taker()
         blocks = [BlockRef(block, 1) for block in scattered(num_blocks, count, 1)]
         num_tokens = count * BLOCK_TOKENS
         names = [bytes([index % 256]) * 32 for index in range(num_tokens // 64)]
@@ -141,8 +140,8 @@ class Pair:
         self._bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._fetchers = {
             (name, kind): Fetcher(
-                self.regions[1].memory, self.layout, b"taker", 2, local_host_id(), (name,), numerics_class=NUMERICS,
-                digest=kind, kernels=KERNELS,
+                LocalPool.of(self.regions[1].memory, self.layout, kernels=KERNELS), b"taker", 2, local_host_id(), (name,),
+                numerics_class=NUMERICS, digest=kind,
             )
             for name in transports for kind in ("sum", "off")
         }  # fmt: skip

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.capabilities import CAPABILITIES, DEVICE, HOST
 from kvtransfer.layout import KVLayout
 from kvtransfer.memory.blocks import BlockMemory, MemoryKernels
 from kvtransfer.memory.device_memory import DeviceRegion
@@ -82,27 +81,3 @@ class OnDevice(_Mirrored):
     def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
         """Copy blocks `ids`, int64 [n], of `view` [block, ...] from the device to the mirror."""
         self.device.copy_out(self.places(view), ids)
-
-
-class Pools(NamedTuple):
-    """A pool by its kinds of memory. `device`: None where the pool is in host memory."""
-
-    host: BlockMemory
-    device: OnDevice | None
-
-    @classmethod
-    def of(cls, memory, layout: KVLayout, device: DevicePool | None, kernels: MemoryKernels | None = None) -> "Pools":
-        """Describe a pool of `layout`; `kernels`: of its host memory. Raises LayoutMismatch for a layout that cannot be
-        moved."""
-        if device is None:
-            return cls(BlockMemory(memory, layout, kernels), None)
-        return cls(Mirror(memory, layout, device, kernels), OnDevice(memory, layout, device))
-
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """Return the kinds of memory that transports must be able to move between."""
-        return (HOST,) if self.device is None else (HOST, DEVICE)
-
-    def used_by(self, transport: str) -> BlockMemory:
-        """Return the memory that a transport moves."""
-        return self.device if self.device and DEVICE in CAPABILITIES[transport].memory else self.host

@@ -19,15 +19,14 @@ from kvtransfer.errors import (
     TransferTimedOut,
     TransportBroken,
 )
-from kvtransfer.layout import KVHandle, KVLayout
-from kvtransfer.memory.blocks import MemoryKernels, check_movable
+from kvtransfer.layout import KVHandle
+from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.digest import KINDS
-from kvtransfer.memory.pools import DevicePool, Pools
-from kvtransfer.memory.reshard import Sharding, Share, plan
+from kvtransfer.memory.reshard import Share, plan
 from kvtransfer.transfer.destination import Destination, SharedDestination
 from kvtransfer.transfer.dialogue import together
-from kvtransfer.transfer.mirror_room import MirrorRoom
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.pull import Pull
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import inproc
@@ -56,45 +55,37 @@ class FetchReport:
 
 
 class Fetcher:
-    """`memory`: the pool that is written into. `layout`: of the whole model, which is in this pool; `sharding`: where
-    it holds one rank's part of it. `device`: the pool where it is on a GPU, `memory` then being its mirror.
-    `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
-    forms are taken. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a
-    GPU, where it is bounded: the same one that the worker's source has.
+    """`pool` is written into. `transports`: those that this taker may use, or `auto`. `codec`: converts between forms;
+    without one only equal forms are taken.
 
     `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
     def __init__(
-        self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
-        transports: Sequence[str] | str, *, numerics_class: str, socket_folder: Path | None = None,
-        sharding: Sharding | None = None, codec: Codec | None = None, digest: str = "sum",
-        is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
-        kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
+        self, pool: LocalPool, instance: bytes, epoch: int, host_id: str, transports: Sequence[str] | str, *,
+        numerics_class: str, socket_folder: Path | None = None, codec: Codec | None = None, digest: str = "sum",
+        is_strict: bool = False, security: Security = OPEN,
     ):  # fmt: skip
-        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
+        """Raises ValueError for an unknown transport or digest."""
         if digest not in KINDS:
             raise ValueError(f"digest {digest!r}: one of {', '.join(KINDS)}")
         self.counters: Counter[str] = Counter()
-        self._sharding = sharding or Sharding.whole(layout)
-        self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
-        self._layout = layout
+        self._pool = pool
         self._instance = instance
         self._epoch = epoch
         self._host_id = host_id
         self._numerics_class = numerics_class
         self._codec = codec
-        self._room = room
         self._digest = digest
         self._is_strict = is_strict
         self._transports = allowed(transports)
-        self._dialer = Dialer(self._pools.host, device and device.region, socket_folder, security)
+        self._dialer = Dialer(pool.host, pool.device and pool.device.device.region, socket_folder, security)
         self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
         self._wrong: Counter[tuple[bytes, str]] = Counter()  # digest mismatches since the last fetch that was right
         self._rates = TransferRates()
 
     def taker(self) -> Taker:
         """Return what a source needs to make an offer."""
-        return Taker(self._instance, self._epoch, self._layout, self._numerics_class)
+        return Taker(self._instance, self._epoch, self._pool.layout, self._numerics_class)
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
         """Pull everything that `destination` misses; `deadline` on time.monotonic().
@@ -123,14 +114,13 @@ class Fetcher:
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
         numerics, shares = self._check(handle, want)
-        shared, began = SharedDestination(self._pools.host, destination, len(shares), handle), time.monotonic()
+        shared, began = SharedDestination(self._pool.host, destination, len(shares), handle), time.monotonic()
         pulls = [
-            Pull(self._pools, self._sharding, handle, share, index, shared, self._digest,
-                 self._codec, self._room)
+            Pull(self._pool, handle, share, index, shared, self._digest, self._codec)
             for index, share in enumerate(shares)
         ]  # fmt: skip
         choices = [
-            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, self._pools.memory,
+            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, self._pool.memory,
                    pull.are_alike, self._broken_with(pull.source))
             for share, pull in zip(shares, pulls)
         ]  # fmt: skip
@@ -248,9 +238,9 @@ class Fetcher:
             raise TicketRefused("the ticket is for another lease than the handle")
         check_movable(handle.layout)
         numerics = relation(
-            handle.layout, handle.numerics_class, self._layout, self._numerics_class, is_strict=self._is_strict
+            handle.layout, handle.numerics_class, self._pool.layout, self._numerics_class, is_strict=self._is_strict
         )
-        forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._layout)]
+        forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._pool.layout)]
         if self._codec is None and forms[0] != forms[1]:
-            raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._layout} and has no codec")
-        return numerics, plan(handle.parts, self._sharding.shards, self._sharding.rank)
+            raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._pool.layout} and has no codec")
+        return numerics, plan(handle.parts, self._pool.sharding.shards, self._pool.sharding.rank)

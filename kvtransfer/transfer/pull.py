@@ -17,13 +17,13 @@ from kvtransfer.memory.blocks import BlockMemory, Cells, blocks_of
 from kvtransfer.memory.byte_runs import merged_runs
 from kvtransfer.memory.convert import Codec, read
 from kvtransfer.memory.digest import make_digests
-from kvtransfer.memory.pools import Pools
-from kvtransfer.memory.reshard import Sharding, Share, sharding_of
+from kvtransfer.memory.reshard import Share, sharding_of
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.destination import SharedDestination
 from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
 from kvtransfer.transfer.extent import extent_of
-from kvtransfer.transfer.mirror_room import MirrorRoom, RoomUse, Side
+from kvtransfer.transfer.local_pool import LocalPool
+from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transports.transport import Busy, Line, run_blocking
 from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
@@ -35,29 +35,26 @@ class Pull:
     """One share of a fetch, and how far it has come. A dialogue that was lost is followed by another, from there on."""
 
     def __init__(
-        self, pools: Pools, sharding: Sharding, handle: KVHandle, share: Share, index: int,
-        destination: SharedDestination, digest: str, codec: Codec | None, room: MirrorRoom | None,
+        self, pool: LocalPool, handle: KVHandle, share: Share, index: int, destination: SharedDestination, digest: str,
+        codec: Codec | None,
     ):  # fmt: skip
-        """`sharding`: the taker's; `index`: which of the destination's shares this is; `room`: of the mirror of a pool
-        on a GPU, where it is bounded. Raises ProtocolError."""
-        self.pools = pools
-        self.sharding = sharding
+        """`pool`: the taker's; `index`: which of the destination's shares this is. Raises ProtocolError."""
+        self.pool = pool
         self.handle = handle
         self.share = share
         self.destination = destination
         self.codec = codec
         self.digest = digest
-        self.room = room
         self.extent = extent = extent_of(handle, handle.layout, share.box)
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
         self.digests = make_digests(digest, handle.layout, share.box, extent.names)
         self.source_sharding = sharding_of(share.part, handle.parts, handle.layout)
         # Both pools keep rows alike, in blocks of one size: runs of bytes are at home in both.
         self.are_alike = (
-            handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group] and not extent.is_state
+            handle.layout.groups[share.box.group] == pool.layout.groups[share.box.group] and not extent.is_state
         )
         # And they hold this share and nothing else: whole blocks travel as they are stored.
-        is_whole = self.cells_in(pools.host).is_whole
+        is_whole = self.cells_in(pool.host).is_whole
         self.in_blocks = self.are_alike and is_whole and self.source_sharding.shard == (share.box,)
         self.source_ids = np.asarray([block.block_id for block in extent.blocks], np.int64)
         self.generations = [block.generation for block in extent.blocks]  # of the source's, when they were leased
@@ -89,8 +86,8 @@ class Pull:
         return self.destination.state_ids if self.extent.is_state else self.destination.ids
 
     def cells_in(self, memory: BlockMemory) -> Cells:
-        """Return what the share is in one of the taker's pools."""
-        return self.sharding.cells(memory, self.share.box)
+        """Return what the share is in one of the memories of the taker's pool."""
+        return self.pool.sharding.cells(memory, self.share.box)
 
     def verified(self, upto_token: int) -> None:
         """Note that everything of the extent below is confirmed."""
@@ -113,7 +110,7 @@ class TakerDialogue:
         self._transport = transport
         self._sends = CAPABILITIES[transport].source_sends
         self._reads_runs = CAPABILITIES[transport].reads_runs
-        self._cells = cells = pull.cells_in(pull.pools.used_by(transport))
+        self._cells = cells = pull.cells_in(pull.pool.used_by(transport))
         layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
         shape = (pull.verified_token, pull.extent.num_tokens, layers)
         self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
@@ -121,8 +118,8 @@ class TakerDialogue:
         self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
         self._turn.set()
         self._landed: asyncio.Queue[tuple[Range, np.ndarray]] = asyncio.Queue(_MAX_WAITING)
-        mirrored = cells.memory is pull.pools.host or pull.digests.reads_bytes
-        self._room_use = RoomUse(pull.room if mirrored else None, Side.TAKER)
+        mirrored = cells.memory is pull.pool.host or pull.digests.reads_bytes
+        self._room_use = RoomUse(pull.pool.room if mirrored else None, Side.TAKER)
         self._source_cells: Cells | None = None  # in the source's memory, when it is shared
 
     async def run(self, want: kv_pb2.Want) -> None:
@@ -131,7 +128,7 @@ class TakerDialogue:
         asked = kv_pb2.Want(
             token_begin=pull.verified_token, transport=self._transport, digest=pull.digest,
             part=box_to_proto(pull.share.box), share=pull.share.index, num_shares=pull.share.num_shares,
-            layout=layout_to_proto(pull.sharding.layout), in_blocks=pull.in_blocks,
+            layout=layout_to_proto(pull.pool.layout), in_blocks=pull.in_blocks,
         )  # fmt: skip
         asked.MergeFrom(want)
         try:
@@ -218,7 +215,7 @@ class TakerDialogue:
         pull, first, box = self._pull, self._cells.first_layer, self._pull.share.box
         counted = moved._replace(layer_begin=moved.layer_begin - first, layer_end=moved.layer_end - first)
         return merged_runs(
-            pull.source_sharding.place(box), pull.sharding.place(box), pull.source_ids, pull.ids, counted
+            pull.source_sharding.place(box), pull.pool.sharding.place(box), pull.source_ids, pull.ids, counted
         )
 
     def _shared_cells(self) -> Cells:

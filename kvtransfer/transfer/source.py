@@ -11,16 +11,13 @@ from typing import NamedTuple
 from baton import failpoints, tasks
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
-from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
-from kvtransfer.memory.blocks import MemoryKernels, check_movable
+from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part
+from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
-from kvtransfer.memory.pools import DevicePool, Pools
-from kvtransfer.memory.region import Region
-from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import EXPIRED, Lease, LeaseTable
-from kvtransfer.transfer.mirror_room import MirrorRoom
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
@@ -43,43 +40,34 @@ class Offer(NamedTuple):
 
 
 class Source:
-    """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
-    cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror. `layout`: of
-    the whole model, which is in this pool; `sharding`: where it holds one rank's part of it. `on_over(key, ending)`:
-    exactly once per lease, in the event loop; ending: released | cancelled | expired. `generations(block_id)`: that
-    block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one
-    only takers of the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the
-    mirror of a pool on a GPU, where it is bounded. `grace_s`: for which a ticket of another rank's that is not known
-    yet is waited for. All methods belong to the event loop that `start` ran in.
+    """`on_over(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
+    `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`:
+    converts between forms; without one only takers of the same form are served. `grace_s`: for which a ticket of
+    another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
 
     def __init__(
-        self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
-        on_over: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
-        device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
-        sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
-        kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
-        state_generations: Callable[[int], int] | None = None, grace_s: float = 0.0,
+        self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_over: Callable[[Hashable, str], None], *,
+        generations: Callable[[int], int], state_generations: Callable[[int], int] | None = None,
+        lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", mint: TicketMint | None = None,
+        codec: Codec | None = None, is_strict: bool = False, grace_s: float = 0.0,
     ):  # fmt: skip
-        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
+        """Raises ValueError for an unknown transport."""
         self.identity = identity
-        self.layout = layout
+        self.layout = pool.layout
         self.counters: Counter[str] = Counter()
         self._on_over = on_over
         self._host_id = host_id
-        self._region = region
-        self._device = device
+        self._pool = pool
         self._ttl_s = lease_ttl_s
         self._transports = allowed(transports)
-        self._sharding = sharding or Sharding.whole(layout)
         self._is_strict = is_strict
-        self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), self._lease_over)
         self._context = SourceContext(
-            self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
-            generations, state_generations or generations, self.counters, {}, room, grace_s,
+            pool, identity.numerics_class, codec, self._leases, mint or TicketMint(),
+            generations, state_generations or generations, self.counters, {}, grace_s,
         )  # fmt: skip
         self._listeners = Listeners()
         self._connections = {name: Connections() for name in CAPABILITIES}
@@ -87,8 +75,9 @@ class Source:
 
     async def start(self, address: Address | None = None) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""
-        pool = Memories(self._pools.host, self._region, self._device and self._device.region)
-        await self._listeners.open(self._transports, pool, address or Address(), self._host_id, self._accept)
+        device = self._pool.device and self._pool.device.device.region
+        memories = Memories(self._pool.host, self._pool.region, device)
+        await self._listeners.open(self._transports, memories, address or Address(), self._host_id, self._accept)
         self._reaper = tasks.start("lease reaper", self._reap)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -111,8 +100,8 @@ class Source:
             raise ValueError(f"{len(states)} states of one prompt")
         if len(span_hashes) != num_tokens // SPAN_TOKENS or len(chain_parent) != HASH_BYTES:
             raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
-        self._pools.host.check_ids([block.block_id for block in blocks])
-        self._pools.host.check_ids([block.block_id for block in states], are_states=True)
+        self._pool.host.check_ids([block.block_id for block in blocks])
+        self._pool.host.check_ids([block.block_id for block in states], are_states=True)
         lease = self._leases.grant(
             key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
             chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id, states=states,
@@ -200,7 +189,7 @@ class Source:
     def _handle(self, lease: Lease) -> KVHandle:
         return KVHandle(
             self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
-            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._sharding.shard if box.layers),
+            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._pool.sharding.shard if box.layers),
             lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks, lease.states,
         )  # fmt: skip
 

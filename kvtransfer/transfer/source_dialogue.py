@@ -19,14 +19,13 @@ from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, Tic
 from kvtransfer.memory.blocks import blocks_of
 from kvtransfer.memory.convert import Codec, encode, row_sizes
 from kvtransfer.memory.digest import make_digests
-from kvtransfer.memory.pools import Pools
-from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.connections import WANT_S
 from kvtransfer.transfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
 from kvtransfer.transfer.extent import extent_of
 from kvtransfer.transfer.leases import Fetch, Lease, LeaseTable
-from kvtransfer.transfer.mirror_room import MirrorRoom, RoomUse, Side
+from kvtransfer.transfer.local_pool import LocalPool
+from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.transport import Line, run_blocking
 from kvtransfer.wire import (
@@ -51,8 +50,7 @@ log = logging.getLogger(__name__)
 class SourceContext:
     """What every dialogue of a source needs of it."""
 
-    pools: Pools
-    sharding: Sharding  # the part of the model in `pools`
+    pool: LocalPool
     numerics_class: str
     codec: Codec | None
     leases: LeaseTable
@@ -61,7 +59,6 @@ class SourceContext:
     state_generations: Callable[[int], int]
     counters: Counter
     dialogues: dict[tuple[bytes, int], "SourceDialogue"]  # by fetch id and share: one at a time
-    room: MirrorRoom | None  # of a pool on a GPU; None: its mirror needs no bound
     grace_s: float  # for which a ticket that another rank has minted may be known there alone
 
 
@@ -70,7 +67,7 @@ class _WantedShare:
 
     def __init__(self, context: SourceContext, transport: str, lease: Lease, want: kv_pb2.Want):
         """Raises LayoutMismatch, ProtocolError, before anything is allocated."""
-        taker, layout = layout_from_proto(want.layout), context.sharding.layout
+        taker, layout = layout_from_proto(want.layout), context.pool.layout
         if want.transport != transport:
             raise ProtocolError(f"Want for {want.transport} on a {transport} line")
         if not 1 <= want.num_shares <= _MAX_SHARES:
@@ -79,9 +76,9 @@ class _WantedShare:
         box = box_from_proto(want.part, layout)
         self.index = want.share
         self.extent = extent = extent_of(lease, layout, box)
-        self.cells = cells = context.sharding.cells(context.pools.used_by(transport), box)
+        self.cells = cells = context.pool.sharding.cells(context.pool.used_by(transport), box)
         self.digests = make_digests(want.digest, layout, box, extent.names)
-        self.is_mirrored = cells.memory is context.pools.host or self.digests.reads_bytes
+        self.is_mirrored = cells.memory is context.pool.host or self.digests.reads_bytes
         self.sends = CAPABILITIES[transport].source_sends
         self._in_blocks = want.in_blocks
         if want.in_blocks and (extent.is_state or taker.groups[box.group] != layout.groups[box.group]):
@@ -92,7 +89,7 @@ class _WantedShare:
         self.sent, self.acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
         self.block_ids = [block.block_id for block in extent.blocks]
         self.generations = [block.generation for block in extent.blocks]  # when they were leased
-        self.ids = context.pools.host.check_ids(self.block_ids, extent.is_state)
+        self.ids = context.pool.host.check_ids(self.block_ids, extent.is_state)
 
     def wire_bytes(self, moved: Range) -> int:
         """Return the bytes of the range as it travels."""
@@ -149,7 +146,7 @@ class _Delivery:
         self._prepared: asyncio.Queue[_Prepared] = asyncio.Queue(1)
         self._unacked: deque[Range] = deque()
         self._has_room = asyncio.Event()
-        self._room_use = RoomUse(context.room if share.is_mirrored else None, Side.SOURCE)
+        self._room_use = RoomUse(context.pool.room if share.is_mirrored else None, Side.SOURCE)
 
     async def run(self) -> None:
         """Send until the taker ends the dialogue. Raises a KVError."""

@@ -8,11 +8,14 @@ import torch
 from baton import system
 from baton.engine.kv.pool import KVPool
 from baton.worker.kv.device_pool import device_pool
+from baton.worker.kv.native_digests import memory_kernels
 from kvtransfer.errors import TransferFailed
 from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.memory.pools import DevicePool
 from kvtransfer.memory.region import Region
+from kvtransfer.memory.reshard import Sharding
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.mirror_room import MirrorRoom
 
 GIB = 1 << 30
@@ -80,6 +83,17 @@ class PoolMemory:
             most / GIB, num_bytes / GIB,
         )  # fmt: skip
         self.room = MirrorRoom(pool.num_blocks, max(1, most // self._block_bytes), self._drop)
+
+    def as_local_pool(self, sharding: Sharding) -> LocalPool:
+        """Return it as transfers have it. Raises LayoutMismatch for a layout that cannot be moved."""
+        return LocalPool.of(
+            self.region.memory,
+            sharding,
+            region=self.region,
+            device=self.device,
+            kernels=memory_kernels(),
+            room=self.room,
+        )
 
     def _drop(self, first_block: int, num_blocks: int) -> None:
         self.region.discard(first_block * self._block_bytes, num_blocks * self._block_bytes)

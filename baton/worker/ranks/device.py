@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from baton.engine.ranks.process import Assignment
 from baton.service.security.guard import Guard
 from baton.service.security.tls import Tls
 from baton.worker.kv.convert import convert_rows
-from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
 from baton.worker.ranks.group import sharding_of
@@ -76,24 +74,17 @@ class DeviceRank:
         tls = None if settings["tls"] is None else Tls(*map(Path, settings["tls"]))
         security = kv_security(tls, Guard(is_open=tls is None))
         host_id, transports = local_host_id(folder), settings["transports"]
-        assert memory.region is not None
-        over_pool: dict[str, Any] = {
-            "sharding": self._sharding, "device": memory.device,
-            "codec": convert_rows, "kernels": memory_kernels(), "room": memory.room,
-        }  # fmt: skip
-        make = partial(
-            Source, memory.region.memory, self._sharding.layout, host_id=host_id, region=memory.region, transports=transports,
-            **over_pool,
-        )  # fmt: skip
+        pool = memory.as_local_pool(self._sharding)
+        make = partial(Source, pool, host_id=host_id, transports=transports, codec=convert_rows)
         first_port = settings["kv_port"] and settings["kv_port"] + self._sharding.rank * num_ports(transports)
         address = Address(
             settings["listen_host"], settings["advertise_host"], folder or default_parent(), security, first_port
         )
         self._source = RankSource(make, address, self._stream.note)
         fetcher = Fetcher(
-            memory.region.memory, self._sharding.layout, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports,
-            numerics_class=told["numerics"], socket_folder=folder, digest=settings["digest"],
-            is_strict=told["is_strict"], security=security, **over_pool,
+            pool, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports, numerics_class=told["numerics"],
+            socket_folder=folder, codec=convert_rows, digest=settings["digest"], is_strict=told["is_strict"],
+            security=security,
         )  # fmt: skip
         self._taker = RankTaker(fetcher, self._stream.note)
 

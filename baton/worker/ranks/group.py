@@ -32,8 +32,7 @@ class RankPools(NamedTuple):
     """A worker's ranks with pools of their own. `sharding`: of the first one's pool; `joined` are on other hosts, `local` on GPUs of
     this one, of which each takes what crosses its part."""
 
-    layout: KVLayout  # of the whole model
-    sharding: Sharding | None  # None: the pool has all of it
+    sharding: Sharding
     joined: list[JoiningRank]
     local: list[LocalStream]
     ranks: list[KVRank]
@@ -46,16 +45,14 @@ class RankPools(NamedTuple):
             (group,) = engine.layout.groups
             heads = range(group.num_kv_heads)
             own = Sharding(engine.layout, ((Box(0, range(joined[0].layers.start), heads),),), in_whole_pool=True)
-            return cls(
-                engine.layout, own, joined, [], [KVRank(rank.stream, Box(0, rank.layers, heads)) for rank in joined]
-            )
+            return cls(own, joined, [], [KVRank(rank.stream, Box(0, rank.layers, heads)) for rank in joined])
         if gpus := [rank for rank in others if isinstance(rank, GpuRank)]:
             layout = engine.spec.kv_layout(engine.config.kv_dtype, engine.config.block_size)
             streams = [LocalStream(rank.socket) for rank in gpus]
             sharding = sharding_of(layout, engine.config, engine.spec, 0)
             ranks = [KVRank(stream, box) for stream, box in zip(streams, gives(sharding)[1:], strict=True)]
-            return cls(layout, sharding, [], streams, ranks)
-        return cls(engine.layout, None, [], [], [])
+            return cls(sharding, [], streams, ranks)
+        return cls(Sharding.whole(engine.layout), [], [], [])
 
 
 def sharding_of(layout: KVLayout, config: EngineConfig, spec: ModelSpec, rank: int) -> Sharding:

@@ -43,6 +43,7 @@ from baton.worker.ranks.stream import BROKEN, PATH, JoinedStream
 from kvtransfer.layout import Box, KVLayout
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Sharding
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.grpc_stream import OPEN, Security
@@ -140,10 +141,9 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     address = Address(settings.kv_host, security=security, first_port=settings.kv_first_port)
     transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
     box = Box(0, given.stage.layers, range(layout.groups[0].num_kv_heads))
-    make = partial(
-        Source, region.memory, layout, host_id=local_host_id(None), region=None, transports=transports,
-        sharding=Sharding(layout, ((box,),), in_whole_pool=True), codec=convert_rows, kernels=memory_kernels(),
-    )  # fmt: skip
+    sharding = Sharding(layout, ((box,),), in_whole_pool=True)
+    pool = LocalPool.of(region.memory, sharding, kernels=memory_kernels())
+    make = partial(Source, pool, host_id=local_host_id(None), transports=transports, codec=convert_rows)
     source = RankSource(make, address, stream.note)
     stream.on_note = source.hear
     try:
@@ -153,8 +153,8 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     carrying = asyncio.create_task(stream.run(call.read, call.write))
     log.info("serves layers %s of %s", given.stage.layers, settings.leader)
     try:
-        pool = KVPool(layout, config.num_blocks, region.memory)
-        await asyncio.to_thread(_follow, config, model, pool, stream)
+        kv = KVPool(layout, config.num_blocks, region.memory)
+        await asyncio.to_thread(_follow, config, model, kv, stream)
     finally:
         stream.close()
         await asyncio.gather(carrying, return_exceptions=True)

@@ -277,6 +277,7 @@ from tests.support.kvtransfer.rig import IDENTITY, NUM_BLOCKS, layout, span_hash
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.layout import BlockRef
 from kvtransfer.memory.region import Region
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source
 from kvtransfer.transports.transport import local_host_id
 from kvtransfer.wire import taker_from_proto
@@ -288,8 +289,8 @@ async def main(folder):
     gpu = Gpu(Host(gpus), region)
     gpu.pool[:] = np.random.default_rng(7).integers(0, 256, len(gpu.pool), dtype=np.uint8)
     over = lambda *_: print(json.dumps("over"), flush=True)
-    source = Source(region.memory, layout(), IDENTITY, local_host_id(sockets), over,
-                    generations=lambda block: 5, region=region, device=gpu.device, transports=("cuda_ipc",))
+    pool = LocalPool.of(region.memory, layout(), region=region, device=gpu.device)
+    source = Source(pool, IDENTITY, local_host_id(sockets), over, generations=lambda block: 5, transports=("cuda_ipc",))
     await source.start(Address(socket_folder=sockets))
     print(json.dumps([endpoint.transport for endpoint in source.endpoints()]), flush=True)
     read = lambda: asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)

@@ -14,6 +14,7 @@ import pytest
 from kvtransfer.errors import TransferFailed
 from kvtransfer.memory import region
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source
 from kvtransfer.transports import shm, socket_folder
 from kvtransfer.transports.endpoints import Address
@@ -94,10 +95,8 @@ def test_a_side_without_descriptors_for_a_moment_is_tried_again(lacking, monkeyp
 def test_a_pool_that_cannot_be_mapped_has_no_shm():
     async def main():
         async with running("tcp") as rig:
-            plain = Source(
-                bytearray(rig.layout.block_bytes), rig.layout, rig.source.identity, "host", print,
-                generations=int, region=None,
-            )  # fmt: skip
+            pool = LocalPool.of(bytearray(rig.layout.block_bytes), rig.layout)
+            plain = Source(pool, rig.source.identity, "host", print, generations=int)
             await plain.start(Address(advertise_host="kv.example"))
             assert [endpoint.transport for endpoint in plain.endpoints()] == ["inproc", "tcp", "grpc"]
             assert all(endpoint.address.startswith("kv.example:") for endpoint in plain.endpoints()[1:])
@@ -120,10 +119,8 @@ def test_stop_leaves_no_socket_behind():
 def test_next_transport_when_the_best_cannot_be_reached():
     async def main():
         async with running("shm") as rig:
-            both = Fetcher(
-                rig.regions[1].memory, rig.layout, b"decode-0", 22, local_host_id(), ("shm", "tcp"),
-                numerics_class=NUMERICS,
-            )  # fmt: skip
+            pool = LocalPool.of(rig.regions[1].memory, rig.layout)
+            both = Fetcher(pool, b"decode-0", 22, local_host_id(), ("shm", "tcp"), numerics_class=NUMERICS)
             socket_of(rig.source).unlink()
             offer = rig.ready_offer()
             report = await both.fetch(offer.handle, offer.ticket, rig.destination(), time.monotonic() + 10)

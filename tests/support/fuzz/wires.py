@@ -12,6 +12,7 @@ from kvtransfer.layout import BlockRef
 from kvtransfer.memory.region import Region
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import local_host_id
@@ -29,16 +30,17 @@ class Wires:
         self._sources, self._fetchers = [], []
         for number, (engine, region) in enumerate(zip(engines, regions, strict=True)):
             numerics, instance = str(engine.numerics_class), bytes([number + 1]) * 16
+            pool = LocalPool.of(region.memory, engine.layout, region=region)
             self._sources.append(
                 Source(
-                    region.memory, engine.layout, SourceIdentity(instance, number, engine.model_identity, numerics),
-                    local_host_id(), lambda key, ending: None, generations=engine.ledger.generation, region=region,
-                    lease_ttl_s=LEASE_S, transports=(transport,), codec=convert_rows,
+                    pool, SourceIdentity(instance, number, engine.model_identity, numerics), local_host_id(),
+                    lambda key, ending: None, generations=engine.ledger.generation, lease_ttl_s=LEASE_S,
+                    transports=(transport,), codec=convert_rows,
                 )
             )  # fmt: skip
             self._fetchers.append(
-                Fetcher(region.memory, engine.layout, instance, number, local_host_id(), (transport,),
-                        numerics_class=numerics, codec=convert_rows)
+                Fetcher(pool, instance, number, local_host_id(), (transport,), numerics_class=numerics,
+                        codec=convert_rows)
             )  # fmt: skip
             self._loop.run_until_complete(self._sources[number].start(Address()))
 

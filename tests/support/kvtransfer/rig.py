@@ -13,6 +13,7 @@ import numpy as np
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.memory.region import Region
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.nixl_engine import find_package
@@ -146,11 +147,14 @@ class Rig:
         self.source_state, self.taker_state = 3, 1  # of layouts with a state
         self.released: list = []
         self.endings: dict = {}
+        self.pools = [
+            LocalPool.of(region.memory, each, region=region, device=gpu and gpu.device, room=room)
+            for region, each, gpu, room in zip(self.regions, (shape, self.taker_layout), self.gpus, self.rooms)
+        ]
         self.source = FaultySource(
-            self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_over,
-            generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
-            transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device, room=self.rooms[0],
-            state_generations=self.state_generation.__getitem__,
+            self.pools[0], IDENTITY, local_host_id(source_folder), self.on_over,
+            generations=self.generation.__getitem__, state_generations=self.state_generation.__getitem__,
+            lease_ttl_s=ttl_s, transports=("auto", *self.transports),
         )  # fmt: skip
         self.fetchers: list[Fetcher] = []
         self.fetcher = self.make_fetcher(b"decode-0", 22)
@@ -163,10 +167,8 @@ class Rig:
 
     def make_fetcher(self, instance: bytes, epoch: int) -> Fetcher:
         fetcher = Fetcher(
-            self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(self.taker_folder),
-            self.transports, numerics_class=NUMERICS,
-            socket_folder=self.taker_folder, device=self.gpus[1] and self.gpus[1].device, digest=self.digest,
-            room=self.rooms[1],
+            self.pools[1], instance, epoch, local_host_id(self.taker_folder), self.transports,
+            numerics_class=NUMERICS, socket_folder=self.taker_folder, digest=self.digest,
         )  # fmt: skip
         self.fetchers.append(fetcher)
         return fetcher

@@ -12,6 +12,7 @@ from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Shard, Sharding
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
@@ -151,20 +152,22 @@ class Cluster:
         identity = SourceIdentity(b"prefill-0", 11, bytes(32), numerics(form, len(source_shards)))
         self.sources = [
             Source(
-                widened(rank) if in_whole_pools else rank.region.memory, source, identity, local_host_id(),
-                lambda key, ending, index=index: self.endings.append((index, key, ending)),
-                generations=self.generation.__getitem__, region=rank.region, lease_ttl_s=ttl_s,
+                LocalPool.of(
+                    widened(rank) if in_whole_pools else rank.region.memory,
+                    Sharding(source, (rank.shard,), in_whole_pool=in_whole_pools), region=rank.region,
+                ),
+                identity, local_host_id(), lambda key, ending, index=index: self.endings.append((index, key, ending)),
+                generations=self.generation.__getitem__, lease_ttl_s=ttl_s,
                 transports=(transport,), mint=mint, codec=codec,
-                sharding=Sharding(source, (rank.shard,), in_whole_pool=in_whole_pools),
             )
             for index, rank in enumerate(self.ranks)
         ]  # fmt: skip
         form = taker.groups[0].form
         self.fetchers = [
             Fetcher(
-                rank.region.memory, taker, b"decode-0", 22, local_host_id(), (transport,),
-                numerics_class=numerics(form, len(taker_shards)), sharding=Sharding(taker, taker_shards, index),
-                codec=codec, digest=digest,
+                LocalPool.of(rank.region.memory, Sharding(taker, taker_shards, index)), b"decode-0", 22,
+                local_host_id(), (transport,), numerics_class=numerics(form, len(taker_shards)), codec=codec,
+                digest=digest,
             )
             for index, rank in enumerate(self.takers)
         ]  # fmt: skip

@@ -13,6 +13,7 @@ from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.leases import CANCELLED, EXPIRED, RELEASED
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.wire import Taker, decode_handle
@@ -52,9 +53,9 @@ class Spread:
         streams = [KVRank(rank, box) for rank, box in zip(self.ranks, boxes[1:], strict=True)]
         self.source = SpreadSource(streams, lambda key, ending: self.endings.append(ending))
         self.own = self.source.own = Source(
-            bytearray(8 * own.pool_layout.block_bytes), LAYOUT, SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host",
-            self.source.own_over, generations=lambda block: 0, region=None, transports=("tcp",), sharding=own,
-            mint=TicketMint(self.source.mint_key),
+            LocalPool.of(bytearray(8 * own.pool_layout.block_bytes), own),
+            SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host", self.source.own_over,
+            generations=lambda block: 0, transports=("tcp",), mint=TicketMint(self.source.mint_key),
         )  # fmt: skip
 
     async def open(self) -> "Spread":
