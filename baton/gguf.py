@@ -84,8 +84,8 @@ class GGUFHeader:
         except OSError as error:
             raise GGUFError(f"{path}: {why_not_itself(path) or error.strerror}") from None
         except (struct.error, ValueError, KeyError, OverflowError, IndexError) as error:
-            told = why_not_itself(path) or f"truncated or not a GGUF file ({error})"
-            raise GGUFError(f"{path}: {told}") from None
+            reason = why_not_itself(path) or f"truncated or not a GGUF file ({error})"
+            raise GGUFError(f"{path}: {reason}") from None
 
     def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """A value; `default` where the file does not say. Raises GGUFError for one of another kind."""

@@ -105,8 +105,8 @@ def compare(report: Report, bench: Bench, num_rounds: int) -> None:
         found = {name: BATCH * OUTPUT / median(each[which] for each in rounds) for name, rounds in measured.items()}
         goal = "ratio >= 0.85" if unit == "tokens/s" else ""
         for name, its_goal in (("eight", goal), ("one", "")):
-            told = f"batch {BATCH}, {name} adapter{'s' * (name == 'eight')} of rank {RANK} over none"
-            report.add(told, found[name], unit, against=found["none"], goal=its_goal)
+            label = f"batch {BATCH}, {name} adapter{'s' * (name == 'eight')} of rank {RANK} over none"
+            report.add(label, found[name], unit, against=found["none"], goal=its_goal)
         report.add(f"batch {BATCH}: A/A, none over none", found["none again"], unit, against=found["none"])
 
 

@@ -146,10 +146,10 @@ def grid(report: Report, folders: dict[str, Path], parts: Sequence[str], efficie
             with run as stack, asyncio.Runner() as runner:
                 loads = [Load(*each) for each in LOADS[name]]
                 for load in loads:
-                    real, said = measured(stack, load, num, runner), plan.serve(load, num, pair, split)
+                    real, predicted = measured(stack, load, num, runner), plan.serve(load, num, pair, split)
                     point = f"{name} {form}, {pair[0]}:{pair[1]}, {load.words}"
                     for what in ("TTFT", "TPOT"):
-                        planned, found = (1e3 * getattr(each, f"{what.lower()}_s") for each in (said, real))
+                        planned, found = (1e3 * getattr(each, f"{what.lower()}_s") for each in (predicted, real))
                         report.add(f"{point}: {what}{PLANNED}", planned, "ms", against=found)
                 # The last point, which is a short one, twice: what these differ by no plan can tell.
                 again = measured(stack, load, num, runner)
@@ -171,7 +171,7 @@ def splits(report: Report, efficiencies: Efficiencies, num: int, at: Path) -> No
     """Measure the goodput of six splits of one load, and what the one that the plan takes reaches of the best."""
     plan, load = Planned(MODEL, "none", efficiencies), Load(*SPLIT_LOAD)
     real: dict[tuple[int, int], float] = {}
-    said: dict[tuple[int, int], float] = {}
+    predicted: dict[tuple[int, int], float] = {}
     for pair in SPLITS:
         split = "auto" if pair[0] else "never"
         run = Stack(
@@ -180,15 +180,15 @@ def splits(report: Report, efficiencies: Efficiencies, num: int, at: Path) -> No
         )  # fmt: skip
         with run as stack, asyncio.Runner() as runner:
             real[pair] = measured(stack, load, num, runner).goodput
-        said[pair] = plan.serve(load, num, pair, split).goodput
+        predicted[pair] = plan.serve(load, num, pair, split).goodput
         report.add(
             f"{pair[0]}:{pair[1]}, {load.words}: goodput planned over measured",
-            said[pair],
+            predicted[pair],
             "requests/s",
             against=real[pair],
         )
     # Of equals the smaller stack.
-    chosen = max(SPLITS, key=lambda pair: (round(said[pair], 2), -sum(pair)))
+    chosen = max(SPLITS, key=lambda pair: (round(predicted[pair], 2), -sum(pair)))
     name = f"goodput of the chosen {chosen[0]}:{chosen[1]} over the best of six"
     report.add(name, real[chosen], "requests/s", against=max(real.values()), goal="ratio >= 0.9")
 

@@ -100,8 +100,8 @@ class Stacks:
     @property
     def num_spans(self) -> int:
         """That the collector has received, a second ago."""
-        told = [line for line in self._receiver.out.read_text().splitlines() if line.startswith("spans=")]
-        return int(told[-1].removeprefix("spans=")) if told else 0
+        lines = [line for line in self._receiver.out.read_text().splitlines() if line.startswith("spans=")]
+        return int(lines[-1].removeprefix("spans=")) if lines else 0
 
     def close(self) -> None:
         for client in self._clients.values():

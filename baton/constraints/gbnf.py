@@ -104,8 +104,8 @@ def _has_order(rules: dict[str, list[_Token]], names: Iterable[str]) -> bool:
 
 
 def _lark_name(index: int, name: str, is_terminal: bool) -> str:
-    told = f"r{index}_{name.replace('-', '_')}"
-    return told.upper() if is_terminal else told.lower()
+    rule = f"r{index}_{name.replace('-', '_')}"
+    return rule.upper() if is_terminal else rule.lower()
 
 
 def _expression(tokens: Iterable[_Token], known: dict[str, str], is_regular: bool) -> list[str]:

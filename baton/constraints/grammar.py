@@ -151,5 +151,5 @@ def _message(error: str) -> str:
     """Return a message of the library without its picture of the place, and without an option that there is not here."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
-    told = one_line(" ".join(kept), 300)
-    return _OVERLAP if "coerce_one_of" in told else told
+    message = one_line(" ".join(kept), 300)
+    return _OVERLAP if "coerce_one_of" in message else message

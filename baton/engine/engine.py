@@ -200,7 +200,7 @@ class Engine:
             tokens_per_s=self._rate.per_s(),
             num_draft_tokens=sum(sum(counts.proposed) for counts in self.speculator.counts.values()),
             num_accepted_tokens=sum(sum(counts.accepted) for counts in self.speculator.counts.values()),
-            ready_adapters=self.adapters.told_ready,
+            ready_adapters=self.adapters.reported_ready,
         )
 
     def check_integrity(self) -> None:
@@ -217,8 +217,8 @@ class Engine:
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        is_told = bool(self.inbox or self._deferred or self._pending)
-        return is_told or bool(self._flights) or self.scheduler.has_work()
+        has_input = bool(self.inbox or self._deferred or self._pending)
+        return has_input or bool(self._flights) or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
         """One step: all that it gives out. Where the launcher overlaps, a step is launched, and read behind the launch of its

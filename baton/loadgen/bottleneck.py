@@ -22,8 +22,8 @@ def name_bottleneck(answered: Sequence[Outcome], sender_cpu_share: float, lag_p9
         spent_s.update(outcome.bound_s)
     if answered and not spent_s:  # a server of OpenAI's API
         share = sum(outcome.ttft_s for outcome in answered) / sum(outcome.e2e_s for outcome in answered)
-        told = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
-        return Bottleneck("nothing", told)
+        sentence = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
+        return Bottleneck("nothing", sentence)
     num_prompt, num_cached = (sum(getattr(each, name) for each in answered) for name in ("num_prompt", "num_cached"))
     facts = PromptFacts((num_prompt - num_cached) / max(1, len(answered)), num_cached / max(1, num_prompt))
     return bottleneck_of(spent_s, facts)

@@ -82,18 +82,18 @@ class OpenAIBackend:
 
     async def stream(self, request: bytes, outcome: Outcome) -> AsyncIterator[int]:
         """Yield 1 for each event with text, and at the end the tokens that were in none of their own."""
-        num_told, usage = 0, None
+        num_events, usage = 0, None
         async for event in self._events(request):
             if "error" in event:
                 raise CallFailed("UNAVAILABLE", printable(str(event["error"])))
             usage = event.get("usage") or usage
             if any(choice.get("text") for choice in event.get("choices", ())):
-                num_told += 1
+                num_events += 1
                 yield 1
         if usage:
             outcome.num_prompt = usage.get("prompt_tokens") or outcome.num_prompt
             outcome.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            if num_told and (more := (usage.get("completion_tokens") or 0) - num_told) > 0:
+            if num_events and (more := (usage.get("completion_tokens") or 0) - num_events) > 0:
                 outcome.num_output += more
 
     async def _events(self, request: bytes) -> AsyncIterator[dict[str, Any]]:

@@ -100,12 +100,12 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
         reader = exits.enter_context(ThreadPoolExecutor(1))
         senders = [exits.enter_context(contextlib.closing(_SenderProcess())) for _ in parts]
         for sender, part, concurrency in zip(senders, parts, _split(plan.concurrency, len(parts)), strict=True):
-            sender.tell((plan, part, concurrency))
+            sender.send((plan, part, concurrency))
         for sender in senders:
             sender.hear()  # it is ready
         begin = time.monotonic() + _HEAD_START_S
         for sender in senders:
-            sender.tell(begin)
+            sender.send(begin)
         # A thread reads, since Ctrl-C in the middle of a message would lose it.
         sent = reader.submit(_read, senders, on_end)
         try:
@@ -113,7 +113,7 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
         except KeyboardInterrupt:
             for sender in senders:
                 with contextlib.suppress(SenderDied):  # one that has sent all is gone
-                    sender.tell(None)
+                    sender.send(None)
             with contextlib.suppress(TimeoutError):
                 return sent.result(_STOPPED_S)
             raise
@@ -158,7 +158,7 @@ class _SenderProcess:
         self._process.join()
         self.connection.close()
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Raises SenderDied."""
         try:
             self.connection.send(message)

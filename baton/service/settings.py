@@ -131,8 +131,10 @@ def sourced_settings(
 def name_sources(message: str, sourced: Mapping[str, Sourced]) -> str:
     """Add to an error that names flags where those were set that were not given as flags."""
     named = [name for name in sourced if re.search(rf"{_flag(name)}(?![\w-])", message)]
-    told = [f"{_flag(name)} is set by {sourced[name].source}" for name in named if sourced[name].source != _flag(name)]
-    return f"{message} ({', '.join(told)})" if told else message
+    sources = [
+        f"{_flag(name)} is set by {sourced[name].source}" for name in named if sourced[name].source != _flag(name)
+    ]
+    return f"{message} ({', '.join(sources)})" if sources else message
 
 
 def make_settings(cls: type[T], values: Mapping[str, object]) -> T:

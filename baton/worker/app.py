@@ -317,8 +317,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         host = host_of(settings.listen)
         admin = f"{host_of(settings.admin)}:{worker.admin_port}"
         engine = worker.engine
-        said = f"role={role} context={engine.config.max_model_len} model={engine.model_identity.hex()}"
-        print(f"ready grpc={host}:{worker.port} admin={admin} pid={os.getpid()} {said}", flush=True)
+        details = f"role={role} context={engine.config.max_model_len} model={engine.model_identity.hex()}"
+        print(f"ready grpc={host}:{worker.port} admin={admin} pid={os.getpid()} {details}", flush=True)
         next_role = await worker.drain_when(stop)
         status = STAYS_AWAY if worker.stays_away else 0
     telemetry.shut_down()

@@ -130,11 +130,11 @@ class KVTransfer:
             return RelayingFetcher(self._fetcher, engine.pool, self._group.joined)
         return GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
 
-    def _hear(self, index: int, told: dict) -> None:
-        if "fetch" in told:
-            self._fetches[index].hear(told)
+    def _hear(self, index: int, note: dict) -> None:
+        if "fetch" in note:
+            self._fetches[index].hear(note)
         elif self._spread is not None:
-            self._spread.hear(index, told)
+            self._spread.hear(index, note)
 
     def _rank_settings(self) -> dict:
         """Return what ranks of this host must know of the settings."""

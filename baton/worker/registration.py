@@ -35,8 +35,8 @@ async def _with(address: str, request: pb.RegisterRequest, access: Access) -> No
         if is_known is (known := not why):
             return
         is_known = known
-        said, say = ("registered", log.info) if known else ("not registered", log.warning)
-        say("%s %s", said, fields(gateway=address, **{"why": why} if why else {}))
+        state, write = ("registered", log.info) if known else ("not registered", log.warning)
+        write("%s %s", state, fields(gateway=address, **{"why": why} if why else {}))
 
     while True:
         try:

@@ -43,7 +43,7 @@ class Choice:
         "_request_id",
         "_ends_with_call",
         "_stop_token_ids",
-        "_says",
+        "_kinds",
         "separate",
     )
 
@@ -80,7 +80,7 @@ class Choice:
         self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
-        self._says = _NOTHING  # of the open message
+        self._kinds = _NOTHING  # of the open message
 
     @property
     def is_finished(self) -> bool:
@@ -152,7 +152,7 @@ class Choice:
             self.num_pending = 0
         if self._logprobs:
             message.logprobs.extend(self._logprobs)
-            self._logprobs, self._says = None, _NOTHING
+            self._logprobs, self._kinds = None, _NOTHING
         return message
 
     def _push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], ended: int) -> None:
@@ -164,7 +164,7 @@ class Choice:
         piece = self._decoder.push(token_ids[:-1] if is_stop else token_ids)
         if ended:
             piece += self._decoder.finish()
-        text = self._said(piece)
+        text = self._before_stop(piece)
         if ended and not self.is_finished:
             if self._stops is not None:
                 text += self._stops.finish()
@@ -192,11 +192,11 @@ class Choice:
 
     def _open(self, found: Sequence[Parsed]) -> None:
         """Have a message to which the last token can come with what it says."""
-        says = tuple(any(getattr(each, name) for each in found) for name in ("content", "reasoning", "calls"))
-        if self._says not in (_NOTHING, says):
+        kinds = tuple(any(getattr(each, name) for each in found) for name in ("content", "reasoning", "calls"))
+        if self._kinds not in (_NOTHING, kinds):
             self.separate = self.separate or []
             self.separate.append(self._message(len(self.token_ids) - 1))
-        self._says = says
+        self._kinds = kinds
 
     def _keep(self, found: Sequence[Parsed], is_new: bool) -> str:
         """Return the content; keep reasoning and calls if they are new, and see whether a call ends the choice."""
@@ -215,7 +215,7 @@ class Choice:
             self.finish_reason = TOOL_CALLS
         return content
 
-    def _said(self, piece: str) -> str:
+    def _before_stop(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""
         if self._stops is None:
             return piece

@@ -33,7 +33,7 @@ class Registrations:
         self._policy = DialPolicy()
         self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
         self._resolver = Resolver(_MAX_RESOLVING)
-        self._told = asyncio.Event()
+        self._has_new = asyncio.Event()
 
     async def note(self, role: str, address: str) -> None:
         """Keep this worker for TTL_S, if its address may be dialled. Raises InvalidRequest, Overloaded."""
@@ -47,7 +47,7 @@ class Registrations:
         is_new = worker not in self._until
         self._until[worker] = now() + TTL_S
         if is_new:
-            self._told.set()
+            self._has_new.set()
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Keep a session with each discovered worker, in tasks of `group`; until cancelled."""
@@ -57,8 +57,8 @@ class Registrations:
             on_change()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
-                    await self._told.wait()
-            self._told.clear()
+                    await self._has_new.wait()
+            self._has_new.clear()
 
     async def close(self) -> None:
         """Close the directory."""

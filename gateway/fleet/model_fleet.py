@@ -183,7 +183,7 @@ class ModelFleet:
         self.candidates.update(link)
         if self.candidates.num_changes != num_changes:
             self._note_adapters()
-            self._tell_why_no_pair()
+            self._log_why_no_pair()
 
     def forget(self) -> None:
         """Make what requests are checked against again: a worker will not come back, or a new one may come."""
@@ -205,7 +205,7 @@ class ModelFleet:
         else:
             self._adapters = self._adapters | _adapters_of(self.router.decode_workers())
 
-    def _tell_why_no_pair(self) -> None:
+    def _log_why_no_pair(self) -> None:
         """Log once why no two workers are a pair: prompts wait, or prefill workers have nothing to do."""
         why = "" if self._settings.split == "never" else self.router.why_no_pair()
         if why and why != self._why_no_pair:

@@ -177,8 +177,8 @@ class WorkerLink:
         """End the session, which may have been tried in vain, and its legs."""
         self.num_vain = 0 if self.hello is not None else self.num_vain + 1
         if self.hello is not None:
-            tell, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
-            tell("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
+            write, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
+            write("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))

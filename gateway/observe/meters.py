@@ -142,7 +142,7 @@ class _ModelMeters:
         for phase, spent_s in breakdown(stamps, record.measured).items():
             self._phase(phase).observe(spent_s, exemplar)
             self._tenant_seconds(tenant, phase).inc(spent_s)
-        _tell_collector(record, error, measured)
+        _report_to_collector(record, error, measured)
         if stamps.first_sent is None:
             return
         if (ttft_s := record.ttft_s) is not None:
@@ -212,7 +212,7 @@ class _Words:
         return word
 
 
-def _tell_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
+def _report_to_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
     """Send the same over OTLP, under the names of the conventions."""
     how, reason = outcome(error)
     ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received

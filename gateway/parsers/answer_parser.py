@@ -32,7 +32,7 @@ class AnswerParser:
         """`spellings`: of characters that stand for control tokens, their text."""
         self._spellings = str.maketrans(dict(spellings))
         self._source, self._sink = AnswerSource(), CallSink(self._spellings)
-        self._said, self._thought = list[str](), list[str]()
+        self._content_parts, self._thought = list[str](), list[str]()
         self.reasoning_spans = list[tuple[int, int]]()  # of characters of the answer, in order: each once it has ended
         self._is_whole = False
         self._reading = self._run()
@@ -50,16 +50,16 @@ class AnswerParser:
 
     def _take(self) -> Parsed:
         next(self._reading, None)
-        parsed = Parsed("".join(self._said), "".join(self._thought), self._sink.take())
-        self._said.clear()
+        parsed = Parsed("".join(self._content_parts), "".join(self._thought), self._sink.take())
+        self._content_parts.clear()
         self._thought.clear()
         return parsed
 
     def _run(self) -> Reading:
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
-        self._said.append(text.translate(self._spellings))
+    def _add_content(self, text: str) -> None:
+        self._content_parts.append(text.translate(self._spellings))
 
     def _think(self, text: str) -> None:
         self._thought.append(text.translate(self._spellings))
@@ -138,15 +138,15 @@ class TaggedParser(AnswerParser):
             text, opener = yield from _piece(source, markers)
             if opener is None:
                 rest = "".join((*held, text))
-                self._say("" if has_called and not rest.strip(_BLANKS) else rest)
+                self._add_content("" if has_called and not rest.strip(_BLANKS) else rest)
                 return
-            self._say(_without_end(held, text) if reader else text)
+            self._add_content(_without_end(held, text) if reader else text)
             if opener and reader:
                 if (yield from self._has_read(reader, opener)):
                     has_called = True
                     held.clear()
                 else:
-                    self._say(_without_end(held, opener))
+                    self._add_content(_without_end(held, opener))
                 markers = Markers(self._openers)
 
     def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:

@@ -77,7 +77,7 @@ class HarmonyParser(AnswerParser):
 
     def _emit(self, kind: str, text: str) -> None:
         if kind == "content":
-            self._say(text)
+            self._add_content(text)
         elif kind == "reasoning":
             self._think(text)
 

@@ -287,9 +287,9 @@ class Quotas:
             self._note(tenant, usage, at)
 
     def _note(self, tenant: str, usage: Usage, at: float) -> None:
-        telling = {gateway: tenants[tenant] for gateway, tenants in self._counts.items() if tenant in tenants}
-        usage.elsewhere = {gateway: known for gateway, known in usage.elsewhere.items() if gateway in telling}
-        for gateway, counts in telling.items():
+        reporting = {gateway: tenants[tenant] for gateway, tenants in self._counts.items() if tenant in tenants}
+        usage.elsewhere = {gateway: known for gateway, known in usage.elsewhere.items() if gateway in reporting}
+        for gateway, counts in reporting.items():
             usage.note(gateway, counts, at)
 
     # ---- the table ----

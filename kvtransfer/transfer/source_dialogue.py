@@ -270,16 +270,16 @@ class SourceDialogue:
             self._context.counters["peer_lost"] += 1
         except KVError as error:
             self._context.counters[error.status] += 1
-            await self._tell(error)
+            await self._send_end(error)
         except Exception:
             log.exception("a KV dialogue failed")
             self._context.counters["internal"] += 1
-            await self._tell(KVError("the source failed, see its log"))
+            await self._send_end(KVError("the source failed, see its log"))
         finally:
             self._over.set()
             self._line.close()
 
-    async def _tell(self, error: KVError) -> None:
+    async def _send_end(self, error: KVError) -> None:
         with contextlib.suppress(KVError):  # the other side has gone
             await self._line.send(end_frame(error.status, str(error)))
             await self._line.drain()

@@ -92,7 +92,7 @@ class GrpcLine:
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(1)
         self._sending = asyncio.Lock()
         self._lost = ""
-        self._said_end = False
+        self._sent_end = False
         self.ended = asyncio.Event()  # nothing is read or written any more
         self._reading, self._writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
         self._finishing: asyncio.Task | None = None
@@ -107,7 +107,7 @@ class GrpcLine:
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
         async with self._sending:
             await self._put(encode_frame(frame))
-            self._said_end = frame.WhichOneof("kind") == "end"
+            self._sent_end = frame.WhichOneof("kind") == "end"
             for group in payload:
                 for buffer in group:
                     for begin in range(0, len(buffer), CHUNK_BYTES):
@@ -160,7 +160,7 @@ class GrpcLine:
 
     def close(self) -> None:
         if self._finishing is None:
-            clean = self._said_end and not self._lost
+            clean = self._sent_end and not self._lost
             self._lose("the line was closed")
             self._finishing = asyncio.create_task(self._finish(clean))
 

@@ -232,7 +232,7 @@ async def test_a_worker_of_another_build_gets_no_rank(listen, model, build):
     told = f"the worker runs another build of baton {baton.__version__}: install one on both hosts"
     with pytest.raises(ValueError, match=f"^{told}$"):
         await serving
-    assert await asyncio.to_thread(joined.said, time.monotonic() + patience(10)) == {"error": told}
+    assert await asyncio.to_thread(joined.next_message, time.monotonic() + patience(10)) == {"error": told}
 
 
 def test_a_build_is_its_code(tmp_path):

@@ -69,9 +69,9 @@ class TerminalChat:
     def say(self, text: str) -> None:
         """Send a message of the user and print the answer as it comes; Ctrl-C keeps what has come. Raises CallError: the
         message counts as not said."""
-        said = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
-        with self._client.stream(said, **self._options) as stream:
+        with self._client.stream(messages, **self._options) as stream:
             try:
                 for message in stream:
                     answer += message.text  # before it is shown: who has seen it may press Ctrl-C at once
@@ -83,7 +83,7 @@ class TerminalChat:
                 sys.stdout.write(" [ended]")
         sys.stdout.write("\n")
         sys.stdout.flush()
-        self.messages = [*said, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

@@ -130,8 +130,8 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
         for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why
-            told, advice = found.unused[address]
-            report.warn("gateway", str(target), f"does not use {address}, {told}", advice)
+            reason, advice = found.unused[address]
+            report.warn("gateway", str(target), f"does not use {address}, {reason}", advice)
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
         model_of = {address: _model_of(address, hellos[address], found) for address in (*prefill, *decode)}
@@ -158,8 +158,8 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
             fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:
             found.undecided = "the gateway does not tell, give --decode-workers"
-            told = await asyncio.to_thread(describe_unreachable, error, target, access, "gateway", "--target")
-            return report.warn("gateway", target, *told)
+            finding = await asyncio.to_thread(describe_unreachable, error, target, access, "gateway", "--target")
+            return report.warn("gateway", target, *finding)
     found.undecided = "start one that this gateway knows (--gateways), or give --decode-workers"
     if fleet.not_ready:
         report.warn("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
@@ -172,8 +172,8 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
         found.models[view.address] = view.model
         if view.state == "refused":
             report.warn("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
-        elif told := describe_unused(view):
-            found.unused[view.address] = told
+        elif finding := describe_unused(view):
+            found.unused[view.address] = finding
     found.redis = found.redis or fleet.redis_url
     found.collector = found.collector or fleet.collector
     if fleet.redis_down:
@@ -226,10 +226,10 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
     answers = await asyncio.gather(*(_describe(channels.to(address)) for _, address in asked), return_exceptions=True)
     for (role, address), answer in zip(asked, answers, strict=True):
         if isinstance(answer, grpc.aio.AioRpcError):
-            told = await asyncio.to_thread(
+            finding = await asyncio.to_thread(
                 describe_unreachable, answer, address, channels.access, f"{role} worker", f"--{role}-workers"
             )
-            report.warn(role, address, *told)
+            report.warn(role, address, *finding)
             continue
         if isinstance(answer, BaseException):
             raise answer
@@ -291,7 +291,7 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
             if not CAPABILITIES[name].same_process and time.monotonic() < until:
                 await _try(channels, source, taker, name, proof, bytes_per_s, report)
     except _HANDOFF_ERRORS as error:
-        report.warn("handoff", where, _told(error), advice_for(str(error)))
+        report.warn("handoff", where, _reason_of(error), advice_for(str(error)))
     return works
 
 
@@ -305,10 +305,10 @@ async def _try(
             tried = await measure(prefill, decode, name, proof, _HANDOFF_S)
         report.say("handoff", where, tried.rate_beside(bytes_per_s))
     except _HANDOFF_ERRORS as error:
-        report.note("handoff", where, f"{name}: {_told(error)}")
+        report.note("handoff", where, f"{name}: {_reason_of(error)}")
 
 
-def _told(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     match error:
         case TimeoutError():
             return f"no end within {_HANDOFF_S:.0f} s"

@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return fail("baton drain", f"{args.target}: {error}", FAILED)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            told = f"{args.target} is no worker: give the gRPC address of one, as `baton top` lists them"
+            message = f"{args.target} is no worker: give the gRPC address of one, as `baton top` lists them"
         else:
-            told = explain_failure(args.target, error.code(), error.details(), read_access(args))
+            message = explain_failure(args.target, error.code(), error.details(), read_access(args))
         is_wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        return fail("baton drain", told, WRONG_USE if is_wrong else FAILED)
+        return fail("baton drain", message, WRONG_USE if is_wrong else FAILED)
     return 0
 
 
@@ -103,8 +103,8 @@ async def _drain(args: argparse.Namespace) -> str:
                     await asyncio.sleep(_POLL_S)
                     hello = await _hello(stub)
         except TimeoutError:
-            told = f"it has drained, and does not answer as a {args.next_role} worker after {_START_S:g} s"
-            raise NotDrained(told) from None
+            message = f"it has drained, and does not answer as a {args.next_role} worker after {_START_S:g} s"
+            raise NotDrained(message) from None
     return f"{'/'.join(hello.roles)} worker after {time.monotonic() - begun:.1f} s"
 
 

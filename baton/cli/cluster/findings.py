@@ -126,8 +126,8 @@ async def check_certificates(addresses: Iterable[str], access: Access, report: F
     for where, end in ends.items():
         if end is not None and (left_s := end - time.time()) < _SOON_S:
             day = time.strftime("%Y-%m-%d", time.gmtime(end))
-            told = f"ended on {day}" if left_s < 0 else f"ends on {day}"
-            report.warn("tls", where, f"its certificate {told}", "renew it; processes read new files by themselves")
+            expiry = f"ended on {day}" if left_s < 0 else f"ends on {day}"
+            report.warn("tls", where, f"its certificate {expiry}", "renew it; processes read new files by themselves")
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:

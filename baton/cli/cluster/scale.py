@@ -80,12 +80,12 @@ async def _scale(launcher: WorkerLauncher, wanted: Mapping[str, int], timeout_s:
         failed = {worker.name for worker in await launcher.list() if worker.state == "failed"}
         for role, number in wanted.items():
             await scale(launcher, role, number)
-        told = ""
+        reported = ""
         async for workers in launcher.watch():
             if not wanted or not (missing := _missing([each for each in workers if each.name not in failed], wanted)):
                 return _table(workers)
-            if missing != told:
-                told = missing
+            if missing != reported:
+                reported = missing
                 print(f"scaling: {missing}", file=sys.stderr, flush=True)
     raise LaunchError("what places the workers has ended")
 
@@ -95,15 +95,15 @@ def _missing(workers: list[PlacedWorker], wanted: Mapping[str, int]) -> str:
     for worker in workers:
         if worker.state == "failed" and worker.role in wanted:
             raise LaunchError(f"{worker.name}: {worker.reason}")
-    said = []
+    parts = []
     for role, number in wanted.items():
         num_serving = sum(worker.role == role and worker.state == "serving" for worker in workers)
         num_draining = sum(worker.role == role and worker.state == "draining" for worker in workers)
         if num_serving != number or num_draining:
             drains = f", {num_draining} drain" if num_draining else ""
             waits = next((worker.reason for worker in workers if worker.role == role and worker.reason), "")
-            said.append(f"{num_serving} of {number} {role} workers serve{drains}{', ' + waits if waits else ''}")
-    return "; ".join(said)
+            parts.append(f"{num_serving} of {number} {role} workers serve{drains}{', ' + waits if waits else ''}")
+    return "; ".join(parts)
 
 
 def _table(workers: list[PlacedWorker]) -> str:

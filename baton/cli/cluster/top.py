@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print()
     except grpc.aio.AioRpcError as error:
-        told = explain_failure(args.target, error.code(), error.details(), read_access(args))
-        return fail("baton top", told, FAILED)
+        message = explain_failure(args.target, error.code(), error.details(), read_access(args))
+        return fail("baton top", message, FAILED)
     return 0
 
 

@@ -194,10 +194,10 @@ def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings
 
 def gateway_settings(found: Resolved) -> GatewaySettings:
     """Return the settings of the gateway, checked as it would. Raises SettingsError, which names flags of `baton up`."""
-    told = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
-    told |= {"http": found.up.http} if found.up.http else {}
+    values = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
+    values |= {"http": found.up.http} if found.up.http else {}
     try:
-        settings = load_settings(GatewaySettings, told)
+        settings = load_settings(GatewaySettings, values)
     except SettingsError as error:
         flags = "|".join(name.replace("_", "-") for name in options_of(GatewaySettings))
         raise SettingsError(re.sub(rf"--({flags})(?![\w-])", r"--gateway.\1", str(error))) from None
@@ -238,8 +238,8 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
 
 def _grace_s(cls: type[WorkerSettings] | type[GatewaySettings], values: Mapping[str, object]) -> float:
     """Return for how long what runs in a process of these values may go on once it is to end. Raises SettingsError."""
-    told = sourced_settings(cls, values).get("drain_grace_s")
-    grace_s = cls.drain_grace_s if told is None else told.value
+    given = sourced_settings(cls, values).get("drain_grace_s")
+    grace_s = cls.drain_grace_s if given is None else given.value
     assert isinstance(grace_s, float)
     return grace_s
 

@@ -90,8 +90,8 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
             add(Check(name, "time", False, f"not done within {limit_s:.0f} s"))
         elif status:
             errors.seek(0)
-            said = [line for line in errors.read().splitlines() if line.strip()] or ["(nothing)"]
-            add(Check(name, "step", False, f"broke off with status {status}: {said[-1].strip()}"))
+            lines = [line for line in errors.read().splitlines() if line.strip()] or ["(nothing)"]
+            add(Check(name, "step", False, f"broke off with status {status}: {lines[-1].strip()}"))
 
 
 def _end_late(process: subprocess.Popen, is_late: threading.Event) -> None:

@@ -95,16 +95,16 @@ class RemoteLauncher:
                 async for message in fleet_pb2_grpc.LauncherStub(channel).WatchWorkers(pb.WatchWorkersRequest()):
                     yield [_worker(each) for each in message.workers]
         except grpc.aio.AioRpcError as error:
-            raise self._told(error) from None
+            raise self._launch_error(error) from None
 
     async def _call(self, name: str, request) -> None:
         try:
             async with open_channel(self._target, self._access) as channel:
                 await getattr(fleet_pb2_grpc.LauncherStub(channel), name)(request, timeout=_CALL_S)
         except grpc.aio.AioRpcError as error:
-            raise self._told(error) from None
+            raise self._launch_error(error) from None
 
-    def _told(self, error: grpc.aio.AioRpcError) -> LaunchError:
+    def _launch_error(self, error: grpc.aio.AioRpcError) -> LaunchError:
         if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
             return LaunchError(error.details() or error.code().name)
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -89,11 +89,11 @@ def _alone_in(folder: Path, url: str) -> Iterator[None]:
         yield
         return
     with file:
-        is_told = False
+        is_reported = False
         while _is_locked_elsewhere(file.fileno()):
-            if not is_told:
+            if not is_reported:
                 print(f"starting: {url}: another process downloads it", file=sys.stderr, flush=True)
-            is_told = True
+            is_reported = True
             time.sleep(_LOOK_S)
         yield
 
@@ -240,9 +240,9 @@ def _fetch(store: _Store, found: _Object, folder: Path) -> Path:
             each.unlink()
     with part.open("ab") as file:
         while (begin := file.tell()) < size:
-            told = f"starting: {name}: {begin >> 20} of {size >> 20} MiB"
+            progress = f"starting: {name}: {begin >> 20} of {size >> 20} MiB"
             if size > _PIECE_BYTES:
-                print(told, file=sys.stderr, flush=True)
+                print(progress, file=sys.stderr, flush=True)
             piece = store.read(name, begin, min(_PIECE_BYTES, size - begin), found.e_tag)
             if not piece:
                 break
@@ -292,8 +292,8 @@ def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, P
         if name not in versions:
             continue
         path, mark = parts.get(name, folder / name), _beside(name, folder, ".sha256")
-        told = f"{digest} {versions[name]}"
-        if name not in parts and mark.is_file() and mark.read_text() == told:
+        entry = f"{digest} {versions[name]}"
+        if name not in parts and mark.is_file() and mark.read_text() == entry:
             continue
         print(f"starting: verifying {name}", file=sys.stderr, flush=True)
         if _digest(path, "sha256") != digest:
@@ -301,7 +301,7 @@ def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, P
                 (folder / _DONE).unlink(missing_ok=True)
             path.unlink()
             raise StartError(f"{name}: is not what {_SUMS} names; it is removed, try again", 1)
-        mark.write_text(told)
+        mark.write_text(entry)
 
 
 def _digest(path: Path, kind: str) -> str:

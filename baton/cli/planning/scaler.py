@@ -288,8 +288,8 @@ async def _look(target: str, access: Access) -> GatewayLook | None:
                 await stub.ListRequests(fleet_pb2.ListRequestsRequest(), timeout=_LOOK_S),
             )
     except grpc.aio.AioRpcError as error:
-        told = await asyncio.to_thread(explain_failure, target, error.code(), error.details(), access)
+        message = await asyncio.to_thread(explain_failure, target, error.code(), error.details(), access)
     except OSError as error:  # of certificates, as while they are replaced
-        told = f"{target}: {error}"
-    print(f"baton scaler: {told}", file=sys.stderr, flush=True)
+        message = f"{target}: {error}"
+    print(f"baton scaler: {message}", file=sys.stderr, flush=True)
     return None

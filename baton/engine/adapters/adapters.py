@@ -135,7 +135,7 @@ class Adapters:
             return list(self._ready)
 
     @property
-    def told_ready(self) -> tuple[bytes, ...]:
+    def reported_ready(self) -> tuple[bytes, ...]:
         """The identities of those in slots; none where slots have no bound, and each is ready."""
         return () if self._num_slots is None else tuple(self.ready)
 

@@ -67,8 +67,8 @@ class LoraFolder:
         pair, rank = self._pairs[name], self._rank(name)
         for part, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
             if tuple(pair[part].shape) != shape:
-                told = f"has shape {list(pair[part].shape)}, this base and rank {rank} ask for {list(shape)}"
-                raise self._wrong(f"{name}.lora_{part}", told)
+                reason = f"has shape {list(pair[part].shape)}, this base and rank {rank} ask for {list(shape)}"
+                raise self._wrong(f"{name}.lora_{part}", reason)
         return pair["A"].float(), pair["B"].float() * self._scale(name, rank)
 
     def check_all_read(self) -> None:
@@ -85,8 +85,8 @@ class LoraFolder:
             if (value := config.get(key)) is not None and value not in plain:
                 raise ModelError(f"{path}: {key} {value!r}: only plain LoRA on linear layers is served")
         if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
-            told = "changes the base's weights; save the adapter with path_initial_model_for_weight_conversion"
-            raise ModelError(f"{path}: init_lora_weights {begun!r} {told}")
+            reason = "changes the base's weights; save the adapter with path_initial_model_for_weight_conversion"
+            raise ModelError(f"{path}: init_lora_weights {begun!r} {reason}")
         if not isinstance(scales_by_root := config.get("use_rslora"), bool | None):
             raise ModelError(f"{path}: use_rslora is {scales_by_root!r:.40}: true or false is needed")
         numbers = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
@@ -111,8 +111,8 @@ class LoraFolder:
         try:
             tensors = load(weights)
         except (SafetensorError, ValueError, KeyError) as error:
-            told = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
-            raise ModelError(f"{path}: {told}") from None
+            reason = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
+            raise ModelError(f"{path}: {reason}") from None
         for name, tensor in tensors.items():
             if (match := _TENSOR.fullmatch(name)) is None:
                 raise self._wrong(name, "is no low-rank part of a linear layer")

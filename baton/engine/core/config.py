@@ -226,8 +226,8 @@ class EngineConfig:
         if self.pipeline_parallel < 1:
             raise ValueError(f"pipeline_parallel {self.pipeline_parallel}: must be at least 1")
         if not 0 <= self.remote_stages < self.pipeline_parallel:
-            told = f"with pipeline_parallel {self.pipeline_parallel} 0 to {self.pipeline_parallel - 1}"
-            raise ValueError(f"remote_stages {self.remote_stages}: {told}: the first stage is the worker itself")
+            allowed = f"with pipeline_parallel {self.pipeline_parallel} 0 to {self.pipeline_parallel - 1}"
+            raise ValueError(f"remote_stages {self.remote_stages}: {allowed}: the first stage is the worker itself")
         if self.all_reduce not in ALL_REDUCES:
             raise ValueError(f"all_reduce {self.all_reduce!r}: one of {', '.join(ALL_REDUCES)}")
         if self.tensor_parallel == 1 and self.all_reduce != "exact":

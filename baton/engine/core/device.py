@@ -92,8 +92,8 @@ def set_threads(num_threads: int | None) -> None:
     if num_threads is not None:
         num_cores = system.num_cores()
         if num_threads > (most := MAX_THREADS_A_CORE * num_cores):
-            told = f"{MAX_THREADS_A_CORE} times the cores of this process, {num_cores}"
-            raise ValueError(f"threads {num_threads}: must be at most {most}, {told}")
+            bound = f"{MAX_THREADS_A_CORE} times the cores of this process, {num_cores}"
+            raise ValueError(f"threads {num_threads}: must be at most {most}, {bound}")
         torch.set_num_threads(num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), system.num_cores()))

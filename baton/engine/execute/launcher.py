@@ -149,18 +149,18 @@ class StagedLauncher(Launcher):
 class LandingTokens(LaunchedTokens):
     """Tokens on their way to pinned memory of the host."""
 
-    def __init__(self, drawn: Tensor, landing: Tensor, tell: Callable[[], None] | None = None):
-        """landing: int64 on the host, at least as long; `tell()` is called first when they are read: it waits for layers."""
+    def __init__(self, drawn: Tensor, landing: Tensor, report: Callable[[], None] | None = None):
+        """landing: int64 on the host, at least as long; `report()` is called first when they are read: it waits for layers."""
         super().__init__(drawn)
-        self._tell = tell
+        self._report = report
         self._landing = landing[: len(drawn)]
         self._landing.copy_(drawn, non_blocking=True)
         self._landed = torch.cuda.Event()
         self._landed.record()
 
     def read(self) -> list[int]:
-        if self._tell is not None:
-            self._tell()
+        if self._report is not None:
+            self._report()
         self._landed.synchronize()
         return self._landing.tolist()
 
@@ -244,7 +244,7 @@ class GpuLauncher(Launcher):
             return super().run(self._inputs.send(batch), keeps_hidden, None, on_hidden)
         events = LayerEvents()
         found = super().run(self._inputs.send(batch), keeps_hidden, events.record, on_hidden)
-        events.tell(on_layer)
+        events.report(on_layer)
         return found
 
     def launch(
@@ -258,8 +258,8 @@ class GpuLauncher(Launcher):
             events = None if on_layer is None else LayerEvents()
             logits = super().run(self._inputs.send(batch, known), False, events and events.record)[1]
         self._turn ^= 1
-        tell = None if events is None else lambda: events.tell(on_layer)
-        return LandingTokens(draw(logits), self._landings[self._turn], tell)
+        report = None if events is None else lambda: events.report(on_layer)
+        return LandingTokens(draw(logits), self._landings[self._turn], report)
 
     def replay(self, num_seqs: int) -> None:
         """Replay the bare graph of a decode step of `num_seqs` sequences, on the inputs it read last; for measuring."""

@@ -43,7 +43,7 @@ class LayerEvents:
         event.record()
         self._events.append((layer, event))
 
-    def tell(self, on_layer: Callable[[int], None]) -> None:
+    def report(self, on_layer: Callable[[int], None]) -> None:
         """Waits for the layers, one after the other."""
         for layer, event in self._events:
             event.synchronize()
@@ -61,11 +61,11 @@ class LayerWatermark:
         self._ends = ends
         self._min_layers = min_layers
         self._emit = emit
-        self._reported_at, self._num_untold = time.monotonic(), 0
+        self._reported_at, self._num_unreported = time.monotonic(), 0
 
     def __call__(self, layer: int) -> None:
-        self._num_untold += 1
+        self._num_unreported += 1
         now = time.monotonic()
-        if self._num_untold >= self._min_layers and now - self._reported_at >= MIN_INTERVAL_S:
-            self._reported_at, self._num_untold = now, 0
+        if self._num_unreported >= self._min_layers and now - self._reported_at >= MIN_INTERVAL_S:
+            self._reported_at, self._num_unreported = now, 0
             self._emit([Progress(key, end, layer + 1) for key, end in self._ends])

@@ -111,8 +111,8 @@ def devices_for(config: EngineConfig) -> list[torch.device]:
     unlike, or torch cannot join them."""
     degree, option = config.num_ranks, _option(config)
     if (count := torch.cuda.device_count()) < degree:
-        told = f"each rank needs a GPU, and {count} can be seen"
-        raise ValueError(f"{option}: {told}; show more (CUDA_VISIBLE_DEVICES), or lower the number")
+        reason = f"each rank needs a GPU, and {count} can be seen"
+        raise ValueError(f"{option}: {reason}; show more (CUDA_VISIBLE_DEVICES), or lower the number")
     if not distributed.is_nccl_available():
         raise ValueError(f"{option}: torch {torch.__version__} has no NCCL; install one that has it")
     names = [torch.cuda.get_device_name(index) for index in range(degree)]

@@ -13,8 +13,8 @@ from baton.engine.execute.launcher import Draw, GpuLauncher, LaunchedTokens
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingDeviceModel, made_of
-from baton.engine.parallel.adapters import HeldAdapters, ToldAdapters
-from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
+from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
+from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, hear
 from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.sums import sum_often
 
@@ -27,7 +27,7 @@ class LeadingPool(KVPool):
 
     def copy_block(self, src: int, dst: int) -> None:
         with self._model.all_or_none() as collectives:
-            tell_rows(collectives, CommandKind.COPY, torch.tensor((src, dst)))
+            broadcast_rows(collectives, CommandKind.COPY, torch.tensor((src, dst)))
             super().copy_block(src, dst)
 
 
@@ -37,7 +37,7 @@ class LeadingLauncher(GpuLauncher):
     model: LeadingDeviceModel
 
     def __init__(self, *arguments):
-        self._told = ToldAdapters()
+        self._sent = SentAdapters()
         super().__init__(*arguments)
 
     @property
@@ -69,7 +69,7 @@ class LeadingLauncher(GpuLauncher):
     def _step(self, batch: ForwardBatch, kind: CommandKind) -> Iterator[DistributedCollectives]:
         with self.model.all_or_none() as collectives, self.model.in_step():
             assert isinstance(collectives, DistributedCollectives)
-            tell_step(collectives, batch, self._told, kind=kind)
+            broadcast_step(collectives, batch, self._sent, kind=kind)
             yield collectives
 
 

@@ -123,7 +123,7 @@ def multiply_grouped(
 
 
 @triton.jit
-def add_chosen(said, weights, y, size, NUM_CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def add_chosen(outputs, weights, y, size, NUM_CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """Add what NUM_CHOSEN experts say of a row, [T * NUM_CHOSEN, size], times their weights fp32, in the order in which it
     chose them: y fp32 [T, size]. Grid (T, blocks)."""
     row = tl.program_id(0).to(tl.int64)
@@ -132,7 +132,7 @@ def add_chosen(said, weights, y, size, NUM_CHOSEN: tl.constexpr, WEIGHTED: tl.co
     total = tl.zeros([BLOCK], tl.float32)
     for slot in range(NUM_CHOSEN):
         place = row * NUM_CHOSEN + slot
-        part = tl.load(said + place * size + columns, mask=mask, other=0.0).to(tl.float32)
+        part = tl.load(outputs + place * size + columns, mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
             part = part * tl.load(weights + place)
         total = total + part

@@ -150,12 +150,12 @@ class GroupedExperts:
         gate_up = self._gate_up(x, places, top_k)
         rounding = self._down.rounding
         moved = swiglu(gate_up, self._clamp) if rounding is None else swiglu_rounded(gate_up, rounding, self._clamp)
-        said, ranks = self._down(moved, places, scatters=True), self._collectives
+        outputs, ranks = self._down(moved, places, scatters=True), self._collectives
         if ranks is not None and not ranks.fast:
-            said = ranks.sum(said, x.dtype)  # of each expert by itself, as one rank rounds it
-        total = torch.empty(num_rows, said.shape[1], dtype=torch.float32, device=x.device)
-        kernels.add_chosen[(num_rows, triton.cdiv(said.shape[1], ADD_BLOCK))](
-            said, weights, total, said.shape[1], NUM_CHOSEN=num_chosen, WEIGHTED=not self._scales_inputs,
+            outputs = ranks.sum(outputs, x.dtype)  # of each expert by itself, as one rank rounds it
+        total = torch.empty(num_rows, outputs.shape[1], dtype=torch.float32, device=x.device)
+        kernels.add_chosen[(num_rows, triton.cdiv(outputs.shape[1], ADD_BLOCK))](
+            outputs, weights, total, outputs.shape[1], NUM_CHOSEN=num_chosen, WEIGHTED=not self._scales_inputs,
             BLOCK=ADD_BLOCK, enable_fp_fusion=not self._down.batch_invariant,
         )  # fmt: skip
         return total if ranks is None or not ranks.fast else ranks.sum(total, x.dtype).float()

@@ -283,9 +283,9 @@ class Model:
             layer = self.layers[index]
             normed = x if layer.input_norm is None else layer.input_norm(x)
             apply = partial(self._apply, batch.adapters, added, index, layer)
-            said = None
+            out = None
             if layer.state is not None:
-                said = layer.state(normed, states, self._state_index[index])
+                out = layer.state(normed, states, self._state_index[index])
             if layer.qkv is not None:
                 heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
                 heads, gates = heads.split((heads.shape[1] - self._num_gates, self._num_gates), dim=1)
@@ -295,10 +295,10 @@ class Model:
                 self.attention(plan, self._kv_index[index], q, mixed[:num_tokens])
                 rows = mixed.flatten(1)
                 attended = apply("output", rows * by_rows(torch.sigmoid, gates.flatten(1)) if self._num_gates else rows)
-                said = attended if said is None else said + attended
+                out = attended if out is None else out + attended
                 if on_layer is not None:  # not before: behind this sum every rank has written its heads
                     on_layer(self._kv_index[index])
-            x = self._half_layers(layer, apply, x, normed, said)
+            x = self._half_layers(layer, apply, x, normed, out)
         return x
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -340,8 +340,8 @@ class Model:
         x = x + self._scaled(attended)
         if not layer.has_mlp:
             return x
-        said = self._mlp(layer, apply, x if layer.mlp_norm is None else layer.mlp_norm(x))
-        return x + self._scaled(said if layer.mlp_out_norm is None else layer.mlp_out_norm(said))
+        out = self._mlp(layer, apply, x if layer.mlp_norm is None else layer.mlp_norm(x))
+        return x + self._scaled(out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
 
     def _scaled(self, added: Tensor) -> Tensor:
         return added if self.spec.residual_scale == 1 else added * self.spec.residual_scale

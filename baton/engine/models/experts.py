@@ -167,23 +167,23 @@ class Experts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()
-        said = [x.new_empty(0, x.shape[1])]
+        outputs = [x.new_empty(0, x.shape[1])]
         for expert, places in enumerate(order.split(counts)):
             gate_up, down = self.gate_up[expert], self.down[expert]
             if len(places) and gate_up is not None and down is not None:
                 rows = x[places // self.spec.num_chosen]
                 if weights is not None:
                     rows = (rows * weights[places].unsqueeze(1)).to(x.dtype)
-                said.append(down(self._between(gate_up(rows))))
+                outputs.append(down(self._between(gate_up(rows))))
         spoken = x.new_empty(flat.shape[0], x.shape[1])
-        spoken[order] = self._of_all(torch.cat(said), counts)
+        spoken[order] = self._of_all(torch.cat(outputs), counts)
         return spoken
 
-    def _of_all(self, said: Tensor, counts: list[int]) -> Tensor:
+    def _of_all(self, outputs: Tensor, counts: list[int]) -> Tensor:
         """Return what the experts of all ranks said, in their order; `counts`: of each expert's rows."""
         if len(self.own) == len(counts) or self._collectives is None:
-            return said
+            return outputs
         sizes = [sum(counts[begin : begin + len(self.own)]) for begin in range(0, len(counts), len(self.own))]
-        gathered = self._collectives.gather(F.pad(said, (0, 0, 0, max(sizes) - len(said))))
+        gathered = self._collectives.gather(F.pad(outputs, (0, 0, 0, max(sizes) - len(outputs))))
         assert gathered is not None
         return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])

@@ -17,9 +17,9 @@ from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.vocabulary import VocabularyEmbedding
 from baton.engine.models.decoder import Model
-from baton.engine.parallel.adapters import Files, HeldAdapters, ToldAdapters
+from baton.engine.parallel.adapters import Files, HeldAdapters, SentAdapters
 from baton.engine.parallel.collectives import Collectives
-from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
+from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, hear
 from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import COPY, PUT, PipelineFollower, PipelineLeader
 from baton.engine.parallel.stage import micro_batches
@@ -32,26 +32,26 @@ class LeadingModel(Model):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._told_ranks = ToldAdapters()
+        self._sent_to_ranks = SentAdapters()
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         with self.all_or_none() as collectives:
-            tell_step(collectives, batch, self._told_ranks)
+            broadcast_step(collectives, batch, self._sent_to_ranks)
             return super().hidden(batch, pool, on_layer)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         with self.all_or_none() as collectives:
-            tell_rows(collectives, CommandKind.LOGITS, hidden)
+            broadcast_rows(collectives, CommandKind.LOGITS, hidden)
             return super().logits(hidden, out)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         with self.all_or_none() as collectives:
-            tell_rows(collectives, CommandKind.EMBEDDED, token_ids)
+            broadcast_rows(collectives, CommandKind.EMBEDDED, token_ids)
             return super().embedded(token_ids)
 
     def scored(self, features: Tensor) -> Tensor:
         with self.all_or_none() as collectives:
-            tell_rows(collectives, CommandKind.SCORED, features)
+            broadcast_rows(collectives, CommandKind.SCORED, features)
             return super().scored(features)
 
     def measure_sums(self, num_tokens: int) -> SumSpeed:
@@ -60,7 +60,7 @@ class LeadingModel(Model):
         with self.all_or_none() as collectives:
             seconds = []
             for part in (rows[:1], rows):
-                tell_rows(collectives, CommandKind.SUMMED, part)
+                broadcast_rows(collectives, CommandKind.SUMMED, part)
                 seconds.append(sum_often(collectives, part))
         num_bytes = rows.nbytes if collectives.fast else 4 * rows.numel()
         return SumSpeed(1e6 * seconds[0], num_bytes / seconds[1], copy_bytes_per_s(self.device))
@@ -120,7 +120,7 @@ class FirstDeviceStage(LeadingDeviceModel):
         rows = super().hidden(batch, pool, on_layer)[: len(batch.token_ids)].contiguous()
         self._stages.pass_on(rows)
         self._stages.take_in(rows)
-        _tell(on_layer, range(len(self.kv_of(self.own_layers)), len(self.spec.kv_layers)))
+        _report_layers(on_layer, range(len(self.kv_of(self.own_layers)), len(self.spec.kv_layers)))
         return rows
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -171,7 +171,7 @@ class FirstStage(Model):
 
     def __init__(self, pipeline: PipelineLeader, *arguments):
         super().__init__(*arguments)
-        self.pipeline, self._told_stages = pipeline, ToldAdapters()
+        self.pipeline, self._sent_to_stages = pipeline, SentAdapters()
         self._places = itertools.cycle(range(0, len(pipeline.rows), len(pipeline.rows) // pipeline.degree))
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
@@ -182,23 +182,23 @@ class FirstStage(Model):
         pipeline, place = self.pipeline, next(self._places)
         parts = micro_batches(batch, pipeline.degree)
         with self._or_lose():
-            for key, data in self._told_stages.news(batch):
-                pipeline.tell_adapter(key, data)
+            for key, data in self._sent_to_stages.news(batch):
+                pipeline.send_adapter(key, data)
             for number, (first_row, part) in enumerate(parts):
                 begin = place + first_row
                 rows = pipeline.rows[begin : begin + len(part.token_ids)]
                 rows.copy_(super().hidden(part, pool)[: len(rows)])
-                pipeline.send(number, begin, self._told_stages.numbered(part))
+                pipeline.send(number, begin, self._sent_to_stages.numbered(part))
         return StagedStep(batch, len(parts), pipeline.rows[place : place + len(batch.token_ids)])
 
     def finish(self, step: StagedStep, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Wait until the first step that was begun and not finished has left the last stage; return its rows. `on_layer` as of
         `hidden`."""
-        _tell(on_layer, self.kv_of(self.own_layers))
+        _report_layers(on_layer, self.kv_of(self.own_layers))
         with self._or_lose():
             for _ in range(step.num_parts):
                 self.pipeline.receive()
-        _tell(on_layer, self.kv_of(range(self.own_layers.stop, self.spec.num_layers)))
+        _report_layers(on_layer, self.kv_of(range(self.own_layers.stop, self.spec.num_layers)))
         return step.rows
 
     @contextmanager
@@ -227,7 +227,7 @@ class SpreadPool(KVPool):
         self._leader.copy_block(src, dst)
 
 
-def _tell(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None:
+def _report_layers(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None:
     if on_layer is not None:
         for layer in layers:
             on_layer(layer)
@@ -236,7 +236,7 @@ def _tell(on_layer: Callable[[int], None] | None, layers: Sequence[int]) -> None
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
     """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a rank
     is lost: raises RankLost."""
-    held, told = HeldAdapters(partial(made_of, model)), ToldAdapters()
+    held, sent = HeldAdapters(partial(made_of, model)), SentAdapters()
 
     def hear(kind: int, number: int, other: int, data: Tensor) -> None:
         if kind == COPY:
@@ -250,7 +250,7 @@ def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None
         part, rows = follower.receive(hear)
         part = held.named(part)
         if model.collectives is not None:
-            tell_step(model.collectives, part, told, rows)
+            broadcast_step(model.collectives, part, sent, rows)
         rows.copy_(model.run_layers(rows, part, pool)[: len(rows)])
         follower.send(rows)
 

@@ -56,9 +56,9 @@ def _load() -> tuple[NativeLibrary | None, str]:
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         lines = detail.strip().splitlines()
-        told = next((line for line in lines if " error: " in line), lines[0])
+        message = next((line for line in lines if " error: " in line), lines[0])
         cure = "; BATON_CACHE=DIR names a folder that can be written" if getattr(error, "filename", None) else ""
-        return None, f"the C++ kernels did not build: {told}{cure}"
+        return None, f"the C++ kernels did not build: {message}{cure}"
 
 
 def library() -> NativeLibrary | None:

@@ -18,7 +18,7 @@ Files = tuple[bytes, bytes]  # config and weights
 _LENGTH = struct.Struct("<q")  # of the config, in front of both
 
 
-class ToldAdapters:
+class SentAdapters:
     """The end that tells: adapters have a number each, as long as they live."""
 
     def __init__(self):
@@ -57,10 +57,10 @@ class HeldAdapters:
         if not len(data):
             del self._by_key[key]
             return
-        told = data.numpy().tobytes()
+        payload = data.numpy().tobytes()
         begin = _LENGTH.size
-        end = begin + _LENGTH.unpack_from(told)[0]
-        self._by_key[key] = self._make((told[begin:end], told[end:]))
+        end = begin + _LENGTH.unpack_from(payload)[0]
+        self._by_key[key] = self._make((payload[begin:end], payload[end:]))
 
     def named(self, batch: ForwardBatch) -> ForwardBatch:
         """Return a step with its adapters in place of their numbers."""

@@ -49,7 +49,7 @@ class Collectives:
             "baton_sum_ranks", *pointers, *[_INT] * 3, _POINTER, _INT, _POINTER, _INT, **returns
         )  # fmt: skip
         self._gather = library.function("baton_gather_ranks", *pointers, _INT, _POINTER, **returns)
-        self._tell = library.function("baton_tell_ranks", *pointers, _INT, **returns)
+        self._broadcast = library.function("baton_tell_ranks", *pointers, _INT, **returns)
 
     @property
     def degree(self) -> int:
@@ -78,9 +78,9 @@ class Collectives:
         check(self._gather(self.address, own.data_ptr(), own.nbytes, None if out is None else out.data_ptr()))
         return out
 
-    def tell(self, data: Tensor) -> None:
+    def broadcast(self, data: Tensor) -> None:
         """Copy the first rank's `data`, contiguous, to that of all others."""
-        check(self._tell(self.address, data.data_ptr(), data.nbytes))
+        check(self._broadcast(self.address, data.data_ptr(), data.nbytes))
 
     def beat(self) -> None:
         """Say that this process runs."""

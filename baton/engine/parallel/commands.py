@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
-from baton.engine.parallel.adapters import ToldAdapters
+from baton.engine.parallel.adapters import SentAdapters
 from baton.engine.parallel.collectives import Collectives
 
 HEADER = 6
@@ -63,9 +63,9 @@ def sizes_of(header: list[int]) -> tuple[int, ...]:
     return num_tokens, num_tokens, num_tokens, num_rows, SEQ * num_seqs, num_blocks, 3 * num_adapters
 
 
-def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
-    """Return the step of which `told` is what follows the header."""
-    token_ids, positions, slots, logit_rows, seqs, block_ids, adapters = told.split(sizes_of(header))
+def unpacked(header: list[int], payload: Tensor) -> ForwardBatch:
+    """Return the step of which `payload` is what follows the header."""
+    token_ids, positions, slots, logit_rows, seqs, block_ids, adapters = payload.split(sizes_of(header))
     fields = seqs.view(-1, SEQ).tolist()
     tables = block_ids.split([field[3] for field in fields])
     slices = [
@@ -76,29 +76,29 @@ def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
     return ForwardBatch(token_ids, positions, slots, slices, logit_rows, adapters=adapted)
 
 
-def tell_step(
-    collectives: Collectives, batch: ForwardBatch, adapters: ToldAdapters, rows: Tensor | None = None,
+def broadcast_step(
+    collectives: Collectives, batch: ForwardBatch, adapters: SentAdapters, rows: Tensor | None = None,
     kind: CommandKind = CommandKind.STEP,
 ) -> None:  # fmt: skip
     """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another stage."""
     for key, data in adapters.news(batch):
-        collectives.tell(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
-        collectives.tell(data)
-    told = packed(adapters.numbered(batch))
-    told[0] = kind if rows is None else CommandKind.LAYERS
-    collectives.tell(told[:HEADER])
-    collectives.tell(told[HEADER:])
+        collectives.broadcast(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
+        collectives.broadcast(data)
+    payload = packed(adapters.numbered(batch))
+    payload[0] = kind if rows is None else CommandKind.LAYERS
+    collectives.broadcast(payload[:HEADER])
+    collectives.broadcast(payload[HEADER:])
     if rows is not None:
-        collectives.tell(rows)
+        collectives.broadcast(rows)
 
 
-def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
+def broadcast_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
     """Tell all ranks the rows, or token or block ids, of which something is wanted."""
-    collectives.tell(torch.tensor((kind, len(rows), 0, 0, 0, 0)))
-    collectives.tell(rows.cpu().contiguous())
+    collectives.broadcast(torch.tensor((kind, len(rows), 0, 0, 0, 0)))
+    collectives.broadcast(rows.cpu().contiguous())
 
 
-class Told(NamedTuple):
+class Command(NamedTuple):
     """What a rank has heard."""
 
     kind: CommandKind
@@ -107,24 +107,24 @@ class Told(NamedTuple):
     key: int = 0  # of ADAPTER
 
 
-def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Told:
+def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Command:
     """Wait for what is told."""
     header = torch.empty(HEADER, dtype=torch.int64)
-    collectives.tell(header)
+    collectives.broadcast(header)
     numbers = header.tolist()
     kind, num_rows, batch = CommandKind(numbers[0]), numbers[1], None
     if kind in STEPS:
-        told = torch.empty(sum(sizes_of(numbers)), dtype=torch.int64)
-        collectives.tell(told)
-        batch = unpacked(numbers, told)
+        payload = torch.empty(sum(sizes_of(numbers)), dtype=torch.int64)
+        collectives.broadcast(payload)
+        batch = unpacked(numbers, payload)
         if kind != CommandKind.LAYERS:
-            return Told(kind, batch, None)
+            return Command(kind, batch, None)
     if kind == CommandKind.ADAPTER:
         data = torch.empty(num_rows, dtype=torch.uint8)
-        collectives.tell(data)
-        return Told(kind, None, data, key=numbers[2])
+        collectives.broadcast(data)
+        return Command(kind, None, data, key=numbers[2])
     rows = (
         torch.empty(num_rows, dtype=torch.int64) if kind in OF_IDS else torch.empty(num_rows, hidden_size, dtype=dtype)
     )
-    collectives.tell(rows)
-    return Told(kind, batch, rows)
+    collectives.broadcast(rows)
+    return Command(kind, batch, rows)

@@ -55,7 +55,7 @@ class PipelineLeader:
         self._give(0, (number, first_row, packed(batch)))
         self._num_inside += 1
 
-    def tell_adapter(self, key: int, data: Tensor) -> None:
+    def send_adapter(self, key: int, data: Tensor) -> None:
         """Give all stages what HeldAdapters hears."""
         for stream in self._streams:
             stream.send(_bytes(torch.tensor((ADAPTER, key, len(data)))), *([_bytes(data)] if len(data) else []))
@@ -98,15 +98,15 @@ class PipelineLeader:
     def _give(self, index: int, part: Part) -> None:
         if self._is_lost:
             raise RankLost("a rank is lost")
-        number, first_row, told = part
+        number, first_row, payload = part
         self._parts[index].append(part)
         stream = self._streams[index]
         rows = () if stream.shares_memory else (_bytes(self._rows_of(part)),)
-        stream.send(_bytes(torch.tensor((STEP, number, first_row))), _bytes(told), *rows)
+        stream.send(_bytes(torch.tensor((STEP, number, first_row))), _bytes(payload), *rows)
 
     def _rows_of(self, part: Part) -> Tensor:
-        _, first_row, told = part
-        return self.rows[first_row : first_row + int(told[1])]
+        _, first_row, payload = part
+        return self.rows[first_row : first_row + int(payload[1])]
 
     def _read(self, index: int) -> None:
         stream = self._streams[index]
@@ -145,8 +145,8 @@ class PipelineFollower:
         numbers and the bytes, uint8, of all else that is told before it. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
-        while (told := _numbers(message, PREFIX).tolist())[0] != STEP:
-            kind, number, other = told
+        while (prefix := _numbers(message, PREFIX).tolist())[0] != STEP:
+            kind, number, other = prefix
             hear(kind, number, other, _octets(message[8 * PREFIX :]))
             message = self._stream.receive()
         self._waited_ns += time.monotonic_ns() - begun
@@ -160,8 +160,8 @@ class PipelineFollower:
 
     def send(self, rows: Tensor) -> None:
         """Say that these rows, which `receive` returned last, are as this stage leaves them."""
-        told = () if self._stream.shares_memory else (_bytes(rows),)
-        self._stream.send(_bytes(torch.tensor((DONE, self._number, self._waited_ns))), *told)
+        payload = () if self._stream.shares_memory else (_bytes(rows),)
+        self._stream.send(_bytes(torch.tensor((DONE, self._number, self._waited_ns))), *payload)
 
     def beat(self) -> None:
         """Say that this process runs."""

@@ -91,7 +91,7 @@ class RankProcess:
             [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             pass_fds=fds, start_new_session=True,  # Ctrl-C is the leader's, which drains
         )  # fmt: skip
-        with suppress(BrokenPipeError):  # it has ended: `said` tells so
+        with suppress(BrokenPipeError):  # it has ended: `next_message` tells so
             os.write(self._stdin.fileno(), f"{given.line()}\n".encode())
 
     @property
@@ -107,7 +107,7 @@ class RankProcess:
         """Return the words for a rank that has said nothing for so long."""
         return f"was not ready {seconds:.0f} s after its start"
 
-    def said(self, deadline: float) -> dict | str | None:
+    def next_message(self, deadline: float) -> dict | str | None:
         """Wait for what it says, at most until time.monotonic() is `deadline`: then None; a str says why it ends. It
         writes whole lines."""
         ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))

@@ -59,7 +59,7 @@ class Rank(Protocol):
     @property
     def where(self) -> str: ...
     def missing(self, seconds: float) -> str: ...
-    def said(self, deadline: float) -> dict | str | None: ...
+    def next_message(self, deadline: float) -> dict | str | None: ...
     def ended(self) -> str: ...
     def core_wait_s(self) -> float: ...
     def ask_to_end(self) -> None: ...
@@ -163,14 +163,14 @@ class Ranks:
         deadline = time.monotonic() + START_S
         self.reports.append(own.weights)
         for rank, process in enumerate(self._processes, 1):
-            said = process.said(deadline)
-            if not isinstance(said, dict):
+            message = process.next_message(deadline)
+            if not isinstance(message, dict):
                 self.close()
-                raise ValueError(f"rank {rank} {process.missing(START_S) if said is None else said}")
-            if "error" in said:
+                raise ValueError(f"rank {rank} {process.missing(START_S) if message is None else message}")
+            if "error" in message:
                 self.close()
-                raise ValueError(f"rank {rank}: {said['error']}")
-            ready = Ready.parse(said)
+                raise ValueError(f"rank {rank}: {message['error']}")
+            ready = Ready.parse(message)
             if ready.computes != own.computes:
                 self.close()
                 theirs, ours = ("/".join(each.computes) for each in (ready, own))

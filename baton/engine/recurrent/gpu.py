@@ -231,10 +231,10 @@ class GpuMamba(GpuMixer[MambaSpec]):
 
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
         spec, own, states = self.spec, self._parameters, plan.of_layer(layer)[0]
-        said = own.selection(inputs.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
+        selected = own.selection(inputs.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
         raw, written, read = (
             add_norm(part.contiguous(), None, weight, spec.eps)
-            for part, weight in zip(said.split(spec.selected_sizes, dim=1), own.norms, strict=True)
+            for part, weight in zip(selected.split(spec.selected_sizes, dim=1), own.norms, strict=True)
         )
         steps = own.steps(raw.to(self._dtype))
         rows = triton.next_power_of_2(spec.state_size)

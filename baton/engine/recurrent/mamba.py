@@ -73,8 +73,8 @@ class MambaMixer(Mixer[MambaSpec]):
         """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do not
         depend on each other."""
         spec, own = self.spec, self._parameters
-        said = own.selection(x.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
-        parts = said.split(spec.selected_sizes, dim=1)
+        selected = own.selection(x.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
+        parts = selected.split(spec.selected_sizes, dim=1)
         raw, written, read = (
             F.rms_norm(part.contiguous(), part.shape[1:], weight, spec.eps)
             for part, weight in zip(parts, own.norms, strict=True)

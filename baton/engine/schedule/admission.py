@@ -84,7 +84,7 @@ class Admission:
         """Return blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`;
         `first_block`: without so many of the first. Raises Refusal: kv_full; LookupError when the key has ended."""
         with self.ledger.lock:
-            group = self._tell(key, GroupEvent.SET_ASIDE, upto_token)
+            group = self._happen(key, GroupEvent.SET_ASIDE, upto_token)
             return list(self.ledger.refs(group.trunk.block_ids[first_block : self.layout.num_blocks(upto_token)]))
 
     def state_blocks(self, key: Key) -> tuple[BlockRef, ...]:
@@ -100,7 +100,7 @@ class Admission:
         here still, which may be one before: a part of a block is, and all where a state stands inside of one. LookupError
         when the key has ended."""
         with self.ledger.lock:
-            return self._tell(key, GroupEvent.VERIFY, upto_token).trunk.num_computed
+            return self._happen(key, GroupEvent.VERIFY, upto_token).trunk.num_computed
 
     def fetch_settled(self, key: Key) -> None:
         """Say that no byte of the key's fetch can land any more. Idempotent."""
@@ -111,7 +111,7 @@ class Admission:
         """Let a fetched prompt join the batch; choices that are missing have finished with their first token.
         LookupError when the key has ended, ValueError before its last block was verified."""
         with self.ledger.lock:
-            self._tell(key, GroupEvent.START, first_tokens)
+            self._happen(key, GroupEvent.START, first_tokens)
 
     def submit(self, request: Request) -> None:
         """Prefill and decode here, from the first token. Raises what admit does."""
@@ -153,13 +153,13 @@ class Admission:
         """Say that bytes may land in the blocks of a held prefill from here on, until `fetch_settled`. LookupError when
         the key has ended."""
         with self.ledger.lock:
-            self._tell(key, GroupEvent.FETCH)
+            self._happen(key, GroupEvent.FETCH)
 
     def compute_rest(self, key: Key) -> None:
         """Compute here what no fetch has brought: of an admitted prompt, or of a held prefill, whose fetch has settled.
         Raises Refusal: kv_full; LookupError when the key has ended."""
         with self.ledger.lock:
-            self._tell(key, GroupEvent.COMPUTE_REST)
+            self._happen(key, GroupEvent.COMPUTE_REST)
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
         """Lease the cached blocks of these spans, as many as are here; where there are none no key is registered. Ended
@@ -212,7 +212,7 @@ class Admission:
 
     # ---- private ----
 
-    def _tell(self, key: Key, event: GroupEvent, subject: object = None) -> Group:
+    def _happen(self, key: Key, event: GroupEvent, subject: object = None) -> Group:
         group = self.groups.get(key)
         if group is None:
             raise LookupError(f"{key} is not admitted here, or ended")

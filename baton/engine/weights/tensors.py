@@ -145,8 +145,8 @@ def weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / INDEX):  # a link that leads nowhere, too: the weights are not in one file
         names = set(_weight_map(folder).values())
         if SINGLE not in names and os.path.lexists(folder / SINGLE):
-            told = f"{SINGLE} is beside {INDEX}, which names other files: remove those that do not count"
-            raise ModelError(f"{folder}: {told}")
+            reason = f"{SINGLE} is beside {INDEX}, which names other files: remove those that do not count"
+            raise ModelError(f"{folder}: {reason}")
         return sorted(folder / name for name in names)
     return [folder / SINGLE]
 
@@ -176,5 +176,5 @@ def _open(path: Path):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        told = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
-        raise ModelError(f"{path}: {told}") from None
+        reason = why_not_itself(path) or f"truncated or not a safetensors file ({error})"
+        raise ModelError(f"{path}: {reason}") from None

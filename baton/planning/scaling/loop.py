@@ -37,15 +37,15 @@ class Performer(Protocol):
 
 
 class ScalerLoop:
-    """`run()` until cancelled. `tell(line)` gets what is proposed or done, when that changes."""
+    """`run()` until cancelled. `report(line)` gets what is proposed or done, when that changes."""
 
     def __init__(
-        self, scaler: Scaler, watch: FleetWatch, look: Look, tell: Callable[[str], None], performer: Performer | None = None,
+        self, scaler: Scaler, watch: FleetWatch, look: Look, report: Callable[[str], None], performer: Performer | None = None,
         lease: LeaderLease | None = None,
     ):  # fmt: skip
         """Without `performer` it only proposes, without `lease` it is alone."""
-        self._scaler, self._watch, self._look, self._tell = scaler, watch, look, tell
-        self._performer, self._lease, self._told = performer, lease, ""
+        self._scaler, self._watch, self._look, self._report = scaler, watch, look, report
+        self._performer, self._lease, self._reported = performer, lease, ""
 
     async def run(self) -> None:
         decided_at = -DECIDE_S
@@ -72,9 +72,9 @@ class ScalerLoop:
             return None
         changes = decision.changes(seen.serving, seen.starting)
         words = "; ".join(f"{change.words}: {decision.reasons[change.next_role or change.role]}" for change in changes)
-        if words != self._told:
-            self._told = words
-            self._tell(f"{'scale' if self._performer else 'would scale'}: {words or 'nothing'}")
+        if words != self._reported:
+            self._reported = words
+            self._report(f"{'scale' if self._performer else 'would scale'}: {words or 'nothing'}")
         if self._performer is not None:
             leaving = {role: iter(sorted(self._watch.workers[role], key=_load_of)) for role in ROLES}
             for change in changes:
@@ -101,11 +101,11 @@ async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[
     and done without: a worker that cannot be reached holds up no other. One that should change its role may have gone when that
     failed, so that no other is asked in its place."""
     if change.kind == "start":
-        await _told_if_it_fails(performer.start(change.role, change.number), change.words)
+        await _succeeds(performer.start(change.role, change.number), change.words)
         return
     num_left = change.number
     while num_left and (worker := next(leaving, None)):
-        is_asked = await _told_if_it_fails(performer.drain(worker.address, change.next_role), worker.address)
+        is_asked = await _succeeds(performer.drain(worker.address, change.next_role), worker.address)
         num_left -= is_asked or change.kind == "change"
 
 
@@ -114,7 +114,7 @@ def _load_of(worker: WorkerLoad) -> tuple[int, str]:
     return worker.num_running, worker.address
 
 
-async def _told_if_it_fails(call: Awaitable[None], what: str) -> bool:
+async def _succeeds(call: Awaitable[None], what: str) -> bool:
     try:
         await call
     except Exception as error:

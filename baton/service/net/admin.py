@@ -108,8 +108,8 @@ def json_response(value: object, status: int = 200) -> Response:
 def _refuse_host(host: str, path: str) -> Response:
     if not host:
         return json_response({"error": "a request names its Host once"}, 400)
-    told = f"{without_port(host)[:100]} is not this host: --admin-hosts (of `baton up` --gateway.admin-hosts) lists its names"
-    return json_response({"error": told}, 421)
+    message = f"{without_port(host)[:100]} is not this host: --admin-hosts (of `baton up` --gateway.admin-hosts) lists its names"
+    return json_response({"error": message}, 421)
 
 
 def _refuse_head(is_too_large: bool, path: str) -> Response:

@@ -157,11 +157,11 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthListResponse(statuses=named)  # pyright: ignore[reportAttributeAccessIssue]
 
     async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        told = None
+        reported = None
         while True:
             changed, status = self._changed, self._status.get(request.service, _SERVICE_UNKNOWN)
-            if status != told:
-                told = status
+            if status != reported:
+                reported = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
 

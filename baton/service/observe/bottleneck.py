@@ -72,7 +72,7 @@ def bottleneck_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -
     evidence = f"{EVIDENCE[name]} ({spent_s[name] / total_s:.0%} of the answered requests' time)"
     if name != "prefill compute":
         return worded(name, evidence, LEVERS[name])
-    return worded(name, evidence + _told(facts), COLD_LEVER if facts.is_cold else LEVERS[name])
+    return worded(name, evidence + _reason_of(facts), COLD_LEVER if facts.is_cold else LEVERS[name])
 
 
 def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bottleneck:
@@ -96,7 +96,7 @@ def worded(name: str, evidence: str, lever: str) -> Bottleneck:
     return Bottleneck(name, f"Bound by {name}: {evidence}. Try this: {lever}.")
 
 
-def _told(facts: PromptFacts) -> str:
+def _reason_of(facts: PromptFacts) -> str:
     if facts.is_cold:
         was, now = facts.cached_before, facts.cached_share
         return f", since a worker has started with a cold cache: {now:.0%} of the prompts was found, {was:.0%} before"

@@ -105,8 +105,8 @@ class Histogram:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for bound, count, exemplar in zip(bounds, self._counts, self._exemplars, strict=True):
             total += count
-            told = exemplar and Exemplar({"trace_id": f"{exemplar[0]:032x}"}, *exemplar[1:])
-            buckets.append((bound, total, told))
+            shown = exemplar and Exemplar({"trace_id": f"{exemplar[0]:032x}"}, *exemplar[1:])
+            buckets.append((bound, total, shown))
         family.add_metric(label_values, buckets, self._sum)
 
 

@@ -37,7 +37,7 @@ class SpanSender:
         self._closing = threading.Event()
         self._min_interval_s = self._interval_s = interval_s
         self._next_at = time.monotonic() + interval_s
-        self._num_dropped, self._told_at = 0, -_QUIET_S
+        self._num_dropped, self._reported_at = 0, -_QUIET_S
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -65,7 +65,7 @@ class SpanSender:
         self._thread.join()
         self.flush()
         self._num_dropped += len(self._batch) + len(self._waiting)
-        self._tell()
+        self._report_drops()
         self._exporter.shutdown()
 
     def _run(self) -> None:
@@ -74,17 +74,17 @@ class SpanSender:
                 self._draw()
                 if self._is_due():
                     self._export()
-            if time.monotonic() - self._told_at >= _QUIET_S:
-                self._tell()
+            if time.monotonic() - self._reported_at >= _QUIET_S:
+                self._report_drops()
 
     def _is_due(self) -> bool:
         is_full = len(self._waiting) >= _BATCH and self._interval_s == self._min_interval_s
         return is_full or time.monotonic() >= self._next_at
 
-    def _tell(self) -> None:
+    def _report_drops(self) -> None:
         if self._num_dropped:
             log.warning("telemetry: %d spans were dropped: the collector did not take them", self._num_dropped)
-            self._num_dropped, self._told_at = 0, time.monotonic()
+            self._num_dropped, self._reported_at = 0, time.monotonic()
 
     def _draw(self) -> None:
         while self._undrawn:

@@ -272,8 +272,8 @@ def _readable(deserialize: Callable | None) -> Callable | None:
 def _check_metadata(metadata) -> None:
     """Its bytes are gRPC's to bound, with the same status. Raises BatonError; no retry helps."""
     if metadata and len(metadata) > MAX_METADATA_PAIRS:
-        told = f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed"
-        raise BatonError(told, code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="METADATA_TOO_LARGE")
+        message = f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed"
+        raise BatonError(message, code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="METADATA_TOO_LARGE")
 
 
 def _why(names: frozenset[str], allowed: frozenset[str]) -> BatonError:

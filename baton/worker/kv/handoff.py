@@ -54,10 +54,10 @@ class Leaseholders:
 
     def lease_over(self, key: Key, ending: str) -> None:
         """Tell the owner and the guests of a leg's lease, which the source has ended."""
-        told = [on_over for owner, on_over in self._owners.values() if owner == key]
+        callbacks = [on_over for owner, on_over in self._owners.values() if owner == key]
         self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
         guests = self._guests.pop(key, [])
-        for on_over in told:
+        for on_over in callbacks:
             on_over(key, ending)
         for guest, on_over in guests:
             on_over(guest.key, ending)

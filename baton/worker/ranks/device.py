@@ -54,20 +54,20 @@ class DeviceRank:
             await self._taker.stop()
         await self._stream.stop()
 
-    def _hear(self, told: dict) -> None:
-        if "open" in told:
+    def _hear(self, note: dict) -> None:
+        if "open" in note:
             try:
-                self._open(told["open"])
+                self._open(note["open"])
             except (OSError, ValueError, KVError) as error:
                 self._stream.note({"closed": str(error)})
-        if "fetch" in told:
+        if "fetch" in note:
             assert self._taker is not None
-            self._taker.hear(told)
+            self._taker.hear(note)
         elif self._source is not None:
-            self._source.hear(told)
+            self._source.hear(note)
 
-    def _open(self, told: dict) -> None:
-        settings, memory = told["settings"], self._memory
+    def _open(self, note: dict) -> None:
+        settings, memory = note["settings"], self._memory
         memory.mirror_gib = settings["mirror_gib"]
         memory.mirror(self._pool)
         folder = Path(settings["socket_dir"]) if settings["socket_dir"] else None
@@ -82,8 +82,8 @@ class DeviceRank:
         )
         self._source = RankSource(make, address, self._stream.note)
         fetcher = Fetcher(
-            pool, bytes.fromhex(told["instance"]), told["epoch"], host_id, transports, numerics_class=told["numerics"],
-            socket_folder=folder, codec=convert_rows, digest=settings["digest"], is_strict=told["is_strict"],
+            pool, bytes.fromhex(note["instance"]), note["epoch"], host_id, transports, numerics_class=note["numerics"],
+            socket_folder=folder, codec=convert_rows, digest=settings["digest"], is_strict=note["is_strict"],
             security=security,
         )  # fmt: skip
         self._taker = RankTaker(fetcher, self._stream.note)

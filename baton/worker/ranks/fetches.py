@@ -53,30 +53,30 @@ class RankFetches:
         self._open: dict[int, asyncio.Queue[dict]] = {}
         self._is_gone = False
 
-    def hear(self, told: dict) -> None:
+    def hear(self, note: dict) -> None:
         """Take what the rank says of a fetch."""
-        if (said := self._open.get(told["fetch"])) is not None:
-            said.put_nowait(told)
+        if (answers := self._open.get(note["fetch"])) is not None:
+            answers.put_nowait(note)
 
     def lose(self) -> None:
         """The rank is gone: no byte of it lands any more."""
         self._is_gone = True
-        for said in self._open.values():
-            said.put_nowait({"failed": [PeerLost.status, "a rank of this worker is gone"]})
+        for answers in self._open.values():
+            answers.put_nowait({"failed": [PeerLost.status, "a rank of this worker is gone"]})
 
-    async def fetch(self, told: dict, share: _Share) -> FetchReport:
+    async def fetch(self, order: dict, share: _Share) -> FetchReport:
         """Let the rank pull. Raises what it failed with, and what `share` raises; as a Fetcher, nothing lands then."""
         if self._is_gone:
             raise PeerLost("a rank of this worker is gone")
-        name, said = next(self._ids), asyncio.Queue()
-        self._open[name] = said
-        self._stream.note({"fetch": name, "pull": told})
+        name, answers = next(self._ids), asyncio.Queue()
+        self._open[name] = answers
+        self._stream.note({"fetch": name, "pull": order})
         try:
-            while "verified" in (heard := await said.get()):
+            while "verified" in (heard := await answers.get()):
                 share.verified(heard["verified"])
         except BaseException:
             self._stream.note({"fetch": name, "stop": True})
-            await _to_the_end(_ended(said))
+            await _to_the_end(_ended(answers))
             raise
         finally:
             del self._open[name]
@@ -96,7 +96,7 @@ class GroupFetcher:
         cached, reports = destination.num_cached_tokens, []
         progress = CommonProgress(1 + len(self._others), cached, destination.verified)
         own, *others = (_Share(destination, partial(progress.note, rank)) for rank in range(1 + len(self._others)))
-        told = {
+        order = {
             "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": cached,
             "blocks": list(destination.set_aside(decode_handle(handle).num_tokens)),
             "within_s": deadline - time.monotonic(),
@@ -106,7 +106,7 @@ class GroupFetcher:
             reports.append(await pull())
 
         pulls = [partial(self._own.fetch, handle, ticket, own, deadline)]
-        pulls += [partial(rank.fetch, told, share) for rank, share in zip(self._others, others, strict=True)]
+        pulls += [partial(rank.fetch, order, share) for rank, share in zip(self._others, others, strict=True)]
         await together([note(pull) for pull in pulls])
         return joined(reports)
 
@@ -125,8 +125,8 @@ def joined(reports: Sequence[FetchReport]) -> FetchReport:
     )
 
 
-async def _ended(said: asyncio.Queue[dict]) -> None:
-    while "verified" in await said.get():
+async def _ended(answers: asyncio.Queue[dict]) -> None:
+    while "verified" in await answers.get():
         pass
 
 

@@ -17,7 +17,7 @@ from kvtransfer.memory.reshard import Sharding
 class NoteStream(Protocol):
     """A way to another rank, for notes."""
 
-    def note(self, told: dict) -> None: ...
+    def note(self, note: dict) -> None: ...
 
 
 class KVRank(NamedTuple):

@@ -81,7 +81,7 @@ class SpreadSource:
             states=states,
         )
         self._leases[key] = _Spread(lease_id, set(self._givers))
-        self._tell(
+        self._send_note(
             lease_id, "offer", blocks=[list(block) for block in blocks], num_tokens=num_tokens,
             span_hashes=[name.hex() for name in span_hashes], chain_parent=chain_parent.hex(),
             taker=taker_to_proto(taker).SerializeToString().hex(), num_ready_tokens=num_ready_tokens,
@@ -95,23 +95,23 @@ class SpreadSource:
         if lease is None or len(lease.ranks) < len(self._givers):
             raise LeaseExpired("no such lease, or it has ended on a rank")
         offer = self.own.offer_again(lease_id, taker)
-        self._tell(lease_id, "admit", ticket=offer.ticket.hex())
+        self._send_note(lease_id, "admit", ticket=offer.ticket.hex())
         return self._joined(offer)
 
     def withdraw(self, ticket: bytes) -> None:
         self.own.withdraw(ticket)
-        self._tell(parse_ticket(ticket).lease_id, "withdraw", ticket=ticket.hex())
+        self._send_note(parse_ticket(ticket).lease_id, "withdraw", ticket=ticket.hex())
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
         self.own.advance(key, upto_token, upto_layer)
-        self._tell_of(key, "advance", upto_token=upto_token, upto_layer=upto_layer)
+        self._note_of(key, "advance", upto_token=upto_token, upto_layer=upto_layer)
 
     def finish(self, key: Hashable) -> None:
-        self._tell_of(key, "finish")
+        self._note_of(key, "finish")
         self.own.finish(key)
 
     def renew(self, lease_id: bytes) -> bool:
-        self._tell(lease_id, "renew")
+        self._send_note(lease_id, "renew")
         return self.own.renew(lease_id)
 
     def cancel(self, key: Hashable) -> None:
@@ -126,9 +126,9 @@ class SpreadSource:
         self._give_up(lease, ending)
         self._end_if_over(key)
 
-    def hear(self, index: int, told: dict) -> None:
+    def hear(self, index: int, note: dict) -> None:
         """Take what a rank says."""
-        match told:
+        match note:
             case {"endpoints": endpoints}:
                 self._endpoints[index].set_result(tuple(Endpoint(*each) for each in endpoints))
             case {"closed": why}:
@@ -152,7 +152,7 @@ class SpreadSource:
     def _give_up(self, lease: _Spread, ending: str) -> None:
         if ending != RELEASED and lease.ending == RELEASED:
             lease.ending = ending
-            self._tell(lease.lease_id, "cancel")
+            self._send_note(lease.lease_id, "cancel")
 
     def _end_if_over(self, key: Hashable) -> None:
         lease = self._leases.get(key)
@@ -160,11 +160,11 @@ class SpreadSource:
             del self._leases[key]
             self._on_over(key, lease.ending)
 
-    def _tell_of(self, key: Hashable, what: str, **fields) -> None:
+    def _note_of(self, key: Hashable, what: str, **fields) -> None:
         if (lease := self._leases.get(key)) is not None:
-            self._tell(lease.lease_id, what, **fields)
+            self._send_note(lease.lease_id, what, **fields)
 
-    def _tell(self, lease_id: bytes, what: str, **fields) -> None:
+    def _send_note(self, lease_id: bytes, what: str, **fields) -> None:
         for index in self._givers:
             self._ranks[index].stream.note({what: lease_id.hex(), **fields})
 

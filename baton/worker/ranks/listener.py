@@ -40,7 +40,7 @@ class JoiningRank:
     def __init__(self, given: Assignment, stream: JoinedStream, address: str):
         self.given, self.stream = given, stream
         self._address, self._peer, self._ending = address, "", ""
-        self._said: queue.SimpleQueue[dict | str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict | str] = queue.SimpleQueue()
 
     @property
     def layers(self) -> range:
@@ -63,10 +63,10 @@ class JoiningRank:
         """Return 0: how its host is, is not known here."""
         return 0.0
 
-    def said(self, deadline: float) -> dict | str | None:
+    def next_message(self, deadline: float) -> dict | str | None:
         """Wait for what it says once it has read its part; a str says why it ends, None: nothing in time."""
         try:
-            return self._said.get(timeout=max(0.001, deadline - time.monotonic()))
+            return self._messages.get(timeout=max(0.001, deadline - time.monotonic()))
         except queue.Empty:
             return None
 
@@ -86,14 +86,14 @@ class JoiningRank:
         """It has joined from there."""
         self._peer = peer
 
-    def says(self, said: dict) -> None:
+    def deliver(self, message: dict) -> None:
         """It has said that it is ready, or why not."""
-        self._said.put(said)
+        self._messages.put(message)
 
     def leaves(self) -> None:
         """Its call has ended."""
         self._ending = "has closed its connection"
-        self._said.put(f"at {self._peer} has closed its connection before it was ready")
+        self._messages.put(f"at {self._peer} has closed its connection before it was ready")
         self.stream.close()
 
 
@@ -151,7 +151,7 @@ class RankListener:
         )
         try:
             await context.write(rank.given.line().encode())
-            rank.says(json.loads(await anext(requests)))
+            rank.deliver(json.loads(await anext(requests)))
             await rank.stream.run(lambda: anext(requests), context.write)
         except (*BROKEN, ValueError):  # it is gone, or said nothing that makes sense
             pass
@@ -161,8 +161,8 @@ class RankListener:
     def _refusal(self, hello: bytes) -> str:
         """Return why a rank that says this has no place here; "" if it has one."""
         try:
-            said = json.loads(hello)
-            version, build, instructions = said["version"], said.get("build"), said["instructions"]
+            details = json.loads(hello)
+            version, build, instructions = details["version"], details.get("build"), details["instructions"]
         except (ValueError, TypeError, KeyError):
             return "this is no rank's first message"
         if version != baton.__version__:

@@ -20,7 +20,7 @@ class LocalStream:
         self._socket = connected
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
-        self.on_note: Callable[[dict], None] = lambda told: None
+        self.on_note: Callable[[dict], None] = lambda note: None
         self.on_end: Callable[[], None] = lambda: None  # the other end is gone, or has closed it
 
     async def start(self) -> None:
@@ -28,10 +28,10 @@ class LocalStream:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=MAX_NOTE_BYTES)
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="notes of a rank")
 
-    def note(self, told: dict) -> None:
+    def note(self, note: dict) -> None:
         """Send a note; it is lost where the other end is gone."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(told).encode() + b"\n")
+            self._writer.write(json.dumps(note).encode() + b"\n")
 
     async def stop(self) -> None:
         """Say that no note follows, and wait until the other end says so too, for END_S at most."""

@@ -109,17 +109,17 @@ async def _join(settings: RankSettings, channel: grpc.aio.Channel) -> None:
 async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStreamCall) -> None:
     own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
     await call.write(json.dumps(own).encode())
-    told = await call.read()
-    if not isinstance(told, bytes):
+    message = await call.read()
+    if not isinstance(message, bytes):
         await call.code()  # it has ended; what it says is raised by `read` of a call that failed
         raise NotJoined(f"{settings.leader} has closed the connection")
-    fields = json.loads(told)
+    fields = json.loads(message)
     if "refused" in fields:
         raise NotJoined(f"the worker at {settings.leader} refuses this rank: {fields['refused']}")
     try:
         if fields.get("build") != own["build"]:
             raise ValueError(f"the worker runs another build of baton {own['version']}: install one on both hosts")
-        given = Assignment.parse(told.decode())
+        given = Assignment.parse(message.decode())
         set_threads(settings.threads)
         config = replace(given.config, model=settings.model, threads=torch.get_num_threads())
         if given.identity != identity:

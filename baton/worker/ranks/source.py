@@ -28,25 +28,25 @@ class RankSource:
         self._source: Source | None = None
         self._opening: asyncio.Task | None = None
 
-    def hear(self, told: dict) -> None:
+    def hear(self, note: dict) -> None:
         """Do what the worker tells."""
-        if "open" in told:
-            self._opening = asyncio.get_running_loop().create_task(self._open(told["open"]))
+        if "open" in note:
+            self._opening = asyncio.get_running_loop().create_task(self._open(note["open"]))
         elif (source := self._source) is not None:
-            self._do(source, told)
+            self._do(source, note)
 
     async def stop(self) -> None:
         """End all leases and dialogues."""
         if self._source is not None:
             await self._source.stop()
 
-    async def _open(self, told: dict) -> None:
+    async def _open(self, note: dict) -> None:
         identity = SourceIdentity(
-            bytes.fromhex(told["instance"]), told["epoch"], bytes.fromhex(told["model"]), told["numerics"]
+            bytes.fromhex(note["instance"]), note["epoch"], bytes.fromhex(note["model"]), note["numerics"]
         )
         source = self._make(
             identity=identity, on_over=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
-            lease_ttl_s=told["ttl_s"], mint=TicketMint(bytes.fromhex(told["mint"])), is_strict=told["is_strict"],
+            lease_ttl_s=note["ttl_s"], mint=TicketMint(bytes.fromhex(note["mint"])), is_strict=note["is_strict"],
             grace_s=GRACE_S,
         )  # fmt: skip
         try:
@@ -57,10 +57,10 @@ class RankSource:
         self._source = source
         self._note({"endpoints": [[each.transport, each.address, each.host_id] for each in source.endpoints()]})
 
-    def _do(self, source: Source, told: dict) -> None:
-        match told:
+    def _do(self, source: Source, note: dict) -> None:
+        match note:
             case {"offer": lease}:
-                self._offer(source, bytes.fromhex(lease), told)
+                self._offer(source, bytes.fromhex(lease), note)
             case {"admit": lease, "ticket": ticket}:
                 source.admit(bytes.fromhex(lease), bytes.fromhex(ticket))
             case {"withdraw": _, "ticket": ticket}:
@@ -74,22 +74,22 @@ class RankSource:
             case {"renew": lease}:
                 source.renew(bytes.fromhex(lease))
 
-    def _offer(self, source: Source, lease: bytes, told: dict) -> None:
+    def _offer(self, source: Source, lease: bytes, note: dict) -> None:
         """Lease by the worker's name and ticket; the key here is that name."""
-        blocks = [BlockRef(*block) for block in told["blocks"]]
+        blocks = [BlockRef(*block) for block in note["blocks"]]
         self._generations |= {block.block_id: block.generation for block in blocks}
-        taker = taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(told["taker"])))
-        names = [bytes.fromhex(name) for name in told["span_hashes"]]
-        parent = bytes.fromhex(told["chain_parent"])
+        taker = taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(note["taker"])))
+        names = [bytes.fromhex(name) for name in note["span_hashes"]]
+        parent = bytes.fromhex(note["chain_parent"])
         try:
             own = source.offer(
-                lease, blocks, told["num_tokens"], names, parent, taker, told["num_ready_tokens"], lease_id=lease
+                lease, blocks, note["num_tokens"], names, parent, taker, note["num_ready_tokens"], lease_id=lease
             )
         except (KVError, ValueError) as error:  # of what the worker's own source has taken
             log.error("a lease cannot be given: %s", error)
             self._over(lease, CANCELLED)
             return
-        source.admit(lease, bytes.fromhex(told["ticket"]))
+        source.admit(lease, bytes.fromhex(note["ticket"]))
         source.withdraw(own.ticket)
 
     def _over(self, lease: Hashable, ending: str) -> None:

@@ -44,11 +44,11 @@ class JoinedStream:
         self._has_moved = asyncio.Event()  # a message was sent, or KV written, or this was closed
         self._is_closed = False
         self.num_received = 0
-        self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
+        self.on_note: Callable[[dict], None] = lambda note: None  # in the event loop
 
-    def note(self, told: dict) -> None:
+    def note(self, note: dict) -> None:
         """Send a note; it is lost where the call has ended."""
-        self._put([_NOTE + json.dumps(told).encode()])
+        self._put([_NOTE + json.dumps(note).encode()])
 
     def send(self, *parts: Bytes) -> None:
         self._check_open()

@@ -43,11 +43,11 @@ class RankTaker:
         self._fetcher, self._note = fetcher, note
         self._fetching: dict[int, asyncio.Task[FetchReport]] = {}
 
-    def hear(self, told: dict) -> None:
+    def hear(self, note: dict) -> None:
         """Begin a fetch, or give one up."""
-        name = told["fetch"]
-        if "pull" in told:
-            task = asyncio.get_running_loop().create_task(self._fetch(name, told["pull"]), name=f"fetch {name}")
+        name = note["fetch"]
+        if "pull" in note:
+            task = asyncio.get_running_loop().create_task(self._fetch(name, note["pull"]), name=f"fetch {name}")
             self._fetching[name] = task
             task.add_done_callback(partial(self._ended, name))
         elif (task := self._fetching.get(name)) is not None:
@@ -61,13 +61,13 @@ class RankTaker:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fetcher.close()
 
-    async def _fetch(self, name: int, told: dict) -> FetchReport:
-        blocks = [BlockRef(*block) for block in told["blocks"]]
+    async def _fetch(self, name: int, order: dict) -> FetchReport:
+        blocks = [BlockRef(*block) for block in order["blocks"]]
         destination = _ToldBlocks(
-            blocks, told["num_cached_tokens"], lambda token: self._note({"fetch": name, "verified": token})
+            blocks, order["num_cached_tokens"], lambda token: self._note({"fetch": name, "verified": token})
         )
-        handle, ticket = bytes.fromhex(told["handle"]), bytes.fromhex(told["ticket"])
-        return await self._fetcher.fetch(handle, ticket, destination, time.monotonic() + told["within_s"])
+        handle, ticket = bytes.fromhex(order["handle"]), bytes.fromhex(order["ticket"])
+        return await self._fetcher.fetch(handle, ticket, destination, time.monotonic() + order["within_s"])
 
     def _ended(self, name: int, task: asyncio.Task[FetchReport]) -> None:
         del self._fetching[name]

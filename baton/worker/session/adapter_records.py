@@ -66,8 +66,8 @@ class AdapterRecords:
 
     def _file_of(self, name: str) -> Path:
         """Names may have more bytes than a file's, and any characters."""
-        told = json.dumps([*self._model.values(), name])
-        return self._folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
+        key = json.dumps([*self._model.values(), name])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _read(file: Path) -> dict[str, str]:

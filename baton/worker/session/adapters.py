@@ -41,8 +41,8 @@ class LiveAdapters:
         await self._follow_records()
         for name, identity in self._engine.adapters.listed().items():
             if given.get(name, identity) != identity:
-                told = fields(name=name, path=self._noted[name])
-                log.warning("an adapter that was loaded before replaces that of --adapter %s", told)
+                details = fields(name=name, path=self._noted[name])
+                log.warning("an adapter that was loaded before replaces that of --adapter %s", details)
 
     async def catch_up(self) -> None:
         """Follow what was loaded and unloaded on other workers while this one started, and no call could reach it. Does not
@@ -107,7 +107,7 @@ class LiveAdapters:
         """Return whether it was held."""
         self._noted.pop(name, None)
         if was_held := self._engine.adapters.remove(name):
-            self._tell()
+            self._announce()
             log.info("adapter unloaded %s", fields(name=name))
         return was_held
 
@@ -115,7 +115,7 @@ class LiveAdapters:
         """Read an adapter and tell of it. Raises ModelError."""
         identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
         self._followed_away.discard(name)
-        self._tell()
+        self._announce()
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity
 
@@ -165,7 +165,7 @@ class LiveAdapters:
             raise InvalidRequest("path", "is not below --adapter-root")
         return folder
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         del self._hello.adapters[:]
         for name, identity in self._engine.adapters.listed().items():
             self._hello.adapters.add(name=name, identity=identity)

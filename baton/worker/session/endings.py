@@ -73,12 +73,12 @@ def report_end(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
     """Tell the gateway, if its session lives, and all that count legs."""
     leg.status = leg.status or end_status.CANCELLED
     if not leg.is_stream_lost:
-        _tell_gateway(leg)
+        _send_end(leg)
     lifecycle.on_ended(leg)
     lifecycle.on_change()
 
 
-def _tell_gateway(leg: Leg) -> None:
+def _send_end(leg: Leg) -> None:
     if leg.num_matched_tokens is None:
         report = leg.report if leg.start_at is not None else None
         leg.outbox.end(messages.ended(leg.key, leg.status, report, leg.kv_wait_s))

@@ -33,10 +33,10 @@ class Sessions:
 
     def send_hello(self, hello: pb.Hello) -> None:
         """Say on every session what has become of the worker."""
-        said = pb.Event()
-        said.hello.CopyFrom(hello)
+        event = pb.Event()
+        event.hello.CopyFrom(hello)
         for outbox in self.outboxes:
-            outbox.reply(said)
+            outbox.reply(event)
 
     def send_load(self, load: pb.Load) -> None:
         """Send it on every session."""

@@ -133,10 +133,10 @@ def complete(
         if not missing:
             return
         if present := [each for each in (*mounted, *beside) if namespace.get(each) is not None]:
-            told = "missing: {}; new ones would not fit what is there: delete {} too, and all are made anew"
+            message = "missing: {}; new ones would not fit what is there: delete {} too, and all are made anew"
             if readers:
-                told += f"; then `kubectl rollout restart {' '.join(readers)}`, which have read the old ones"
-            sys.exit(told.format(" ".join(missing), " ".join(present)))
+                message += f"; then `kubectl rollout restart {' '.join(readers)}`, which have read the old ones"
+            sys.exit(message.format(" ".join(missing), " ".join(present)))
         with tempfile.TemporaryDirectory() as folder:
             texts = {each: json.dumps(secret).encode() for each, secret in make(Path(folder)).items()}
         namespace.create(draft, make_secret("Opaque", texts))

@@ -10,7 +10,7 @@ from baton.engine import native
 from baton.engine.core.batch import AdapterRows, ForwardBatch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.parallel.adapters import HeldAdapters, ToldAdapters
+from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
@@ -102,16 +102,16 @@ class Made:
 
 
 def test_each_is_told_once_and_when_it_has_gone():
-    told, held = ToldAdapters(), HeldAdapters(lambda files: Made(*files))
+    sent, held = SentAdapters(), HeldAdapters(lambda files: Made(*files))
     nothing = torch.empty(0, dtype=torch.int64)
 
     def step(*adapters: Made) -> tuple[int, ForwardBatch]:
         rows = tuple(AdapterRows(row, row + 1, adapter) for row, adapter in enumerate(adapters))
         batch = ForwardBatch(nothing, nothing, nothing, [], nothing, adapters=rows)
-        news = list(told.news(batch))
+        news = list(sent.news(batch))
         for key, data in news:
             held.hear(key, data)
-        return len(news), held.named(told.numbered(batch))
+        return len(news), held.named(sent.numbered(batch))
 
     one, other = Made(b"{}", b"one"), Made(b"{1}", b"other")
     assert step()[0] == 0

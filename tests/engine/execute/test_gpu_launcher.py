@@ -292,7 +292,7 @@ def test_layers_are_told_when_their_events_have_passed():
     for layer in range(3):
         events.record(layer)
     assert not log
-    events.tell(log.append)
+    events.report(log.append)
     assert log == ["passed", 0, "passed", 1, "passed", 2]
 
 

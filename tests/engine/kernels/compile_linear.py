@@ -61,7 +61,7 @@ def made_of_experts(capability: int) -> dict:
     pointers = {"owners": "int64", "order": "int32", "tiles": "int32"}
     made = {f"{capability} sort": compiled(grouped.sort, pointers, constants, capability, 4)}
     constants = {"NUM_CHOSEN": 8, "WEIGHTED": True, "BLOCK": 1024}
-    pointers = {"said": "bf16", "weights": "fp32", "y": "fp32"}
+    pointers = {"outputs": "bf16", "weights": "fp32", "y": "fp32"}
     return made | {f"{capability} add_chosen": compiled(grouped.add_chosen, pointers, constants, capability, 4)}
 
 

@@ -117,7 +117,7 @@ class History:
         ask = Ask(name, prompt, max_tokens, {"temperature": 0.0, **fields})
         self.asks.append(ask)
         request = make_request(prompt, request_id=name, max_tokens=max_tokens, ignore_eos=True, **ask.sampling)
-        self._tell(ask, event="sent", prompt_hash=prompt_hash(prompt))
+        self._record(ask, event="sent", prompt_hash=prompt_hash(prompt))
         ask.call = stub.Generate(request, timeout=timeout_s)
         ask.task = asyncio.create_task(self._read(ask), name=f"client of {name}")
         return ask
@@ -128,7 +128,7 @@ class History:
                 first = len(ask.tokens.get(message.index, ()))
                 ask.take(message)
                 for offset, token in enumerate(message.token_ids):
-                    self._tell(ask, event="token", choice=message.index, index=first + offset, token=token)
+                    self._record(ask, event="token", choice=message.index, index=first + offset, token=token)
             ask.end("OK")
         except asyncio.CancelledError:
             ask.end("CANCELLED")  # by ask.cancel(), or by what ends the test
@@ -136,9 +136,9 @@ class History:
                 raise
         except grpc.aio.AioRpcError as error:
             ask.end(error.code().name, error)
-        self._tell(ask, event="end", status=ask.status, reason=ask.reason)
+        self._record(ask, event="end", status=ask.status, reason=ask.reason)
 
-    def _tell(self, ask: Ask, **event) -> None:
+    def _record(self, ask: Ask, **event) -> None:
         if self._file:
             line = {
                 "run": self.run,

@@ -112,5 +112,5 @@ def _handoff(say: Say, folder: Path) -> None:
     with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
         whole = answer(target)
     is_right = bool(whole) and split == whole
-    said = f"{len(whole)} characters" if is_right else f"{split[:60]!r} and {whole[:60]!r}"
-    say("KV of two ranks to one", is_right, said)
+    text = f"{len(whole)} characters" if is_right else f"{split[:60]!r} and {whole[:60]!r}"
+    say("KV of two ranks to one", is_right, text)

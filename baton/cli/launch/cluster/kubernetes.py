@@ -46,8 +46,8 @@ class KubernetesLauncher:
             url = f"https://{_bracketed(os.environ['KUBERNETES_SERVICE_HOST'])}:{os.environ['KUBERNETES_SERVICE_PORT']}"
             tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
         except (KeyError, OSError):
-            told = "this is no pod with a service account: give --api, as `kubectl proxy` prints it, and --namespace"
-            raise LaunchError(told) from None
+            message = "this is no pod with a service account: give --api, as `kubectl proxy` prints it, and --namespace"
+            raise LaunchError(message) from None
         return cls(KubernetesApi(url, account / "token", tls), namespace, release)
 
     async def start(self, role: str, number: int) -> None:
@@ -108,8 +108,8 @@ class KubernetesLauncher:
         found = await self._api.call("GET", f"{path}?{urlencode({'labelSelector': self._selector(role)})}")
         names = [item["metadata"]["name"] for item in found["items"]]
         if len(names) != 1:
-            told = "give --release" if names else "is the chart installed there?"
-            raise LaunchError(f"{len(names)} Deployments with {self._selector(role)}, not one: {told}")
+            hint = "give --release" if names else "is the chart installed there?"
+            raise LaunchError(f"{len(names)} Deployments with {self._selector(role)}, not one: {hint}")
         return f"{path}/{quote(names[0])}"
 
     async def _pods(self) -> tuple[list[PlacedWorker], str]:

@@ -22,8 +22,8 @@ _MAX_BYTES = 64 << 20
 class ApiError(Exception):
     """One line. `status`: that of HTTP, or 0 where there was no answer."""
 
-    def __init__(self, told: str, status: int = 0):
-        super().__init__(told)
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
         self.status = status
 
 
@@ -72,8 +72,8 @@ class KubernetesApi:
                 await answer.read_head()
             yield answer
         except (OSError, TimeoutError, httptools.HttpParserError) as error:
-            told = str(error) or "no answer"
-            raise ApiError(f"Kubernetes at {self._netloc}: {told}") from None
+            reason = str(error) or "no answer"
+            raise ApiError(f"Kubernetes at {self._netloc}: {reason}") from None
         finally:
             if writer is not None:
                 writer.close()

@@ -38,7 +38,7 @@ _BEAT_S, _ANSWER_S, _MISSES = 0.5, 1.0, 2
 _CONNECT_S = 5.0
 _SHUN_S = 60.0  # a node that was lost: until Ray has noticed too
 # Without room: tried elsewhere, told, given up; a cluster that grows takes minutes.
-_TRY_S, _TELL_S, _PLACE_S = 2.0, 5.0, 300.0
+_TRY_S, _REPORT_S, _PLACE_S = 2.0, 5.0, 300.0
 _PAUSE_S, _MAX_PAUSE_S, _SETTLED_S = 0.5, 30.0, 60.0
 
 
@@ -214,7 +214,7 @@ class _Place:
         bundle: dict[str, float] = {"CPU": wanted.num_cpus, **({"GPU": wanted.num_gpus} if wanted.num_gpus else {})}
         async with self._launcher.placing:  # the next sees where this one went
             shunned = self._launcher.shunned()
-            for avoided, most_s in ((shunned | self._launcher.nodes_of(self.role), _TRY_S), (shunned, _TELL_S)):
+            for avoided, most_s in ((shunned | self._launcher.nodes_of(self.role), _TRY_S), (shunned, _REPORT_S)):
                 if not avoided or self._launcher.has_other_nodes(avoided):
                     if group := await self._reserve(bundle, avoided, most_s):
                         return group
@@ -232,7 +232,7 @@ class _Place:
                 if await asyncio.to_thread(group.wait, 1):
                     (self.node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
                     return group
-                if time.monotonic() > begun + _TELL_S:
+                if time.monotonic() > begun + _REPORT_S:
                     self._change(reason=f"no node of the Ray cluster has room for {_words(bundle)}: it waits")
         except BaseException:
             remove_placement_group(group)
@@ -343,8 +343,8 @@ def _reachable(gateway: str, nodes: set[str]) -> str:
     """Return the address at which workers register with a gateway of this host. Raises StartError."""
     host, _, port = gateway.rpartition(":")
     if is_loopback(gateway) and not all(is_loopback(f"{node}:0") for node in nodes):
-        told = f"workers on {', '.join(sorted(nodes))} cannot register at {host}"
-        raise StartError(f"--launcher ray: {told}: give --listen an address of this host that they reach", 2)
+        reason = f"workers on {', '.join(sorted(nodes))} cannot register at {host}"
+        raise StartError(f"--launcher ray: {reason}: give --listen an address of this host that they reach", 2)
     if host not in ("0.0.0.0", "[::]"):
         return gateway
     own = ray.util.get_node_ip_address()

@@ -127,17 +127,17 @@ class WorkerBoard:
         ]:
             del self._workers[name]
         self._workers[worker.name] = worker
-        self._tell()
+        self._notify()
 
     def change(self, name: str, **fields) -> None:
         """Set fields of a worker that is here."""
         if name in self._workers:
             self._workers[name] = self._workers[name]._replace(**fields)
-            self._tell()
+            self._notify()
 
     def remove(self, name: str) -> None:
         if self._workers.pop(name, None):
-            self._tell()
+            self._notify()
 
     def get(self, name: str) -> PlacedWorker:
         """Raises LaunchError."""
@@ -154,6 +154,6 @@ class WorkerBoard:
             yield [*self._workers.values()]
             await changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

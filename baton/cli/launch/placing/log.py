@@ -19,7 +19,7 @@ class LineWriter:
     def __init__(self, max_bytes: int = _MAX_BYTES):
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._waiting: deque[tuple[int, bytes]] = deque()  # the first one is being written
-        self._num_lost, self._num_told = 0, 0
+        self._num_lost, self._num_reported = 0, 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -27,9 +27,11 @@ class LineWriter:
         """Write a line to stderr."""
         with self._changed:
             lost = self._num_lost
-            told = f"baton: {lost} lines of this log could not be written so far\n" if lost > self._num_told else ""
-            if self._put(sys.stderr, f"{told}{line}\n"):
-                self._num_told = lost
+            notice = (
+                f"baton: {lost} lines of this log could not be written so far\n" if lost > self._num_reported else ""
+            )
+            if self._put(sys.stderr, f"{notice}{line}\n"):
+                self._num_reported = lost
 
     def announce(self, line: str) -> None:
         """Write a line to stdout."""
