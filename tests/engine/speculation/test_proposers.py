@@ -12,7 +12,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Speculation
 from baton.engine.speculation.control.acceptance import AcceptanceRate
-from baton.engine.speculation.control.speculator import Track
+from baton.engine.speculation.control.tracks import Track
 from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.start_line import start_line

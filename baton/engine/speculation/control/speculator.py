@@ -12,8 +12,8 @@ is decided how much of what it proposes is verified; of the others that is decid
 
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,31 +22,33 @@ from baton.engine.schedule.counters import DraftCounts
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.step_work import Drawn
-from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.controller import Controller, limit_of
+from baton.engine.speculation.control.tracks import Tracks
 from baton.engine.speculation.control.verify import num_right
-from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
+from baton.engine.speculation.proposers.proposer import Advance, DraftRequest, Proposer
 
 WORSE = 0.15  # of acceptance: what a proposer that costs next to nothing may have less than a model
 
 
-@dataclass(slots=True, eq=False)
-class Track:
-    """One sequence at one proposer."""
+class DecodingSequences(NamedTuple):
+    """The sequences of a step that decode, and what their requests ask for; the same until one comes or goes."""
 
-    acceptance: AcceptanceRate
-    draftee: Draftee | None = None  # once it is asked
-    unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
-    unverified_at: int = 0  # after this many tokens
+    seqs: list[Sequence]
+    candidates: dict[str, list[Sequence]]  # of each proposer: those whose requests allow it
+    has_fixed: bool  # a request among them has a width of its own
+    has_free: bool  # one has not
 
-    def judge(self) -> tuple[int, int]:
-        """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
-        came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
-        draft, self.unverified = self.unverified, ()
-        right = 0
-        while right < len(came) and came[right] == draft[right]:
-            right += 1
-        return len(came), right
+
+@dataclass(slots=True)
+class DraftedStep:
+    """One step, from its drafts until its results are out."""
+
+    has_chunks: bool = False  # of prompts, beside the sequences that decode
+    proposer_of: dict[Sequence, str] = field(default_factory=dict)  # whose proposals a sequence has
+    asked: list[str] = field(default_factory=list)  # proposers, to decide as pays
+    looked: list[str] = field(default_factory=list)  # proposers, whatever came of it
+    begun_at: float | None = None  # None: it is not measured
+    draft_s: float = 0.0
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
@@ -77,16 +79,10 @@ class Speculator:
         self._scheduler = scheduler
         self._num_draft_tokens = num_draft_tokens
         self._clock = clock
-        self._tracks: dict[str, dict[Sequence, Track]] = {name: {} for name in self.proposers}
-        self._num_open = dict.fromkeys(self.proposers, 0)
-        self._decoding: list[Sequence] = []
-        self._candidates: dict[str, list[Sequence]] = {}  # of those that decode, whose requests allow a proposer
-        self._has_fixed = self._has_free = False  # a request among them has a width of its own; has not
-        self._proposers_of: dict[Sequence, str] = {}  # whose proposals a sequence has in this step
-        self._asked: list[str] = []  # proposers, in this step, to decide as pays
-        self._looked: list[str] = []  # proposers that were asked, in this step
-        self._begun_at = self._draft_s = self._advance_s = 0.0
-        self._has_chunks = self._is_timed = False
+        self._tracks = {name: Tracks(proposer) for name, proposer in self.proposers.items()}
+        self._decoding = DecodingSequences([], {}, False, False)
+        self._step = DraftedStep()
+        self._advance_s = 0.0  # behind the step before
         self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
 
     @property
@@ -105,7 +101,7 @@ class Speculator:
     @property
     def wants_hidden(self) -> bool:
         """Return whether a proposer with open sequences reads the hidden states of this step."""
-        return any(proposer.wants_hidden and self._num_open[name] for name, proposer in self.proposers.items())
+        return any(tracks.proposer.wants_hidden and tracks.num_open for tracks in self._tracks.values())
 
     # ---- before a step ----
 
@@ -113,54 +109,47 @@ class Speculator:
         """Proposals for the decoding sequences among `slices`, at most `num_free_tokens` (the step's budget) in all."""
         if not self.proposers:
             return
-        if self._proposers_of:
-            self._proposers_of = {}
-        if self._looked:
-            self._asked, self._looked = [], []
-        self._is_timed = False
-        decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
-        self._has_chunks = len(decoding) < len(slices)
-        if decoding != self._decoding:
-            self._change(decoding)
-        controller, num_seqs = self.controller, len(decoding)
+        seqs = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
+        step = self._step = DraftedStep(has_chunks=len(seqs) < len(slices))
+        if seqs != self._decoding.seqs:
+            self._change(seqs)
+        decoding, controller, num_seqs = self._decoding, self.controller, len(seqs)
         controller.begin(num_seqs)
-        for name, proposer in self.proposers.items():
-            if not self._has_fixed and self._has_chunks:
+        for name in self.proposers:
+            if not decoding.has_fixed and step.has_chunks:
                 continue
-            if not self._has_fixed and controller.is_resting(name, num_seqs):
-                self._rest(proposer)  # its try is over
+            if not decoding.has_fixed and controller.is_resting(name, num_seqs):
+                self._tracks[name].rest()  # its try is over
                 continue
-            if num_free_tokens <= 0 or not self._candidates[name]:
+            if num_free_tokens <= 0 or not decoding.candidates[name]:
                 continue
-            if not self._has_chunks and controller.wants_plain(num_seqs, self._has_free):
+            if not step.has_chunks and controller.wants_plain(num_seqs, decoding.has_free):
                 break
-            if not self._is_timed:
-                self._begun_at, self._is_timed = self._clock(), True
-            num_free_tokens -= self._ask(proposer, num_free_tokens)
-        if self._is_timed:
-            self._draft_s = self._clock() - self._begun_at
-        elif decoding and not self._has_chunks and controller.wants_time(num_seqs):
-            self._begun_at, self._draft_s, self._is_timed = self._clock(), 0.0, True
+            if step.begun_at is None:
+                step.begun_at = self._clock()
+            num_free_tokens -= self._ask(name, num_free_tokens)
+        if step.begun_at is not None:
+            step.draft_s = self._clock() - step.begun_at
+        elif seqs and not step.has_chunks and controller.wants_time(num_seqs):
+            step.begun_at = self._clock()
 
-    def _change(self, decoding: list[Sequence]) -> None:
+    def _change(self, seqs: list[Sequence]) -> None:
         """Note that others decode than in the step before, and close those that do not."""
-        before, now = set(self._decoding), set(decoding)
+        before, now = set(self._decoding.seqs), set(seqs)
         self.controller.refill.note_change(len(now - before), len(before - now), len(now))
-        for name, tracks in self._tracks.items():
-            for seq in [seq for seq in tracks if seq not in now]:
-                self._close(self.proposers[name], tracks.pop(seq))
-        asked = {seq: seq.group.request.speculation for seq in decoding}
-        self._candidates = {
-            name: [seq for seq in decoding if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
+        for tracks in self._tracks.values():
+            tracks.keep(now)
+        asked = {seq: seq.group.request.speculation for seq in seqs}
+        candidates = {
+            name: [seq for seq in seqs if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
             for name in self.proposers
         }
-        fixed = {self._fixed(seq) is not None for seqs in self._candidates.values() for seq in seqs}
-        self._has_fixed, self._has_free = True in fixed, False in fixed
-        self._decoding = decoding
+        fixed = {self._fixed(seq) is not None for able in candidates.values() for seq in able}
+        self._decoding = DecodingSequences(seqs, candidates, True in fixed, False in fixed)
 
     def close_all(self) -> None:
         """Nothing is computed in this step."""
-        if self._decoding:
+        if self._decoding.seqs:
             self._change([])
 
     def _suits(self, seq: Sequence, name: str) -> bool:
@@ -173,62 +162,62 @@ class Speculator:
         track, prior = self._tracks[name].get(seq), self.controller.prior(name)
         return prior if track is None else track.acceptance.rate(prior)
 
-    def _ask(self, proposer: Proposer, budget: int) -> int:
+    def _ask(self, name: str, budget: int) -> int:
         """Asks one proposer for those of the sequences for which it pays; how many tokens it proposed."""
-        name, seqs = proposer.name, self._candidates[proposer.name]
+        step, tracks, seqs = self._step, self._tracks[name], self._decoding.candidates[name]
         if len(self.proposers) > 1:
-            seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
+            seqs = [seq for seq in seqs if seq not in step.proposer_of and self._suits(seq, name)]
         if not seqs:
-            if not self._proposers_of:  # others are to guess for all of them
+            if not step.proposer_of:  # others are to guess for all of them
                 self.controller.note_nothing_proposed(name)
             return 0
-        self._looked.append(name)
+        step.looked.append(name)
         limits = [self._limit(seq, budget) for seq in seqs]
-        if proposer.is_quick:
-            drafts = _cut(seqs, self._looked_up(proposer, seqs, limits))
+        if tracks.proposer.is_quick:
+            drafts = _cut(seqs, self._looked_up(tracks, seqs, limits))
             if not any(drafts):
                 self.controller.note_nothing_proposed(name)
                 return 0
             widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
         else:
             widths = self._widths(name, seqs, limits, False)
-            drafts = _cut(seqs, self._drafts(proposer, seqs, widths, budget))
+            drafts = _cut(seqs, self._drafts(tracks, seqs, widths, budget))
         num_proposed = 0
         for seq, width, draft in zip(seqs, widths, drafts, strict=True):
             num_tokens = min(len(draft), width, budget - num_proposed)
             if num_tokens > 0 and (room := self._scheduler.room_for_draft(seq, num_tokens)) > 0:
                 seq.draft_ids = draft[:room]
-                self._proposers_of[seq] = name
+                step.proposer_of[seq] = name
                 num_proposed += room
             elif draft:
-                track = self._track(name, seq)
+                track = tracks[seq]
                 track.unverified, track.unverified_at = draft, seq.num_tokens
         return num_proposed
 
-    def _looked_up(self, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
+    def _looked_up(self, tracks: Tracks, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
         """All that a quick proposer has; what it had at the last look and was not taken up is judged first."""
-        name, asks, wanted = proposer.name, [], []
+        proposer, asks, wanted = tracks.proposer, [], []
         drafts: list[list[int]] = [[] for _ in seqs]
         for index, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
             if limit > 0:
                 fixed = self._fixed(seq)
-                asks.append(DraftRequest(self._open(proposer, seq), limit if fixed is None else min(limit, fixed)))
+                asks.append(DraftRequest(tracks.open(seq), limit if fixed is None else min(limit, fixed)))
                 wanted.append(index)
-                track = self._tracks[name][seq]
+                track = tracks[seq]
                 if track.unverified:
-                    self.controller.note_accepted(name, track.acceptance, *track.judge())
+                    self.controller.note_accepted(proposer.name, track.acceptance, *track.judge())
         for index, draft in zip(wanted, proposer.propose(asks), strict=True):
             drafts[index] = draft
         return drafts
 
-    def _drafts(self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int) -> list[list[int]]:
+    def _drafts(self, tracks: Tracks, seqs: list[Sequence], widths: list[int], budget: int) -> list[list[int]]:
         """Return what it proposes for each of them, at most its width in tokens; nothing where that is 0."""
         drafts: list[list[int]] = [[] for _ in seqs]
         wanted = [index for index, width in enumerate(widths) if width > 0]
         if not wanted:
             return drafts
-        asks = [DraftRequest(self._open(proposer, seqs[index]), widths[index]) for index in wanted]
-        begun_at = self._clock()
+        asks = [DraftRequest(tracks.open(seqs[index]), widths[index]) for index in wanted]
+        proposer, begun_at = tracks.proposer, self._clock()
         num_read = proposer.prepare([draftee for draftee, _ in asks], budget)
         if num_read:
             read_at, begun_at = begun_at, self._clock()
@@ -239,58 +228,27 @@ class Speculator:
             self.controller.costs.add_draft(proposer.name, len(wanted), width, self._clock() - begun_at)
         return drafts
 
-    def _track(self, name: str, seq: Sequence) -> Track:
-        track = self._tracks[name].get(seq)
-        if track is None:
-            track = self._tracks[name][seq] = Track(AcceptanceRate())
-        return track
-
-    def _open(self, proposer: Proposer, seq: Sequence) -> Draftee:
-        track = self._track(proposer.name, seq)
-        if track.draftee is None:
-            track.draftee = Draftee(seq.group.request, seq.choice, seq.token_ids)
-            proposer.open(track.draftee)
-            self._num_open[proposer.name] += 1
-        return track.draftee
-
-    def _close(self, proposer: Proposer, track: Track) -> None:
-        if track.draftee is not None:
-            proposer.close(track.draftee)
-            track.draftee = None
-            self._num_open[proposer.name] -= 1
-
-    def _rest(self, proposer: Proposer) -> None:
-        """Close a proposer that is not wanted now: one that follows the target's hidden states would need every
-        step."""
-        if proposer.wants_hidden and self._num_open[proposer.name]:
-            for track in self._tracks[proposer.name].values():
-                self._close(proposer, track)
-
     def _widths(self, name: str, seqs: list[Sequence], limits: list[int], has_drafts: bool) -> list[int]:
         """See Controller.widths; requests with a width of their own have that."""
         fixed = [self._fixed(seq) for seq in seqs]
         widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
-        if self._has_chunks:
+        if self._step.has_chunks:
             return widths
-        self._asked.append(name)
+        self._step.asked.append(name)
+        tracks = self._tracks[name]
         free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
-        own = [self._track(name, seqs[index]).acceptance for index in free]
+        own = [tracks[seqs[index]].acceptance for index in free]
         free_limits = [limits[index] for index in free]
-        unread = [0 if has_drafts else self._num_unread(name, seqs[index]) for index in free]
+        unread = [0 if has_drafts else tracks.num_unread(seqs[index]) for index in free]
         num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
-        num_seqs = len(self._decoding)
+        num_seqs = len(self._decoding.seqs)
         num_left = max((self._num_left(seqs[index]) for index in free), default=1)
         chosen = self.controller.widths(name, num_seqs, own, free_limits, has_drafts, num_reads, unread, num_left)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
         if not has_drafts and not any(widths):
-            self._rest(self.proposers[name])
+            tracks.rest()
         return widths
-
-    def _num_unread(self, name: str, seq: Sequence) -> int:
-        """Tokens of the sequence that its proposer has to read first."""
-        track = self._tracks[name].get(seq)
-        return self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
 
     def _by_token(self, seq: Sequence, num_unread: int) -> float:
         return num_unread / self._num_left(seq)
@@ -313,32 +271,33 @@ class Speculator:
     @property
     def num_plain_steps(self) -> int:
         """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least 1."""
-        if self._proposers_of or self.wants_hidden:
+        if self._step.proposer_of or self.wants_hidden:
             return 1
-        asked_for = [name for name, seqs in self._candidates.items() if seqs]
-        return self.controller.num_plain_steps(asked_for, len(self._decoding), self._has_fixed)
+        decoding = self._decoding
+        asked_for = [name for name, seqs in decoding.candidates.items() if seqs]
+        return self.controller.num_plain_steps(asked_for, len(decoding.seqs), decoding.has_fixed)
 
     # ---- after it ----
 
     def measure(self, drawn: list[Drawn], num_steps: int) -> None:
         """The step has been computed, or several without proposals in one call; `drawn` is what came of it."""
-        if not self._decoding or self._has_chunks:
+        step, controller, num_seqs = self._step, self.controller, len(self._decoding.seqs)
+        if not num_seqs or step.has_chunks:
             return
-        if not self._is_timed:
-            self.controller.note_plain_steps(num_steps)
+        if step.begun_at is None:
+            controller.note_plain_steps(num_steps)
             return
-        step_s = (self._clock() - self._begun_at - self._draft_s) / num_steps
-        draft_s = self._draft_s + self._advance_s
-        controller, num_seqs = self.controller, len(self._decoding)
-        asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
-        if self._proposers_of:
-            num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
+        step_s = (self._clock() - step.begun_at - step.draft_s) / num_steps
+        draft_s = step.draft_s + self._advance_s
+        asked = () if self._decoding.has_fixed else step.asked  # what is asked for anyway is not foreseen
+        if step.proposer_of:
+            num_proposed = sum(len(seq.draft_ids) for seq in step.proposer_of)
             made = [len(samples) for _, samples in drawn]
             last, least = self._last_of_step(), min(made)
             controller.note_step(sum(made), num_proposed, step_s, draft_s, asked, last=last, least_made=least)
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
-            controller.note_look(self._looked, self._draft_s)
+            controller.note_look(step.looked, step.draft_s)
             # One that was done alone to ask again says nothing of those that are done in one call.
             is_plain = not (controller.steps_a_call > 1 and self.num_plain_steps == 1)
             controller.note_step(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
@@ -349,7 +308,7 @@ class Speculator:
 
     def _last_of_step(self) -> str:
         """Return the last proposer, of those whose proposals are verified."""
-        names = set(self._proposers_of.values())
+        names = set(self._step.proposer_of.values())
         return names.pop() if len(names) == 1 else next(name for name in reversed(self.proposers) if name in names)
 
     def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
@@ -367,12 +326,13 @@ class Speculator:
         cut out of `drawn`. `hidden` [>= rows, hidden_size]: the rows that it was drawn from; None where no proposer
         wants them."""
         self._advance_s = 0.0
-        if not self._decoding or not (self._proposers_of or self.wants_hidden):
+        proposer_of = self._step.proposer_of
+        if not self._decoding.seqs or not (proposer_of or self.wants_hidden):
             return
         advances: dict[str, list[Advance]] = {name: [] for name in self._followers}
         first_row = 0
         for seq, samples in drawn:
-            draft_ids, name = seq.draft_ids, self._proposers_of.get(seq)
+            draft_ids, name = seq.draft_ids, proposer_of.get(seq)
             num_accepted = num_right(samples, draft_ids)
             if name is not None:
                 self.counts[name].add(len(draft_ids), num_accepted)
