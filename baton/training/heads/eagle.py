@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.layers.rope import Rope
-from baton.engine.speculation.proposers.eagle import WINDOW
+from baton.engine.speculation.proposers.feature_proposer import WINDOW
 from baton.training.heads.target import FrozenTarget
 from baton.training.model.llama import MLP, Fp32RMSNorm, ModelConfig
 

@@ -103,7 +103,7 @@ def test_more_sequences_than_slots_never_wait_for_each_other(kind, model, heads)
 
 def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     """Its context moves down in its slot, and rows that were never asked for are dropped."""
-    monkeypatch.setattr("baton.engine.speculation.proposers.eagle.WINDOW", 24)
+    monkeypatch.setattr("baton.engine.speculation.proposers.feature_proposer.WINDOW", 24)
     token_ids = load_tokenizer(model).encode(TEXT).ids
     request = bare.make_request("a", token_ids[:10], max_tokens=200)
     engine = bare.load_engine(model, speculator="eagle", draft_model=heads["eagle"], num_draft_tokens=3)

@@ -115,7 +115,7 @@ def test_an_fp8_folder_as_it_is_published(tmp_path, name, listed):
 
 
 def test_a_full_slot_moves_down(made, monkeypatch):
-    monkeypatch.setattr("baton.engine.speculation.proposers.mtp.WINDOW", 8)
+    monkeypatch.setattr("baton.engine.speculation.proposers.feature_proposer.WINDOW", 8)
     engine = load(made[0], speculator="mtp", num_draft_tokens=2)
     predictor, moved = engine.speculator.proposers["mtp"], []
     move = predictor._move_down

@@ -20,6 +20,7 @@ class Track:
 
     def judge(self) -> tuple[int, int]:
         """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
+        assert self.draftee is not None
         came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
         draft, self.unverified = self.unverified, ()
         right = 0
