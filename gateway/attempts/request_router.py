@@ -90,20 +90,20 @@ class RequestRouter:
         """This worker has failed the request; if `is_leaving`, only because it drains."""
         self._tried.note_failure(worker_id, is_leaving)
 
-    def note_fetch(self, source: WorkerLink | None, taker: WorkerLink, chosen_at: float) -> None:
+    def note_fetch_started(self, source: WorkerLink | None, taker: WorkerLink, chosen_at: float) -> None:
         """KV of `source`, if any, is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
         if source is not None:
-            self._router.note_fetch(source, taker, chosen_at)
+            self._router.note_fetch_started(source, taker, chosen_at)
 
-    def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
+    def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
         """No KV of `source` came to `taker`: requests use other pairs for a while. Return False where it was known that none
         might."""
-        return self._router.note_no_kv(source, taker, why)
+        return self._router.note_fetch_failed(source, taker, why)
 
-    def note_kv(self, source: WorkerLink | None, taker: WorkerLink) -> None:
+    def note_fetch_done(self, source: WorkerLink | None, taker: WorkerLink) -> None:
         """KV of `source`, if any, came to `taker`."""
         if source is not None:
-            self._router.note_kv(source, taker)
+            self._router.note_fetch_done(source, taker)
 
     def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
         """This worker has read the prompt and written `num_output_tokens` of the answer: it holds their spans."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from baton.protocol import DEFAULT_TENANT, ROLES
 from baton.service.clock import now
 from baton.v1 import worker_pb2 as pb
-from gateway.fleet.kv_pairs import KVPairs
+from gateway.fleet.kv_pair_breakers import KVPairBreakers
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.prefix.prefix_matches import Matches
@@ -53,7 +53,7 @@ class Candidates:
         """`links(role)`: all of a role, serving or not; asked again at each update."""
         self._links = links
         self._rng = random.Random()
-        self.kv_pairs = KVPairs()
+        self.kv_pair_breakers = KVPairBreakers()
         self.num_changes = 0  # of the set that serves
         self._serving: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
         self._roles: dict[WorkerLink, str] = {}
@@ -68,7 +68,7 @@ class Candidates:
         """Take a change of `link`: it may have begun or ceased to serve or to be trusted."""
         self._note_trust(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
-            self.kv_pairs.forget(link.worker_id)
+            self.kv_pair_breakers.forget(link.worker_id)
         if self._draining or link.state is LinkState.DRAINING:
             self._draining = {worker_id: each for worker_id, each in self._draining.items() if each is not link}
             if link.state is LinkState.DRAINING:
@@ -205,9 +205,9 @@ class Candidates:
 
     def _no_kv_from(self, taker: WorkerLink, at: float) -> frozenset[str]:
         """Return the names of those that are not paired with it."""
-        if not self.kv_pairs.are_some_left:
+        if not self.kv_pair_breakers.any_open:
             return frozenset()
-        sources = self.kv_pairs.left_by(taker.worker_id, at)
+        sources = self.kv_pair_breakers.open_for(taker.worker_id, at)
         links = (self._by_id.get(source) or self._draining.get(source) for source in sources)
         return frozenset(link.address for link in links if link is not None)
 

@@ -55,10 +55,10 @@ class Router:
         """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
         those in `unable`, which have said that they can never take the request, never. Raises NoWorker."""
         reason, avoidances = "", self._avoidances(avoid, unable, True)
-        with_lefts = (False, True) if self._candidates.kv_pairs.are_some_left else (False,)
-        for with_left, split, avoided in itertools.product(with_lefts, self._splits(unable), avoidances):
+        allow_open_choices = (False, True) if self._candidates.kv_pair_breakers.any_open else (False,)
+        for allow_open, split, avoided in itertools.product(allow_open_choices, self._splits(unable), avoidances):
             try:
-                return self._route(request, matches, avoided, split, with_left)
+                return self._route(request, matches, avoided, split, allow_open)
             except NoRoute as error:
                 reason = str(error)
         for avoided in avoidances if self._stand_in else ():
@@ -172,21 +172,21 @@ class Router:
         best = choose_holder(here, self._candidates.as_candidates(holders.values(), matches))
         return holders[best.name] if best else None
 
-    def note_fetch(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
+    def note_fetch_started(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
         """KV of `source` is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
-        self._candidates.kv_pairs.note_fetch(source, taker, chosen_at)
+        self._candidates.kv_pair_breakers.note_fetch_started(source, taker, chosen_at)
 
-    def note_no_kv(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
+    def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
         """No KV of `source` came to `taker`: others are paired for a while. Return False where it was known that none might."""
-        return self._candidates.kv_pairs.note_failure(source, taker, why)
+        return self._candidates.kv_pair_breakers.note_fetch_failed(source, taker, why)
 
-    def note_kv(self, source: WorkerLink, taker: WorkerLink) -> None:
+    def note_fetch_done(self, source: WorkerLink, taker: WorkerLink) -> None:
         """KV of `source` came to `taker`."""
-        self._candidates.kv_pairs.note_arrival(source, taker)
+        self._candidates.kv_pair_breakers.note_fetch_done(source, taker)
 
     def why_no_pair(self) -> str:
         """Return why no decode worker that serves can take KV from any prefill worker, by the first of both; empty: some can,
-        be they left for a while, or of one role none serves.
+        be its breaker open, or of one role none serves.
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._why_no_pair[0] != self._candidates.num_changes:
@@ -200,13 +200,13 @@ class Router:
         return self._why_no_pair[1]
 
     def _route(
-        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, with_left: bool
+        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, allow_open: bool
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """`with_left`: also pairs that are left for a while. Raises NoRoute."""
+        """`allow_open`: also pairs whose breakers are open. Raises NoRoute."""
         prefill, decode = (self._candidates.shortlisted(role, request, matches, avoid) for role in ROLES)
         is_part = len(prefill) < len(self._candidates.serving("prefill"))
         try:
-            decision = self._choose(request, prefill, decode, matches, split, with_left)
+            decision = self._choose(request, prefill, decode, matches, split, allow_open)
         except NoRoute:
             if not is_part:
                 raise
@@ -214,7 +214,7 @@ class Router:
         if is_part and (decision is None or decision.reason == "no_prefill_worker"):
             # Perhaps no worker was drawn that has KV for these, or a transport to them.
             prefill = self._candidates.shortlisted("prefill", request, matches, avoid, everyone=True)
-            decision = self._choose(request, prefill, decode, matches, split, with_left)
+            decision = self._choose(request, prefill, decode, matches, split, allow_open)
         return decision, prefill.get(decision.prefill or ""), decode[decision.decode]
 
     def _route_to_stand_in(
@@ -237,16 +237,16 @@ class Router:
         decode: Mapping[str, WorkerLink],
         matches: Matches,
         split: str,
-        with_left: bool,
+        allow_open: bool,
     ) -> Decision:
         sources, takers = (
             self._candidates.as_candidates(links.values(), matches, request) for links in (prefill, decode)
         )
-        return choose(request, sources, [*map(_with_all_pairs, takers)] if with_left else takers, split)
+        return choose(request, sources, [*map(_with_all_pairs, takers)] if allow_open else takers, split)
 
 
 def _with_all_pairs(taker: Candidate) -> Candidate:
-    """Return it with those as sources, too, that are left for a while: for where there is no other way."""
+    """Return it with those as sources, too, to which its breakers are open: for where there is no other way."""
     return taker._replace(no_kv_from=frozenset())
 
 

@@ -62,14 +62,14 @@ class FailureBudget:
         self._retries.quarantine(self._prompt_digest)
         raise poison(f"{MAX_DEATHS} workers died while they served this request")
 
-    def pay(self, error: BatonError, has_stepped: bool = False, is_left: bool = False) -> None:
+    def pay(self, error: BatonError, has_stepped: bool = False, is_routed_around: bool = False) -> None:
         """Pay for the attempt that follows one which ended with `error`; the first costs nothing where no other request is
-        sent where that one was (`is_left`). Raises `error` after MAX_BARREN in a row, Unavailable (RETRY_BUDGET) if there is no
-        budget."""
+        sent where that one was (`is_routed_around`). Raises `error` after MAX_BARREN in a row, Unavailable (RETRY_BUDGET) if there
+        is no budget."""
         self._num_barren = 1 if has_stepped else self._num_barren + 1
         if self._num_barren >= MAX_BARREN:
             raise error
-        if self._num_barren > 1 or not is_left:
+        if self._num_barren > 1 or not is_routed_around:
             self._retries.retry(error)
 
 
@@ -100,15 +100,15 @@ class AttemptFailures:
             self._budget.note_death(occurred.message, blamed, worker_id)
         self._note(occurred, error, blamed)
         self._router.note_failure(worker_id, is_draining(occurred.message))
-        is_left = _is_worker_gone(occurred.message)
+        is_routed_around = _is_worker_gone(occurred.message)
         if _is_kv_missing(occurred, attempt):
-            is_left = self._router.note_no_kv(blamed, attempt.decode.link, error.message)
+            is_routed_around = self._router.note_fetch_failed(blamed, attempt.decode.link, error.message)
         if _is_fault(occurred, error):
             blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         self.check_deaths()
-        self._budget.pay(error, attempt.has_stepped, is_left)
+        self._budget.pay(error, attempt.has_stepped, is_routed_around)
         self._unreplaced = error, now() + _WORKER_WAIT_S
 
     def check_deaths(self) -> bool:

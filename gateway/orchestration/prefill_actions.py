@@ -95,13 +95,13 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
-        note_fetch = partial(router.note_fetch, holder, attempt.decode.link, attempt.chosen_at)
-        attempt.prefill_on_decode_worker(holder, _spans_held(request, holder), note_fetch)
+        on_offer = partial(router.note_fetch_started, holder, attempt.decode.link, attempt.chosen_at)
+        attempt.prefill_on_decode_worker(holder, _spans_held(request, holder), on_offer)
     else:
         holder = router.prefix_holder_for(attempt.prefill_link)
-        note_fetch = partial(router.note_fetch, holder, attempt.prefill_link, now())
+        on_offer = partial(router.note_fetch_started, holder, attempt.prefill_link, now())
         num_matched = router.num_matched_tokens(attempt.prefill_link)
-        attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched, note_fetch)
+        attempt.prefill_on_prefill_worker(holder, _spans_held(request, holder), num_matched, on_offer)
     return None
 
 
@@ -145,14 +145,14 @@ def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
     request.leave_line()
     request.place.note_running()
     attempt = request.attempt
-    request.router.note_fetch(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
+    request.router.note_fetch_started(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
     attempt.fetch(occurred.message)
 
 
 def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
     """Have the decode worker read the rest behind the prefix that it has pulled; or all KV came early."""
     if request.attempt.prefill_link is None:
-        request.router.note_kv(request.attempt.kv_source, request.attempt.decode.link)
+        request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
         request.attempt.prefill_rest()
     else:
         note_fetched(request, occurred)
@@ -161,7 +161,7 @@ def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> No
 def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
     """The decode worker has all KV of the prompt."""
     request.attempt.note_fetched()
-    request.router.note_kv(request.attempt.kv_source, request.attempt.decode.link)
+    request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
     request.record.measured.transfer_s = occurred.message.transfer_s
     request.record.measured.after_last_ready_s = occurred.message.after_last_ready_s
 
@@ -210,9 +210,9 @@ def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
     over, is not between the two of them; of a holder that is gone nothing is kept."""
     holder, taker = request.attempt.prefix_holder, request.attempt.prefill.link
     if not pulled.reason or pulled.num_tokens:
-        request.router.note_kv(holder, taker)
+        request.router.note_fetch_done(holder, taker)
     elif pulled.reason == KV_TRANSFER_FAILED and holder is not None and holder.worker_id:
-        request.router.note_no_kv(holder, taker, pulled.failure)
+        request.router.note_fetch_failed(holder, taker, pulled.failure)
 
 
 def _queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:

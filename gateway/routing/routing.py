@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
     pace: Pace = Pace()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
     kv_form: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
-    no_kv_from: frozenset[str] = frozenset()  # names of workers whose KV did not come to it, which are left for a while
+    no_kv_from: frozenset[str] = frozenset()  # names of workers whose KV does not come to it for now
 
 
 class RoutingRequest(NamedTuple):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.attempts import prefix_source
-from gateway.fleet import kv_pairs
+from gateway.fleet import kv_pair_breakers
 from gateway.link.worker_link import LinkState
 from gateway.routing.latency_model import PaceEstimator
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
@@ -94,21 +94,21 @@ async def test_what_does_not_come_is_computed(cluster, trouble):
 async def test_a_holder_that_offers_nothing_is_not_tried(cluster, trouble):
     """Where its KV had not come to this reader: the next one that it could give some waited for 30 s."""
     async with cluster(num_prefill=2) as c:
-        pairs = c.fleet.candidates.kv_pairs
+        breakers = c.fleet.candidates.kv_pair_breakers
 
-        def leave(holder, reader) -> None:
+        def open_breaker(holder, reader) -> None:
             trouble(holder, reader)
             links = {link.address: link for link in c.gateway.registry.prefill}
-            pairs.note_failure(links[holder.address], links[reader.address], "cut off")
-            for pair in left():
-                pair.until = 0.0
+            breakers.note_fetch_failed(links[holder.address], links[reader.address], "cut off")
+            for breaker in opened():
+                breaker.until = 0.0
 
-        def left() -> list:
-            return [pair for sources in pairs._left.values() for pair in sources.values()]
+        def opened() -> list:
+            return [each for of_taker in breakers._open.values() for each in of_taker.values()]
 
-        _, _, offers = await read_elsewhere(c, leave)
-        (pair,) = left()
-        assert len(offers) == 1 and not pair.is_tried and not pair.until
+        _, _, offers = await read_elsewhere(c, open_breaker)
+        (breaker,) = opened()
+        assert len(offers) == 1 and not breaker.is_tried and not breaker.until
         for worker in c.prefill:
             worker.release("offer")
         await c.idle()
@@ -121,11 +121,12 @@ def cut_off(holder, reader) -> None:
 async def test_a_holder_whose_kv_does_not_come_is_left_for_a_while(cluster, monkeypatch, caplog):
     """Each prompt that continued an answer waited for it anew, and nobody heard of it."""
     monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
-    monkeypatch.setattr(kv_pairs, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(kv_pair_breakers, "_FIRST_PAUSE_S", 1000.0)
     async with cluster(num_prefill=2) as c:
         messages, prefill, offers = await read_elsewhere(c, cut_off)
         assert len(prefill.sources) == len(offers) == 1 and messages[-1].usage.cached_tokens == 0
-        holder, pairs = next(worker for worker in c.prefill if worker.is_cut_off), c.fleet.candidates.kv_pairs
+        holder = next(worker for worker in c.prefill if worker.is_cut_off)
+        breakers = c.fleet.candidates.kv_pair_breakers
 
         async def ask_again() -> int:
             await c.idle()
@@ -140,11 +141,11 @@ async def test_a_holder_whose_kv_does_not_come_is_left_for_a_while(cluster, monk
             return holder.kinds().count("offer")
 
         assert await ask_again() == 1 and caplog.text.count("no KV comes from a worker") == 1
-        (pair,) = (pair for sources in pairs._left.values() for pair in sources.values())
-        pair.until = 0.0
-        assert await ask_again() == 2 and pair.pause_s == 300.0, "twice the first one, or the longest"
-        pair.until, holder.is_cut_off = 0.0, False
-        assert await ask_again() == 3 and not pairs.are_some_left
+        (breaker,) = (each for of_taker in breakers._open.values() for each in of_taker.values())
+        breaker.until = 0.0
+        assert await ask_again() == 2 and breaker.pause_s == 300.0, "twice the first one, or the longest"
+        breaker.until, holder.is_cut_off = 0.0, False
+        assert await ask_again() == 3 and not breakers.any_open
 
 
 @pytest.mark.parametrize("reason", ["LEASE_EXPIRED", "TICKET_REFUSED", "DIGEST_MISMATCH", "KV_FULL", "INTERNAL"])
@@ -158,7 +159,7 @@ async def test_a_pull_that_fails_otherwise_leaves_nobody(cluster, monkeypatch, r
     async with cluster(num_prefill=2) as c:
         _, prefill, _ = await read_elsewhere(c, fail_otherwise)
         await c.idle()
-        assert prefill.sources and not c.fleet.candidates.kv_pairs.are_some_left
+        assert prefill.sources and not c.fleet.candidates.kv_pair_breakers.any_open
 
 
 async def test_what_is_cheap_is_computed(cluster):
