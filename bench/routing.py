@@ -191,7 +191,7 @@ def costs(report: Report, num_requests: int) -> None:
         for i in range(num_requests):
             begun = time.perf_counter()
             _ = registry.fleets[0].model.context
-            registry.fleets[0].router.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
+            registry.fleets[0].router.route(ask, _now(index.lookup(chains[i % len(chains)])))
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
         p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]

@@ -5,11 +5,11 @@ from collections.abc import Set
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Answer
 from gateway.attempts.tried_workers import TriedWorkers
-from gateway.fleet.router import Router
+from gateway.fleet.router import Placement, Router
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
 from gateway.request.request_record import RequestRecord
-from gateway.routing.routing import Decision, RoutingRequest
+from gateway.routing.routing import RoutingRequest
 from kvtransfer.naming import SPAN_TOKENS
 
 
@@ -44,13 +44,13 @@ class RequestRouter:
         """Return whether a worker that can serve the request may come soon."""
         return self._router.expects_worker(self.request)
 
-    def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
-        return self._router.route(self.request, self._matches, self._tried.avoided, self._tried.unable)
+    def route(self) -> Placement:
+        """Choose the workers. Raises Unavailable."""
+        return self._router.route(self.request, self._matches, self._tried.exclusions)
 
     def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
-        return self._router.prefill_for(taker, self.request, self._matches, self._tried.avoided, self._tried.unable)
+        return self._router.prefill_for(taker, self.request, self._matches, self._tried.exclusions)
 
     def prefix_holder_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a worker from which `taker` should pull a prefix, or None."""

@@ -1,6 +1,7 @@
 """The workers that one request has asked in vain."""
 
 from baton.v1 import worker_pb2 as pb
+from gateway.fleet.router import Exclusions
 from gateway.routing.routing import NEVER_HERE
 
 _NONE: frozenset[bytes] = frozenset()
@@ -19,6 +20,11 @@ class TriedWorkers:
     def avoided(self) -> frozenset[bytes]:
         """Those after which others are asked first."""
         return self.failed | self.refused
+
+    @property
+    def exclusions(self) -> Exclusions:
+        """What the router is told of them."""
+        return Exclusions(self.avoided, self.unable)
 
     def note_refusal(self, worker_id: bytes, refused: pb.Refused) -> None:
         """This worker has no room for the request, or says that it can never take it."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import NamedTuple
 
 from baton.protocol import ROLES
 from baton.service.clock import now
@@ -28,6 +29,24 @@ from gateway.routing.routing import (
 _STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> who does its work while none of it serves
 
 
+class Placement(NamedTuple):
+    """The workers that a request goes to, and why; without a `prefill` the decode worker reads the prompt."""
+
+    decision: Decision
+    prefill: WorkerLink | None
+    decode: WorkerLink
+
+
+class Exclusions(NamedTuple):
+    """Workers that one request goes to last, and those that it never goes to, by their ids."""
+
+    avoid: Collection[bytes] = frozenset()  # asked only if no other serves
+    unable: Collection[bytes] = frozenset()  # have said that they can never take it
+
+
+NONE_EXCLUDED = Exclusions()
+
+
 class Router:
     """Belongs to the event loop. Workers to avoid are named by their ids."""
 
@@ -45,18 +64,13 @@ class Router:
         self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
         self._why_no_pair = 0, ""  # (num_changes of the candidates, the answer)
 
-    def route(
-        self,
-        request: RoutingRequest,
-        matches: Matches,
-        avoid: Collection[bytes],
-        unable: Collection[bytes] = frozenset(),
-    ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
-        those in `unable`, which have said that they can never take the request, never. Raises NoWorker."""
-        reason, avoidances = "", self._avoidances(avoid, unable, True)
+    def route(self, request: RoutingRequest, matches: Matches, excluded: Exclusions = NONE_EXCLUDED) -> Placement:
+        """Choose the workers. Raises NoWorker."""
+        reason, avoidances = "", self._avoidances(excluded, True)
         allow_open_choices = (False, True) if self._candidates.kv_pair_breakers.any_open else (False,)
-        for allow_open, split, avoided in itertools.product(allow_open_choices, self._splits(unable), avoidances):
+        for allow_open, split, avoided in itertools.product(
+            allow_open_choices, self._splits(excluded.unable), avoidances
+        ):
             try:
                 return self._route(request, matches, avoided, split, allow_open)
             except NoRoute as error:
@@ -116,10 +130,10 @@ class Router:
         is_unable = any(link.worker_id in unable for link in self._candidates.serving("prefill"))
         return ("always", "auto") if is_unable else ("always",)
 
-    def _avoidances(self, avoid: Collection[bytes], unable: Collection[bytes], is_forced: bool) -> Sequence[Set[bytes]]:
+    def _avoidances(self, excluded: Exclusions, is_forced: bool) -> Sequence[Set[bytes]]:
         """Return sets of workers not to ask, the largest first: the second admits those that this request avoids, and
         where one must be found, the last also those that are set aside."""
-        aside = self._candidates.set_aside()
+        (avoid, unable), aside = excluded, self._candidates.set_aside()
         sets = [{*avoid, *aside, *unable}, {*aside, *unable}] + ([{*unable}] if is_forced else [])
         return [one for i, one in enumerate(sets) if one not in sets[:i]]
 
@@ -128,30 +142,27 @@ class Router:
         taker: WorkerLink,
         request: RoutingRequest,
         matches: Matches,
-        avoid: Collection[bytes],
-        unable: Collection[bytes] = frozenset(),
+        excluded: Exclusions = NONE_EXCLUDED,
     ) -> WorkerLink | None:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
         itself. Raises NoWorker."""
         (candidate,) = self._candidates.as_candidates([taker], matches, request)
         is_forced = not self.may_prefill_locally
         takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
-        for each, avoided in itertools.product(takers, self._avoidances(avoid, unable, is_forced)):
+        for each, avoided in itertools.product(takers, self._avoidances(excluded, is_forced)):
             near = self._candidates.shortlisted("prefill", request, matches, avoided)
             if best := choose_source(request, self._candidates.as_candidates(near.values(), matches, request), each):
                 return near[best.name]
         here = self._candidates.serving("prefill")
-        can_never = any(link.worker_id in unable or not can_prefill(request, link.limits) for link in here)
+        can_never = any(link.worker_id in excluded.unable or not can_prefill(request, link.limits) for link in here)
         if is_forced and not can_never and not self._stand_in:
             raise NoWorker("no prefill worker serves")
         return None
 
-    def pooling_worker_for(
-        self, request: RoutingRequest, avoid: Collection[bytes], unable: Collection[bytes] = frozenset()
-    ) -> WorkerLink:
+    def pooling_worker_for(self, request: RoutingRequest, excluded: Exclusions = NONE_EXCLUDED) -> WorkerLink:
         """Return the prefill worker that reads a prompt which nobody takes over. Raises NoWorker."""
         for role in ROLES if self._stand_in else ("prefill",):
-            for avoided in self._avoidances(avoid, unable, True):
+            for avoided in self._avoidances(excluded, True):
                 near = self._candidates.shortlisted(role, request, Matches(), avoided, task="prefill")
                 if best := choose_prefill_worker(
                     request, self._candidates.as_candidates(near.values(), Matches(), request)
@@ -201,7 +212,7 @@ class Router:
 
     def _route(
         self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, allow_open: bool
-    ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
+    ) -> Placement:
         """`allow_open`: also pairs whose breakers are open. Raises NoRoute."""
         prefill, decode = (self._candidates.shortlisted(role, request, matches, avoid) for role in ROLES)
         is_part = len(prefill) < len(self._candidates.serving("prefill"))
@@ -215,11 +226,9 @@ class Router:
             # Perhaps no worker was drawn that has KV for these, or a transport to them.
             prefill = self._candidates.shortlisted("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split, allow_open)
-        return decision, prefill.get(decision.prefill or ""), decode[decision.decode]
+        return Placement(decision, prefill.get(decision.prefill or ""), decode[decision.decode])
 
-    def _route_to_stand_in(
-        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes]
-    ) -> tuple[Decision, None, WorkerLink] | None:
+    def _route_to_stand_in(self, request: RoutingRequest, matches: Matches, avoid: Set[bytes]) -> Placement | None:
         """Return a worker that does the work of both roles: a decode worker, or where none serves a prefill worker."""
         for role in ("decode", _STAND_IN["decode"]):
             near = self._candidates.shortlisted(role, request, matches, avoid, task="decode")
@@ -227,7 +236,7 @@ class Router:
                 decision = choose(request, (), self._candidates.as_candidates(near.values(), matches, request), "never")
             except NoRoute:
                 continue
-            return replace(decision, reason="stand_in"), None, near[decision.decode]
+            return Placement(replace(decision, reason="stand_in"), None, near[decision.decode])
         return None
 
     def _choose(

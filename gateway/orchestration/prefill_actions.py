@@ -22,22 +22,22 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     if not request.failures.check_deaths():
         return _queue_for_worker(request, NoWorker("no worker was heard again"))
     try:
-        decision, prefill_link, decode_link = request.router.route()
+        placement = request.router.route()
     except NoWorker as error:
         return _queue_for_worker(request, error)
     request.failures.note_replaced()
     # One that has waited is served, late or not.
     if record.decision is None and not request.place.is_in_line:
-        record.queued.check(decision, queues.prefill.wait_s(record.queued))
-    record.decision = decision
+        record.queued.check(placement.decision, queues.prefill.wait_s(record.queued))
+    record.decision = placement.decision
     record.stamps.routed = record.stamps.routed or now()
     record.num_attempts += request.attempt.spec is None
     request.make_spec()
-    request.attempt.prefill_link = prefill_link
+    request.attempt.prefill_link = placement.prefill
     # A later attempt may pull what others hold.
-    request.attempt.admit(decode_link, prefills_on_admit=prefill_link is None and record.num_attempts == 1)
-    _count_prefill(request, prefill_link or decode_link)
-    decode_link.recent_load.add(decision.decode_s, now())
+    request.attempt.admit(placement.decode, prefills_on_admit=placement.prefill is None and record.num_attempts == 1)
+    _count_prefill(request, placement.prefill or placement.decode)
+    placement.decode.recent_load.add(placement.decision.decode_s, now())
     return RequestState.ADMITTING
 
 

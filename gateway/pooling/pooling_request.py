@@ -73,7 +73,7 @@ class PoolingRequest:
                 await self._wait_for_room()
             while True:
                 try:
-                    link = self._parts.router.pooling_worker_for(self._routing, self._tried.avoided, self._tried.unable)
+                    link = self._parts.router.pooling_worker_for(self._routing, self._tried.exclusions)
                 except NoWorker as error:
                     await self._wait_for_worker(error)
                     continue

@@ -36,8 +36,8 @@ class Fleet:
     def holder_for(self, taker, matches, avoid):
         self.avoided.append(frozenset(avoid))
 
-    def route(self, ask, matches, avoid, unable):
-        self.avoided += [frozenset(avoid), frozenset(unable)]
+    def route(self, ask, matches, excluded):
+        self.avoided += map(frozenset, excluded)
         raise Unavailable("no decode worker serves", 1.0, reason="NO_WORKER")
 
 

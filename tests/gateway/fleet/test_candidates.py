@@ -13,6 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.config.settings import GatewaySettings
 from gateway.fleet import candidates
 from gateway.fleet.registry import Registry
+from gateway.fleet.router import Exclusions
 from gateway.link.mailbox import Mailbox
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import Defaults, ModelFolder
@@ -89,8 +90,8 @@ def test_the_holder_is_found_among_many():
     holder = registry.prefill[217]
     matches = held({link.worker_id: 1 for link in registry.links} | {holder.worker_id: 21})
     for _ in range(3):
-        assert registry.fleets[0].router.route(ASK, matches, ())[1] is holder
-        assert registry.fleets[0].router.route(ASK, matches, {holder.worker_id})[1] is not holder
+        assert registry.fleets[0].router.route(ASK, matches).prefill is holder
+        assert registry.fleets[0].router.route(ASK, matches, Exclusions({holder.worker_id})).prefill is not holder
     reader = next(link for link in registry.prefill if link is not holder)
     assert registry.fleets[0].router.holder_for(reader, matches, ()) is holder
     assert registry.fleets[0].router.holder_for(holder, matches, ()) is None
@@ -104,7 +105,7 @@ def test_a_request_looks_at_few(monkeypatch):
         "as_candidates",
         lambda links, *rest: looked.append(len(links)) or seen(links, *rest),
     )
-    registry.fleets[0].router.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
+    registry.fleets[0].router.route(ASK, held({link.worker_id: 1 for link in registry.links}))
     assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
 
 
@@ -112,7 +113,7 @@ def test_the_only_partner_is_found_among_many():
     """KV goes through shared memory alone, so that each decode worker has one prefill worker."""
     registry = fleet(200, transports=("shm",))
     for _ in range(10):
-        _, source, taker = registry.fleets[0].router.route(ASK, Matches(), ())
+        _, source, taker = registry.fleets[0].router.route(ASK, Matches())
         assert source.hello.host_id == taker.hello.host_id
 
 
@@ -122,14 +123,14 @@ def test_who_serves_no_longer_is_not_chosen():
     registry.decode[0]._become(LinkState.DRAINING, "draining")
     first._become(LinkState.CONNECTING, "gone")
     assert registry.not_ready() is None
-    _, source, taker = registry.fleets[0].router.route(ASK, Matches(), ())
+    _, source, taker = registry.fleets[0].router.route(ASK, Matches())
     assert source is second and taker is registry.decode[1]
     second._become(LinkState.STALLED, "stalled")
     assert "no prefill worker" in registry.not_ready()
     with pytest.raises(Unavailable):
-        registry.fleets[0].router.route(ASK, Matches(), ())
+        registry.fleets[0].router.route(ASK, Matches())
     serve(first, "host0")
-    assert registry.not_ready() is None and registry.fleets[0].router.route(ASK, Matches(), ())[1] is first
+    assert registry.not_ready() is None and registry.fleets[0].router.route(ASK, Matches()).prefill is first
 
 
 @pytest.mark.parametrize("settings", [{}, {"split": "auto"}, {"split": "auto", "stand_in": True}])
@@ -166,7 +167,7 @@ def test_work_that_was_given_is_spread():
     """A worker without measurements is not given all new requests at once."""
     registry, chosen = fleet(4), []
     for _ in range(40):
-        decision, source, _ = registry.fleets[0].router.route(ASK, Matches(), ())
+        decision, source, _ = registry.fleets[0].router.route(ASK, Matches())
         source.recent_load.add(decision.prefill_s, now())
         chosen.append(source)
     assert {chosen.count(link) for link in registry.prefill} == {10}
@@ -187,9 +188,12 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
     matches = held({link.worker_id: 1 for link in links})
     for avoid in ((), {long[0].worker_id}, {link.worker_id for link in links}):
         for _ in range(20):
-            _, source, taker = registry.fleets[0].router.route(ask, matches, avoid)
+            _, source, taker = registry.fleets[0].router.route(ask, matches, Exclusions(avoid))
             assert taker.limits.max_model_len == 8500 and (source is None or source.limits.max_model_len == 8500)
-            assert role == "decode" or registry.fleets[0].router.prefill_for(taker, ask, matches, avoid) in long
+            assert (
+                role == "decode"
+                or registry.fleets[0].router.prefill_for(taker, ask, matches, Exclusions(avoid)) in long
+            )
             if avoid == {long[0].worker_id}:
                 assert long[0] not in (source, taker)
     assert registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long[1:]})
@@ -200,20 +204,24 @@ def test_what_a_worker_can_never_take_is_split_as_the_settings_say_elsewhere():
     registry, short = fleet(2), RoutingRequest(40, 60)  # which `auto` reads where it decodes
     router = registry.fleets[0].router
     for link in (registry.decode[0], registry.prefill[0]):
-        _, source, taker = router.route(short, Matches(), (), {link.worker_id})
+        _, source, taker = router.route(short, Matches(), Exclusions(unable={link.worker_id}))
         assert source is not None and link not in (source, taker)
-    assert router.route(short, Matches(), (), {link.worker_id for link in registry.prefill})[1] is None
+    assert (
+        router.route(short, Matches(), Exclusions(unable={link.worker_id for link in registry.prefill})).prefill is None
+    )
     for link in registry.prefill:
         link._become(LinkState.CONNECTING, "gone")
     with pytest.raises(Unavailable, match="no prefill worker"):
-        router.route(short, Matches(), (), {registry.decode[0].worker_id})
+        router.route(short, Matches(), Exclusions(unable={registry.decode[0].worker_id}))
 
 
 def test_what_a_worker_can_never_take_is_not_split_elsewhere_where_nothing_is():
     registry = fleet(2, split="never")
     for link in registry.decode:
         link.load = pb.Load(num_running=50)  # so that `auto` would
-    _, source, taker = registry.fleets[0].router.route(ASK, Matches(), (), {registry.decode[0].worker_id})
+    _, source, taker = registry.fleets[0].router.route(
+        ASK, Matches(), Exclusions(unable={registry.decode[0].worker_id})
+    )
     assert source is None and taker is registry.decode[1]
 
 
