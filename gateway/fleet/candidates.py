@@ -42,7 +42,7 @@ class _HelloFacts(NamedTuple):
     kv_token_bytes: int
     match_step: int  # tokens: a prefix is found in whole steps
     max_sequences: int | None
-    kv_form: bytes
+    kv_layout: bytes
     hello: pb.Hello
 
 
@@ -199,7 +199,7 @@ class Candidates:
             link.recent_load.utilization(at),
             link.pace_estimator.pace(at),
             _lacks_adapter(load, request),
-            facts.kv_form,
+            facts.kv_layout,
             self._no_kv_from(link, at),
         )
 
@@ -243,6 +243,6 @@ def _facts_of(link: WorkerLink) -> _HelloFacts:
         kv_token_bytes=hello.kv_token_bytes,
         match_step=hello.checkpoint_tokens or SPAN_TOKENS,
         max_sequences=hello.limits.max_num_seqs or None,
-        kv_form=b"" if hello.checkpoint_tokens else hello.layout.SerializeToString(deterministic=True),
+        kv_layout=b"" if hello.checkpoint_tokens else hello.layout.SerializeToString(deterministic=True),
         hello=hello,
     )

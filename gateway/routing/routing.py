@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
     utilization: float = 0.0  # the share of its time that it worked recently
     pace: Pace = Pace()
     lacks_adapter: bool = False  # holds the one that the request names, in no slot
-    kv_form: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
+    kv_layout: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
     no_kv_from: frozenset[str] = frozenset()  # names of workers whose KV does not come to it for now
 
 
@@ -240,7 +240,7 @@ def compatible(source: Candidate, taker: Candidate) -> bool:
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name or source.name in taker.no_kv_from:
         return False
     shared = source.transports & taker.transports
-    if not source.kv_form or source.kv_form != taker.kv_form:
+    if not source.kv_layout or source.kv_layout != taker.kv_layout:
         shared -= RUNS_TRANSPORTS
     return bool(shared) and (source.host_id == taker.host_id or not shared <= SAME_HOST_TRANSPORTS)
 

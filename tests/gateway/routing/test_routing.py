@@ -28,7 +28,7 @@ from gateway.routing.routing import (
 from tests.support.engine.toys import make_request, toy_engine
 
 WORDS = frozenset(["class", "form bf16"])
-BASE = Candidate("", 0, 0, 0, WorkerLimits(4096), WORDS, WORDS, frozenset(["tcp"]), "host", kv_form=b"blocks of 32")
+BASE = Candidate("", 0, 0, 0, WorkerLimits(4096), WORDS, WORDS, frozenset(["tcp"]), "host", kv_layout=b"blocks of 32")
 
 
 def worker(name: str, matched: int = 0, sequences: int = 0, waiting: int = 0, **fields) -> Candidate:
@@ -202,10 +202,10 @@ def test_what_moves_runs_of_bytes_is_for_blocks_that_are_alike(name):
     """Else each fetch of theirs would fail; a layout with a state has no form that is alike."""
     alone, beside = frozenset([name]), frozenset([name, "tcp"])
     for forms, are_alike in ((b"aa", True), (b"ab", False)):
-        p, d = (worker(each, kv_form=bytes([form])) for each, form in zip("pd", forms))
+        p, d = (worker(each, kv_layout=bytes([form])) for each, form in zip("pd", forms))
         assert compatible(p._replace(transports=alone), d._replace(transports=beside)) == are_alike
         assert compatible(p._replace(transports=beside), d._replace(transports=beside))
-    keep_states = [worker(each, transports=alone, kv_form=b"") for each in "pd"]
+    keep_states = [worker(each, transports=alone, kv_layout=b"") for each in "pd"]
     assert not compatible(*keep_states)
     with pytest.raises(NoRoute, match="no prefill worker serves that a decode worker can take KV from"):
         route(1000, keep_states[:1], keep_states[1:], "always")
