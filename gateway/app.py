@@ -256,8 +256,8 @@ class Gateway:
         tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
         spells_controls = self._settings.control_tokens_in_prompts
         text = TextWork(tokenizer, _make_template(folder), folder.vocab_size, spells_controls)
-        form = _answer_format(self._settings.tool_call_parser, folder)
-        return text, AnswerReader(tokenizer, text.detokenizer, form)
+        answer_format = _answer_format(self._settings.tool_call_parser, folder)
+        return text, AnswerReader(tokenizer, text.detokenizer, answer_format)
 
     def _version(
         self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""

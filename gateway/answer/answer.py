@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.answer.answer_reader import ReaderForm
+from gateway.answer.answer_reader import AnswerParsing
 from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.request.bottlenecks import seconds_by_bottleneck
@@ -47,12 +47,12 @@ class Answer:
         validated: ValidatedRequest,
         num_prompt_tokens: int,
         max_tokens: int,
-        form: ReaderForm,
+        parsing: AnswerParsing,
         stamps: Stamps,
         emit: Emit,
         on_gap: Callable[[float], None],
     ):
-        """`max_tokens`: where a choice ends at the latest; `form`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
+        """`max_tokens`: where a choice ends at the latest; `parsing`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
         self._validated, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
@@ -62,10 +62,10 @@ class Answer:
         self.num_slow_writes, self.slow_writes_s = 0, 0.0  # how many, and what they took in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
-        stops = StopStrings(validated.stops, form.spellings) if validated.stops else None
+        stops = StopStrings(validated.stops, parsing.spellings) if validated.stops else None
         ends = None if validated.constraint is None else validated.stop_token_ids
         self.choices = [
-            Choice(index, form, stops, validated.min_tokens, num_received, validated.request_id, ends)
+            Choice(index, parsing, stops, validated.min_tokens, num_received, validated.request_id, ends)
             for index, num_received in enumerate(validated.resume_from or [0] * validated.num_choices)
         ]
 

@@ -1,4 +1,4 @@
-"""How the answers of one model are read: as plain text, or by the parser of its chat template's form."""
+"""How the answers of one model are read: as plain text, or by the parser of its chat template's format."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ _FIRST = 0x10F000  # a private plane: the characters that stand for control toke
 _NUM_LAST = 8  # tokens of the prompt that may begin the reasoning
 
 
-class ReaderForm(NamedTuple):
+class AnswerParsing(NamedTuple):
     """How the answer of one request is read. `new_parser` None: as plain text."""
 
     detokenizer: Detokenizer
@@ -35,79 +35,83 @@ class ReaderForm(NamedTuple):
 class AnswerReader:
     """Choose how an answer is read. Belongs to the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, plain: Detokenizer, form: AnswerFormat | None):
-        """`form`: of the chat template; None: its answers are plain text."""
-        self._plain, self._form = plain, form
+    def __init__(self, tokenizer: Tokenizer, plain: Detokenizer, answer_format: AnswerFormat | None):
+        """`answer_format`: of the chat template; None: its answers are plain text."""
+        self._plain, self._format = plain, answer_format
         ids = {token["content"]: token_id for token_id, token in tokenizer.added.items()}
-        self._control_ids = {marker: ids[marker] for marker in (form.markers if form else ()) if marker in ids}
+        self._control_ids = {
+            marker: ids[marker] for marker in (answer_format.markers if answer_format else ()) if marker in ids
+        }
         self._spellings = {chr(_FIRST + index): marker for index, marker in enumerate(self._control_ids)}
         characters = dict(zip(self._control_ids.values(), self._spellings, strict=True))
         self._detokenizer = Detokenizer(tokenizer, characters)
 
-    def form_of(
+    def parsing_of(
         self,
         conversation: Conversation | None,
         prompt_ids: Sequence[int],
         constraint: Constraint | None = None,
         kept: Collection[str] | None = None,
-    ) -> ReaderForm:
-        """Return how an answer to this prompt is read. What continues a text has no form. Calls of tools that are not strict
+    ) -> AnswerParsing:
+        """Return how an answer to this prompt is read. What continues a text has no format. Calls of tools that are not strict
         keep to their schemas as far as they can; `kept`: only those of these, None: all. Raises InvalidRequest for what the
-        model's form cannot do."""
-        form = self._form
+        model's format cannot do."""
+        answer_format = self._format
         if conversation is None:
-            return ReaderForm(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
+            return AnswerParsing(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
         options = conversation.options
-        _check_form(form, options)
-        if form is None:
-            return ReaderForm(self._plain, constraint=constraint, continues=options.continues)
+        _check_format(answer_format, options)
+        if answer_format is None:
+            return AnswerParsing(self._plain, constraint=constraint, continues=options.continues)
         tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
         # What continues a text keeps to its constraint alone, and in harmony has no calls.
-        if not options.continues or (constraint is None and not form.is_harmony):
+        if not options.continues or (constraint is None and not answer_format.is_harmony):
             bound = set(options.strict_tools)
             if options.must_call or constraint is not None:
                 bound |= tools.keys() if kept is None else tools.keys() & kept
-            schemas = {name: each if name in bound else None for name, each in tools.items() if form.can_call(name)}
+            schemas = {
+                name: each if name in bound else None for name, each in tools.items() if answer_format.can_call(name)
+            }
             _check_tools(options, [name for name, each in schemas.items() if each is not None])
             loose = bound.difference(options.strict_tools)
             schemas |= {name: _loosened(name, tools[name]) for name in loose & schemas.keys()}
             asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint, loose)
-            grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
+            grammar = answer_grammar(answer_format, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
-        new_parser = partial(form.parser, self._spellings, tools, prompt_end, options.continues)
+        new_parser = partial(answer_format.parser, self._spellings, tools, prompt_end, options.continues)
         streams = options.streams_arguments
-        return ReaderForm(
+        return AnswerParsing(
             self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, options.continues
         )
 
     def can_call(self, name: str) -> bool:
         """Return whether an answer can have calls of a tool of this name."""
-        return self._form is not None and self._form.can_call(name)
+        return self._format is not None and self._format.can_call(name)
 
     def grammar_of_tool(self, conversation: Conversation, name: str) -> Constraint:
         """Return the grammar of a call of one tool, which can be called and whose schema is kept to as far as it can be.
         Raises InvalidRequest."""
-        assert self._form is not None and self._form.can_call(name)
+        assert self._format is not None and self._format.can_call(name)
         parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
         asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))
-        return Constraint("grammar", answer_grammar(self._form, self._control_ids, "", asked) or "")
+        return Constraint("grammar", answer_grammar(self._format, self._control_ids, "", asked) or "")
 
 
-def _check_form(form: AnswerFormat | None, options: ChatOptions) -> None:
+def _check_format(answer_format: AnswerFormat | None, options: ChatOptions) -> None:
     """Check that there can be the calls that are asked for. Raises InvalidRequest."""
-    name = f"the form of this model's answers ({form.name})" if form else "this model's chat template"
-    if form is None or form.calls is None:
+    name = f"the form of this model's answers ({answer_format.name})" if answer_format else "this model's chat template"
+    if answer_format is None or answer_format.calls is None:
         if options.must_call:
             raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no calls that are known")
         return
-    can_call = any(map(form.can_call, options.callable_tools))
+    can_call = any(map(answer_format.can_call, options.callable_tools))
     needed = options.strict_tools if can_call or not options.must_call else options.callable_tools
     for index, tool in enumerate(options.tools):
-        if tool["name"] in needed and not form.can_call(tool["name"]):
+        if tool["name"] in needed and not answer_format.can_call(tool["name"]):
             raise InvalidRequest(
                 f"messages.tools[{index}].name",
                 f"cannot be called in {name}: {tool['name']!r} is no name in Python (letters, digits and _, and no keyword)",

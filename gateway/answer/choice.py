@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 from itertools import chain
 
 from baton.v1 import inference_pb2 as pb
-from gateway.answer.answer_reader import ReaderForm
+from gateway.answer.answer_reader import AnswerParsing
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.answer.tool_calls import ToolCalls
 from gateway.parsers.answer_parser import Parsed
@@ -50,7 +50,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        form: ReaderForm,
+        parsing: AnswerParsing,
         stops: StopStrings | None,
         min_tokens: int,
         num_received: int = 0,
@@ -68,18 +68,18 @@ class Choice:
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
         self.separate: list[pb.GenerateResponse] | None = None  # what goes out before the open message; None: nothing
-        self._decoder: TextDecoder | None = form.detokenizer.decoder(form.continues)  # None: its end was sent
+        self._decoder: TextDecoder | None = parsing.detokenizer.decoder(parsing.continues)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""
         self._logprobs: list[pb.Logprobs] | None = None
         self._matched_stop = ""
-        self._parser = form.new_parser and form.new_parser()
+        self._parser = parsing.new_parser and parsing.new_parser()
         self._reasoning = ""
-        self._detokenizer, self._continues = form.detokenizer, form.continues
+        self._detokenizer, self._continues = parsing.detokenizer, parsing.continues
         self._calls: ToolCalls | None = None  # until there is a part of one
-        self._streams_arguments = form.streams_arguments
-        self._request_id, self._ends_with_call = request_id, form.ends_with_call
+        self._streams_arguments = parsing.streams_arguments
+        self._request_id, self._ends_with_call = request_id, parsing.ends_with_call
         self._kinds = _NOTHING  # of the open message
 
     @property

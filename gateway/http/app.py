@@ -22,12 +22,12 @@ from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import CallContext, RequestHandler
-from gateway.http.anthropic.answer import MessageForm
+from gateway.http.anthropic.answer import MessageWriter
 from gateway.http.anthropic.request import read_count_tokens, read_messages
 from gateway.http.call import HttpCall, ToError, WriteTimeout
 from gateway.http.fields.body import ParsedBody
 from gateway.http.fields.conversation import TOKENIZE_NAMES
-from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.answers import ChatWriter, CompletionWriter
 from gateway.http.openai.embeddings import (
     ParsedEmbeddings,
     ParsedRerank,
@@ -45,12 +45,12 @@ from gateway.http.openai.requests import (
 )
 from gateway.http.openapi import document
 from gateway.http.prompts import serve_each
-from gateway.http.responses.answer import NUM_LEVELS, ResponseForm
+from gateway.http.responses.answer import NUM_LEVELS, ResponseWriter
 from gateway.http.responses.request import read_input_tokens, read_response
+from gateway.http.wire.encoding import Json, to_bytes, to_bytes_in_turns
 from gateway.http.wire.errors import BadCall, status_of, to_anthropic, to_json
-from gateway.http.wire.forms import Form, StreamForm, TokenTexts
-from gateway.http.wire.readings import cohere_rerank, embedding, embedding_bytes, embeddings, rerank
-from gateway.http.wire.writing import Json, to_bytes, to_bytes_in_turns
+from gateway.http.wire.pooling_answers import cohere_rerank, embedding, embedding_bytes, embeddings, rerank
+from gateway.http.wire.writers import AnswerWriter, EventWriter, TokenTexts
 
 _INFERENCE = "/baton.v1.Inference/"
 _MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
@@ -71,22 +71,22 @@ class HttpApi:
     async def chat_completions(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
         body, context = self._read(call, "chat", read_chat)
-        await self._answer(call, context, body, ChatForm(body, *self._known(body)))
+        await self._answer(call, context, body, ChatWriter(body, *self._known(body)))
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
         body, context = self._read(call, "text_completion", read_completion)
-        await self._answer(call, context, body, CompletionForm(body, *self._known(body)))
+        await self._answer(call, context, body, CompletionWriter(body, *self._known(body)))
 
     async def responses(self, call: HttpCall) -> None:
         """POST /v1/responses."""
         body, context = self._read(call, "chat", read_response)
-        form = ResponseForm(body, call.values, *self._known(body))
+        writer = ResponseWriter(body, call.values, *self._known(body))
         boxes = _take(call, body)
         if body.stream:
-            return await self._stream(call, context, form, boxes)
-        await self._handler.gather(boxes[0], context, form.add)
-        await call.reply_json(await to_bytes_in_turns(form.whole(), NUM_LEVELS))
+            return await self._stream(call, context, writer, boxes)
+        await self._handler.gather(boxes[0], context, writer.add)
+        await call.reply_json(await to_bytes_in_turns(writer.whole(), NUM_LEVELS))
 
     async def input_tokens(self, call: HttpCall) -> None:
         """POST /v1/responses/input_tokens."""
@@ -97,8 +97,8 @@ class HttpApi:
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
         body, context = self._read(call, "chat", read_messages)
-        form = MessageForm(body, self._known(body)[0], call.values)
-        await self._answer(call, context, body, form)
+        writer = MessageWriter(body, self._known(body)[0], call.values)
+        await self._answer(call, context, body, writer)
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
@@ -211,11 +211,11 @@ class HttpApi:
             self._handler.refuse(operation, call.values.get("model"), call.without_deadline, error)
             raise
 
-    async def _answer(self, call: HttpCall, context: CallContext, body: ParsedBody, form: Form) -> None:
+    async def _answer(self, call: HttpCall, context: CallContext, body: ParsedBody, writer: AnswerWriter) -> None:
         num_at_once = self._num_at_once(body)
         boxes = _take(call, body)
         if body.stream:
-            return await self._stream(call, context, form, boxes, num_at_once)
+            return await self._stream(call, context, writer, boxes, num_at_once)
 
         num_logprobs = 0
 
@@ -231,7 +231,7 @@ class HttpApi:
 
         deadline = self._handler.with_deadline(context)
         responses = await serve_each(complete, len(boxes), num_at_once, deadline, place_of=place_of_prompt)
-        await call.reply_json(await to_bytes_in_turns(form.whole(responses)))
+        await call.reply_json(await to_bytes_in_turns(writer.whole(responses)))
 
     def _num_at_once(self, body: ParsedBody) -> int:
         """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""
@@ -242,11 +242,11 @@ class HttpApi:
         self,
         call: HttpCall,
         context: CallContext,
-        form: StreamForm,
+        writer: EventWriter,
         boxes: Sequence[list[pb.GenerateRequest]],
         num_at_once: int = 1,
     ) -> None:
-        call.open_stream(form.error_event, form.ping)
+        call.open_stream(writer.error_event, writer.ping)
         usages, begun = list[pb.Usage](), set[int]()
         for box in boxes:
             if box[0].WhichOneof("input") == "messages":
@@ -259,7 +259,7 @@ class HttpApi:
                 usages.append(message.usage)
             if not call.has_begun:
                 await call.begin_stream()
-            data = form.chunk(prompt, message)
+            data = writer.chunk(prompt, message)
             if data := data if isinstance(data, bytes) else await data:
                 await call.write(data)
 
@@ -268,7 +268,7 @@ class HttpApi:
 
         deadline = self._handler.with_deadline(context)
         await serve_each(generate, len(boxes), num_at_once, deadline, begun, place_of_prompt)
-        data = form.tail(usages)
+        data = writer.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 
     def _described(self, name: str, model: str, context: int) -> Json:

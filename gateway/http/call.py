@@ -16,8 +16,8 @@ from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
 from gateway.http.fields.body import parse
+from gateway.http.wire.encoding import Json, event, to_bytes
 from gateway.http.wire.errors import BadCall, headers_of, status_of
-from gateway.http.wire.writing import Json, event, to_bytes
 from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself

@@ -25,7 +25,7 @@ from gateway.http.openai.embeddings import ENCODINGS, MAX_TEXTS
 from gateway.http.openai.requests import MAX_PROMPTS
 from gateway.http.responses.request import INCLUDED
 from gateway.http.schemas import ANTHROPIC, CONVERSATION, FORMAT, OBJECT, OF_RESPONSES, STRUCTURED, closed, prompts
-from gateway.http.wire.writing import Json
+from gateway.http.wire.encoding import Json
 
 _STATUSES = {
     400: "The request is not acceptable; `param` names the field.",

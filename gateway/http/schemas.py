@@ -9,7 +9,7 @@ from gateway.http.fields.tables import CONSTRAINTS, FORMAT_TYPES, REASONING_OPTI
 from gateway.http.openai.conversations import REPEATED
 from gateway.http.responses.items import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
 from gateway.http.responses.request import ELSEWHERE, SUMMARIES
-from gateway.http.wire.writing import Json
+from gateway.http.wire.encoding import Json
 from gateway.request.messages import NAME, ROLES
 
 OBJECT = {"type": "object"}

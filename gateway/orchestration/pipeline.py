@@ -14,8 +14,8 @@ from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
-from gateway.answer.answer_reader import AnswerReader, ReaderForm
-from gateway.answer.form_search import FormSearch
+from gateway.answer.answer_reader import AnswerParsing, AnswerReader
+from gateway.answer.parsing_search import ParsingSearch
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.link.worker_link import WorkerLink
@@ -124,7 +124,7 @@ class Pipeline:
     ) -> RequestContext:
         """Tokenize the prompt, pay for it, and return the request with all that its way through workers needs. Raises
         BatonError, for a poisonous prompt too."""
-        validated, prompt_ids, form = await self._tokenize(validated, model, deadline, record)
+        validated, prompt_ids, parsing = await self._tokenize(validated, model, deadline, record)
         max_tokens = resolve_max_tokens(validated, len(prompt_ids), model)
         # A conversation is read, and its objects may be 40 times as large as their text.
         validated = record.validated = replace(validated, prompt=validated.prompt._replace(messages=None))
@@ -137,7 +137,7 @@ class Pipeline:
         await self.fleet.await_identity(deadline)
         specs = SpecBuilder(validated, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(validated, len(prompt_ids), max_tokens, form, record.stamps, emit, self.gaps(record))
+        answer = Answer(validated, len(prompt_ids), max_tokens, parsing, record.stamps, emit, self.gaps(record))
         if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):
             answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
             if validated.echo:
@@ -154,7 +154,7 @@ class Pipeline:
 
     async def _tokenize(
         self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord
-    ) -> tuple[ValidatedRequest, Sequence[int], ReaderForm]:
+    ) -> tuple[ValidatedRequest, Sequence[int], AnswerParsing]:
         """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
         BatonError."""
         prompt = validated.prompt
@@ -168,11 +168,11 @@ class Pipeline:
         constraint = validated.constraint
         if constraint is not None:
             constraint = await self.text.check_constraint(constraint, record.tenant, deadline)
-        search = FormSearch(self.reader, self.text, record.tenant, deadline)
-        form = await search.find(prompt.messages, prompt_ids, constraint)
-        if form.constraint != validated.constraint:
-            validated = replace(validated, constraint=form.constraint)
-        return validated, prompt_ids, form
+        search = ParsingSearch(self.reader, self.text, record.tenant, deadline)
+        parsing = await search.find(prompt.messages, prompt_ids, constraint)
+        if parsing.constraint != validated.constraint:
+            validated = replace(validated, constraint=parsing.constraint)
+        return validated, prompt_ids, parsing
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record the endings of the answer."""

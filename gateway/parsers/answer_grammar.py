@@ -11,7 +11,7 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 class GrammarAsked(NamedTuple):
-    """`tools`: schemas of those that may be called, and can be in this form, None of one whose arguments are any object;
+    """`tools`: schemas of those that may be called, and can be in this format, None of one whose arguments are any object;
     `must_call`: the answer is calls; `constraint`: kind and text of what the answer keeps to otherwise, None: it is any
     text; `loose`: tools whose schemas are kept to as far as they can be."""
 
@@ -28,7 +28,7 @@ def of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_grammar(
-    form: AnswerFormat, control_ids: Mapping[str, int], prompt_end: str, asked: GrammarAsked
+    answer_format: AnswerFormat, control_ids: Mapping[str, int], prompt_end: str, asked: GrammarAsked
 ) -> str | None:
     """Return the grammar, in the words of llguidance; None where nothing binds the answer but its constraint alone.
     A constraint that is a grammar is of the whole answer."""
@@ -36,22 +36,22 @@ def answer_grammar(
     if not (asked.must_call or constraint or binds_calls) or (constraint and constraint[0] == "grammar"):
         return None
     writer, ways = GrammarWriter(control_ids), list[str]()
-    if asked.tools and form.calls:
+    if asked.tools and answer_format.calls:
         tools = {
             name: each if each is None else ArgumentsSchema(of_object(each), name not in asked.loose)
             for name, each in asked.tools.items()
         }
-        ways.append(form.calls(writer, tools, asked.is_parallel))
-    if not asked.must_call and (constraint or form.is_harmony):
+        ways.append(answer_format.calls(writer, tools, asked.is_parallel))
+    if not asked.must_call and (constraint or answer_format.is_harmony):
         answer = constrained(writer, *constraint) if constraint else writer.any_text()
-        ways.append(f"{writer.text(_FINAL)} {answer}" if form.is_harmony else answer)
+        ways.append(f"{writer.text(_FINAL)} {answer}" if answer_format.is_harmony else answer)
     elif not asked.must_call:
-        ways = [text_or_calls(writer, ways[0], form.openers, form.first)]
-    if form.is_harmony:
+        ways = [text_or_calls(writer, ways[0], answer_format.openers, answer_format.first)]
+    if answer_format.is_harmony:
         begins = (_ANALYSIS,) if asked.must_call or constraint else (_ANALYSIS, _PREAMBLE)
         before = (f"({writer.text(f)} {writer.until(_END)} {writer.text('<|start|>assistant')})?" for f in begins)
         return writer.grammar(f"{' '.join(before)} {either(ways)}")
-    thought = reasoned(writer, form.thinks, form.thinking(prompt_end))
+    thought = reasoned(writer, answer_format.thinks, answer_format.thinking(prompt_end))
     if len(ways) == 1 and constraint and not asked.must_call and not thought:
         return None
     return writer.grammar(f"{thought} {either(ways)}")

@@ -100,7 +100,7 @@ class TaggedParser(AnswerParser):
         yield from self._content(bool(tag), has_called)
 
     def _reason(self, end: str) -> Generator[None, None, bool]:
-        """Read reasoning, and say whether calls ended it. Blanks at both its ends are the form's."""
+        """Read reasoning, and say whether calls ended it. Blanks at both its ends are the format's."""
         held, reader = list[str](), self._reader
         openers = self._openers if reader and reader.ends_thinking else ()
         markers = Markers((end, *openers))
@@ -123,7 +123,7 @@ class TaggedParser(AnswerParser):
                 markers = Markers((end, *self._openers))
 
     def _content(self, trims: bool, has_called: bool) -> Reading:
-        """Read content and calls. `trims`: blanks at its beginning are the form's, as those before a call always are."""
+        """Read content and calls. `trims`: blanks at its beginning are the format's, as those before a call always are."""
         source, reader, held = self._source, self._reader, list[str]()
         if trims:
             yield from source.peek()
@@ -171,7 +171,7 @@ class TaggedParser(AnswerParser):
 
 
 def spell(text: str, spellings: Mapping[str, str]) -> str:
-    """Return a text of the form as it stands in answers, where characters stand for control tokens."""
+    """Return a text of the format as it stands in answers, where characters stand for control tokens."""
     for character, token in spellings.items():
         text = text.replace(token, character)
     return text

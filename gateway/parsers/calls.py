@@ -69,7 +69,7 @@ class CallSink:
 
 
 class CallReader:
-    """Read calls of one form. `read` begins behind an opener, or at `first`, which counts at the beginning of the content
+    """Read calls in one format. `read` begins behind an opener, or at `first`, which counts at the beginning of the content
     alone."""
 
     openers: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The forms that are known, and which one a chat template belongs to."""
+"""The formats that are known, and which one a chat template belongs to."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -55,7 +55,7 @@ class AnswerFormat(NamedTuple):
         return (*chain(*self.thinks), *(self.reader.markers if self.reader else ()))
 
     def can_call(self, name: str) -> bool:
-        """Return whether a call of this form can be of a tool of this name."""
+        """Return whether a call in this format can be of a tool of this name."""
         return self.calls is not None and (self.reader is None or self.reader.can_name(name))
 
     def thinking(self, prompt_end: str) -> str:
@@ -103,11 +103,11 @@ NAMES = tuple(each.name for each in FORMATS)
 
 
 def format_of(template: str) -> AnswerFormat | None:
-    """Return the form of a chat template's model; None: its answers are plain text."""
+    """Return the format of a chat template's model; None: its answers are plain text."""
     written = template.replace('\\"', '"')  # as a text in double quotes has it
     return next((each for each in FORMATS if all(sign in written for sign in each.signs)), None)
 
 
 def format_named(name: str) -> AnswerFormat | None:
-    """Return the form of this name, which is known; None of "none"."""
+    """Return the format of this name, which is known; None of "none"."""
     return next((each for each in FORMATS if each.name == name), None)

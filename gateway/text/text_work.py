@@ -78,12 +78,12 @@ class TextWork:
     ) -> Sequence[int]:
         """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for a
         model that is not asked so; DeadlineExceeded."""
-        if (form := self._infilling) is None:
+        if (infilling := self._infilling) is None:
             message = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
             raise InvalidRequest("suffix", message)
         num_chars = len(prefix) + len(suffix)
         self._check_length("text", num_chars, context)
-        work = partial(self._encode, partial(form.encode, prefix, suffix))
+        work = partial(self._encode, partial(infilling.encode, prefix, suffix))
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     def control_ids(self, *names: str) -> frozenset[int]:

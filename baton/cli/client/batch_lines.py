@@ -15,13 +15,13 @@ from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.body import ParsedBody, parse
 from gateway.http.fields.reading import without_nulls
-from gateway.http.openai.answers import AnswerForm, ChatForm, CompletionForm
+from gateway.http.openai.answers import ChatWriter, ChoicesWriter, CompletionWriter
 from gateway.http.openai.requests import read_chat, read_completion
+from gateway.http.wire.encoding import with_lists
 from gateway.http.wire.errors import status_of, to_json
-from gateway.http.wire.writing import with_lists
 from gateway.text.detokenizer import LOOKED_AT, TextDecoder
 
-_KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
+_KINDS = {"/v1/chat/completions": (read_chat, ChatWriter), "/v1/completions": (read_completion, CompletionWriter)}
 _IDS_AT_ONCE = 128  # no more than any context
 # They say nothing of the line that was asked.
 _OF_NO_LINE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -76,10 +76,10 @@ class LineRunner:
         names: dict[str, str] = {}
         try:
             body, kind = _read_line(line)
-            reader, form = _KINDS[kind]
+            reader, writer = _KINDS[kind]
             parsed = reader(body)
             names = parsed.names
-            answer = await self._answer(parsed, form)
+            answer = await self._answer(parsed, writer)
             found["response"] = {"status_code": 200, "request_id": parsed.id, "body": answer}
         except _NoRequest as error:
             found["error"] = {"code": "invalid_line", "message": str(error)}
@@ -91,7 +91,7 @@ class LineRunner:
             found["response"] = _refusal(error, names)
         return found
 
-    async def _answer(self, parsed: ParsedBody, form: type[AnswerForm]) -> Json:
+    async def _answer(self, parsed: ParsedBody, writer: type[ChoicesWriter]) -> Json:
         if parsed.stream:
             raise InvalidRequest("stream", "is not possible in a batch")
         for request in parsed.requests:
@@ -99,7 +99,7 @@ class LineRunner:
         responses = await asyncio.gather(*(self._client.complete(request) for request in parsed.requests))
         model = await self._model(parsed.requests[0].model)
         await self._fetch_texts(parsed, responses, model)
-        return with_lists(form(parsed, model.name, model).whole(list(responses)))
+        return with_lists(writer(parsed, model.name, model).whole(list(responses)))
 
     async def _model(self, asked: str) -> _LineModel:
         if asked not in self._models:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from baton.cli.client.batch_lines import Json
-from gateway.http.wire.writing import to_bytes
+from gateway.http.wire.encoding import to_bytes
 
 _BEGIN = b'{"id":"batch_req_'  # of each result
 

@@ -8,16 +8,16 @@ from typing import Any
 from baton.v1 import inference_pb2 as pb
 from gateway.http.anthropic.request import DISPLAYS
 from gateway.http.fields.body import ParsedBody
-from gateway.http.wire.forms import split_parts
+from gateway.http.wire.encoding import Json, named_event
 from gateway.http.wire.signatures import sign
-from gateway.http.wire.writing import Json, named_event
+from gateway.http.wire.writers import split_parts
 
 _STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
 _MOST = sys.float_info.max
 
 
-class MessageForm:
-    """The form of one answer."""
+class MessageWriter:
+    """The writer of one answer."""
 
     ping = named_event("ping", {"type": "ping"})
 

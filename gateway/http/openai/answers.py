@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.fields.body import ParsedBody
-from gateway.http.wire.forms import SequenceDecoder, TokenTexts, logprob_in_json, token_logprobs
-from gateway.http.wire.writing import COMMENT, Data, Json, event, to_bytes_in_turns, to_text
+from gateway.http.wire.encoding import COMMENT, Data, Json, event, to_bytes_in_turns, to_text
+from gateway.http.wire.writers import SequenceDecoder, TokenTexts, logprob_in_json, token_logprobs
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -20,8 +20,8 @@ class _ObjectNames(NamedTuple):
     chunk: str  # of a stream
 
 
-class AnswerForm:
-    """The form of one answer. `ChatForm` and `CompletionForm` say what a choice looks like."""
+class ChoicesWriter:
+    """The writer of one answer. `ChatWriter` and `CompletionWriter` say what a choice looks like."""
 
     names: _ObjectNames
     ping = COMMENT
@@ -123,7 +123,7 @@ class AnswerForm:
         raise NotImplementedError
 
 
-class ChatForm(AnswerForm):
+class ChatWriter(ChoicesWriter):
     """Of /v1/chat/completions."""
 
     names = _ObjectNames("chat.completion", "chat.completion.chunk")
@@ -183,7 +183,7 @@ class ChatForm(AnswerForm):
         return {"index": num_before, **_call(part)}
 
 
-class CompletionForm(AnswerForm):
+class CompletionWriter(ChoicesWriter):
     """Of /v1/completions."""
 
     names = _ObjectNames("text_completion", "text_completion")

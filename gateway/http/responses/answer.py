@@ -12,8 +12,8 @@ from gateway.http.fields.body import ParsedBody
 from gateway.http.fields.reading import without_nulls
 from gateway.http.fields.tables import NOTES
 from gateway.http.responses.request import TOOL_OPTIONS, is_elsewhere, names_in_namespaces
-from gateway.http.wire.forms import TokenTexts, split_parts, token_logprobs
-from gateway.http.wire.writing import COMMENT, Data, Json, named_event, named_events_in_turns, to_bytes
+from gateway.http.wire.encoding import COMMENT, Data, Json, named_event, named_events_in_turns, to_bytes
+from gateway.http.wire.writers import TokenTexts, split_parts, token_logprobs
 
 NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
 _REPEATED = (
@@ -76,8 +76,8 @@ _DELTAS = {
 }
 
 
-class ResponseForm:
-    """The form of one answer: one message of one part, behind the reasoning of a model that marks it."""
+class ResponseWriter:
+    """The writer of one answer: one message of one part, behind the reasoning of a model that marks it."""
 
     ping = COMMENT
 

@@ -26,8 +26,8 @@ from gateway.http.fields.reading import (
 )
 from gateway.http.fields.tables import EFFORT_OF_RESPONSE, INPUT_NEUTRAL, NOTES, RESPONSE, RESPONSE_NEUTRAL
 from gateway.http.responses.items import read_input
+from gateway.http.wire.encoding import Json
 from gateway.http.wire.errors import BadCall
-from gateway.http.wire.writing import Json
 from gateway.request.messages import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"

@@ -24,9 +24,9 @@ from baton.service.errors import (
 )
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.answers import ChatWriter, CompletionWriter
 from gateway.http.openai.requests import read_chat, read_completion
-from gateway.http.wire.writing import to_bytes_in_turns
+from gateway.http.wire.encoding import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
@@ -242,12 +242,12 @@ async def test_tokens_are_as_over_http(tokenizer_json, prompt):
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1), top=best) for each in ids]
     answer = pb.CompleteResponse(choices=[pb.Choice(text="x", token_ids=ids, logprobs=logprobs)])
     client = OneAnswer(tokenizer_json, answer)
-    for line, read, form in (
-        (completion("a", prompt, logprobs=5), read_completion, CompletionForm),
-        (chat("a", logprobs=True, top_logprobs=5), read_chat, ChatForm),
+    for line, read, writer in (
+        (completion("a", prompt, logprobs=5), read_completion, CompletionWriter),
+        (chat("a", logprobs=True, top_logprobs=5), read_chat, ChatWriter),
     ):
         result = await LineRunner(client).result(1, json.dumps(line))
-        over_http = form(read(line["body"]), "m", client.detokenizer).whole([await client.complete(None)])
+        over_http = writer(read(line["body"]), "m", client.detokenizer).whole([await client.complete(None)])
         expected = json.loads(await to_bytes_in_turns(over_http))["choices"][0]["logprobs"]
         assert result["response"]["body"]["choices"][0]["logprobs"] == expected
     assert client.num_calls == 2

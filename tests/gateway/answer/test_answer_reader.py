@@ -30,8 +30,8 @@ CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "Größe </tool_call
 IDS = TOKENS.encode(f"<think>\nI look for naïve 🙂.\n</think>\n\nOne moment.\n{CALL}\n{CALL}<|im_end|>").ids
 
 
-def form(prompt: str = "x", conversation=CONVERSATION):
-    return READER.form_of(conversation, TOKENS.encode(prompt).ids)
+def parsing(prompt: str = "x", conversation=CONVERSATION):
+    return READER.parsing_of(conversation, TOKENS.encode(prompt).ids)
 
 
 def joined(messages: list[pb.GenerateResponse]) -> tuple:
@@ -46,13 +46,13 @@ def joined(messages: list[pb.GenerateResponse]) -> tuple:
 
 
 def streaming(**options):
-    """A form whose calls come in parts."""
+    """A parsing whose calls come in parts."""
     options = CONVERSATION.options._replace(streams_arguments=True, **options)
-    return form(conversation=CONVERSATION._replace(options=options))
+    return parsing(conversation=CONVERSATION._replace(options=options))
 
 
 def messages_of(sizes, num_received: int = 0, asked=None) -> list[pb.GenerateResponse]:
-    choice, messages, begin = Choice(0, asked or form(), None, 0, num_received, "r1"), [], 0
+    choice, messages, begin = Choice(0, asked or parsing(), None, 0, num_received, "r1"), [], 0
     for size in (*sizes, len(IDS)):
         ids = IDS[begin : begin + size]
         if ids:
@@ -90,7 +90,7 @@ def test_arguments_come_as_they_are_written():
 @given(st.integers(1, len(IDS) - 1))
 def test_a_client_that_resumes_gets_the_rest(num_received):
     """As many tokens one by one, then a stream that is resumed behind them: nothing twice, nothing lost."""
-    for asked in (form(), streaming()):
+    for asked in (parsing(), streaming()):
         before = messages_of([1] * len(IDS), asked=asked)[:num_received]
         assert joined(before + messages_of([], num_received, asked)) == WHOLE
 
@@ -112,9 +112,9 @@ def test_tokens_of_the_reasoning_are_counted(sizes, has_stops):
     stops = StopStrings(["moment."]) if has_stops else None
     num_before = len(TOKENS.encode("<think>\n").ids)
     num_counted = IDS.index(TOKENS.token_to_id("</think>")) - num_before
-    assert num_reasoning(form(), IDS, sizes, stops) == num_counted
+    assert num_reasoning(parsing(), IDS, sizes, stops) == num_counted
     cut = IDS[: num_before + 4]
-    assert num_reasoning(form(), cut, sizes, stops, pb.FINISH_REASON_LENGTH) == 4
+    assert num_reasoning(parsing(), cut, sizes, stops, pb.FINISH_REASON_LENGTH) == 4
 
 
 @settings(max_examples=60)
@@ -127,7 +127,7 @@ def test_tags_of_several_tokens_are_no_reasoning(sizes):
     begin, thought, end = (tokens.encode(text).ids for text in ("<think>", "I look for 🙂 naïve words", "</think>"))
     ids = [*begin, *thought, *end, *tokens.encode("One moment.").ids]
     assert len(begin) > 1 and len(end) > 1
-    asked = reader.form_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    asked = reader.parsing_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
     assert num_reasoning(asked, ids, sizes) == len(thought)
     nothing = [*begin, *tokens.encode("\n\n").ids, *end, *tokens.encode("One").ids]
     assert num_reasoning(asked, nothing, sizes) == 0
@@ -145,17 +145,17 @@ def test_all_messages_of_reasoning_are_counted(sizes):
     head, thoughts = "<|channel|>analysis<|message|>", ("So.", " They want words")
     answer = f"<|end|><|start|>assistant{head}".join(thoughts)
     ids = tokens.encode(f"{head}{answer}<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>").ids
-    asked = reader.form_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    asked = reader.parsing_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
     assert num_reasoning(asked, ids, sizes) == sum(len(tokens.encode(thought).ids) for thought in thoughts)
 
 
 def test_plain_where_there_is_no_conversation():
-    assert joined(messages_of([], asked=form(conversation=None)))[0] == ""
-    assert "<tool_call>" in joined(messages_of([], asked=form(conversation=None)))[1]
+    assert joined(messages_of([], asked=parsing(conversation=None)))[0] == ""
+    assert "<tool_call>" in joined(messages_of([], asked=parsing(conversation=None)))[1]
 
 
 def test_the_prompt_may_begin_the_reasoning():
-    choice = Choice(0, form("x<think>\n"), None, 0)
+    choice = Choice(0, parsing("x<think>\n"), None, 0)
     choice.push(TOKENS.encode("hm</think>ok<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
     message = choice.take()
     assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
@@ -165,29 +165,29 @@ def test_schemas_that_take_long_to_walk_are_refused_before():
     options = ChatOptions(({"name": "find", "parameters": {"anyOf": [{}] * 40_000}},), callable_tools=("find",))
     conversation = CONVERSATION._replace(options=options._replace(must_call=True))
     with pytest.raises(InvalidRequest, match="^messages.tools: have parameters of 160011 bytes, at most 131072"):
-        form(conversation=conversation)
-    form(conversation=conversation._replace(options=options))  # where no grammar has them, they are not walked
+        parsing(conversation=conversation)
+    parsing(conversation=conversation._replace(options=options))  # where no grammar has them, they are not walked
 
 
 def test_arguments_that_must_be_none_are_refused():
     tools = ({"name": "find", "parameters": {}}, {"name": "stop", "parameters": {"type": ["array", "null"]}})
     options = ChatOptions(tools, callable_tools=("find", "stop"), must_call=True, strict_tools=("stop",))
     with pytest.raises(InvalidRequest, match=r"tools\[1\]\.parameters: /type: must be object"):
-        form(conversation=CONVERSATION._replace(options=options))
+        parsing(conversation=CONVERSATION._replace(options=options))
 
 
 def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone():
     big = {"name": "big", "parameters": {"enum": ["x" * MAX_BYTES]}}
     tools = ({"name": "find", "parameters": {"minimun": 3, "type": "array"}}, big)
     options = ChatOptions(tools, callable_tools=("find",), must_call=True)
-    bound = form(conversation=CONVERSATION._replace(options=options)).constraint
+    bound = parsing(conversation=CONVERSATION._replace(options=options)).constraint
     assert bound is not None and '"minimun": 3, "type": "object"' in bound.text
     with pytest.raises(InvalidRequest, match=r"tools\[0\]\.parameters: /minimun: is no keyword"):
-        form(conversation=CONVERSATION._replace(options=options._replace(strict_tools=("find",))))
+        parsing(conversation=CONVERSATION._replace(options=options._replace(strict_tools=("find",))))
     both = CONVERSATION._replace(options=options._replace(callable_tools=("find", "big")))
     with pytest.raises(InvalidRequest, match="have parameters of"):
-        READER.form_of(both, [0])
-    free = READER.form_of(both, [0], kept=()).constraint
+        READER.parsing_of(both, [0])
+    free = READER.parsing_of(both, [0], kept=()).constraint
     assert free is not None and "minimun" not in free.text and free.text.count('%json {"type": "object"') == 4
 
 
@@ -198,9 +198,9 @@ def test_arguments_that_would_have_no_end_are_any_of_a_tool_that_is_not_strict(i
     options = ChatOptions(tools, callable_tools=("find",), must_call=True, strict_tools=("find",) * is_strict)
     conversation = CONVERSATION._replace(options=options)
     with pytest.raises(InvalidRequest, match="leads back to it"):
-        READER.form_of(conversation, [0])
+        READER.parsing_of(conversation, [0])
     if not is_strict:
-        free = READER.form_of(conversation, [0], kept=()).constraint
+        free = READER.parsing_of(conversation, [0], kept=()).constraint
         assert free is not None and "$ref" not in free.text
 
 
@@ -210,10 +210,10 @@ def test_calls_of_strict_tools_are_bound_alone():
         {"name": "stop", "parameters": {"type": "array"}},
     )  # the other's is not read
     options = ChatOptions(tools, callable_tools=("find", "stop"), strict_tools=("find",))
-    asked = form(conversation=CONVERSATION._replace(options=options))
+    asked = parsing(conversation=CONVERSATION._replace(options=options))
     assert asked.constraint is not None and "find" in asked.constraint.text and "stop" in asked.constraint.text
     assert joined(messages_of([], asked=asked)) == WHOLE
-    assert form(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
+    assert parsing(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
 
 
 PYTHONIC = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
@@ -230,18 +230,18 @@ NO_NAME = r"^messages\.tools\[1\]\.name: cannot be called in .*\(pythonic\): 'ge
 )
 def test_a_tool_whose_name_calls_cannot_have_is_refused_where_it_is_needed(options):
     with pytest.raises(InvalidRequest, match=NO_NAME):
-        PYTHONIC.form_of(CONVERSATION._replace(options=ChatOptions(NAMED, **options)), [])
+        PYTHONIC.parsing_of(CONVERSATION._replace(options=ChatOptions(NAMED, **options)), [])
 
 
 def test_a_tool_whose_name_calls_cannot_have_has_no_calls_where_others_do():
     options = ChatOptions(NAMED, callable_tools=("look", "get-page"), must_call=True)
     for kept in (None, ()):
-        bound = PYTHONIC.form_of(CONVERSATION._replace(options=options), [], kept=kept).constraint
+        bound = PYTHONIC.parsing_of(CONVERSATION._replace(options=options), [], kept=kept).constraint
         assert bound is not None and quoted("look(") in bound.text and "get-page" not in bound.text
     constraint = Constraint("regex", "x")
     alone = ChatOptions(NAMED, callable_tools=("get-page",))
-    assert PYTHONIC.form_of(CONVERSATION._replace(options=alone), []).constraint is None
-    assert "page" not in PYTHONIC.form_of(CONVERSATION._replace(options=alone), [], constraint).constraint.text
+    assert PYTHONIC.parsing_of(CONVERSATION._replace(options=alone), []).constraint is None
+    assert "page" not in PYTHONIC.parsing_of(CONVERSATION._replace(options=alone), [], constraint).constraint.text
 
 
 def test_what_continues_a_message_of_gpt_oss_is_its_content():
@@ -254,7 +254,7 @@ def test_what_continues_a_message_of_gpt_oss_is_its_content():
     conversation = Conversation((ChatMessage("assistant", "The answer is"),), ChatOptions(continues=True))
     prompt_ids = tokens.encode("<|start|>assistant<|channel|>final<|message|>The answer is").ids
     answer_ids = tokens.encode(" 42.<|end|><|start|>assistant<|channel|>final<|message|> Yes.<|return|>").ids
-    choice, messages = Choice(0, reader.form_of(conversation, prompt_ids), None, 0), []
+    choice, messages = Choice(0, reader.parsing_of(conversation, prompt_ids), None, 0), []
     for id_ in answer_ids:
         choice.push([id_], (), pb.FINISH_REASON_STOP if id_ == answer_ids[-1] else 0)
         messages.append(choice.take())
@@ -270,7 +270,7 @@ def test_what_continues_a_text_keeps_its_space(kind, continued):
     reader, ids = AnswerReader(tokenizer, plain, None), tokenizer.encode_text("the fox the fox")
 
     def text(conversation, num_prompt: int) -> str:
-        choice = Choice(0, reader.form_of(conversation, ids[:num_prompt]), None, 0)
+        choice = Choice(0, reader.parsing_of(conversation, ids[:num_prompt]), None, 0)
         choice.push(ids[num_prompt:], (), pb.FINISH_REASON_LENGTH)
         return choice.take().text
 
@@ -280,7 +280,7 @@ def test_what_continues_a_text_keeps_its_space(kind, continued):
 
 
 def test_a_call_that_is_cut_is_no_call():
-    choice = Choice(0, form(), None, 0)
+    choice = Choice(0, parsing(), None, 0)
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
     message = choice.take()
     assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)
@@ -290,7 +290,7 @@ def test_a_call_that_the_model_leaves_without_an_end_is_text():
     """One before a stop string is cut, as by `max_tokens`."""
     text = 'wait<tool_call>{"name": "find", "arguments": {"n": 1}'
     for stops, said in ((None, text), (StopStrings([": 1"]), "wait")):
-        choice = Choice(0, form(), stops, 0)
+        choice = Choice(0, parsing(), stops, 0)
         choice.push(TOKENS.encode(f"{text}<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
         message = choice.take()
         assert (message.text, list(message.tool_calls), message.finish_reason) == (said, [], pb.FINISH_REASON_STOP)

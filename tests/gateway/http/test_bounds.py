@@ -18,8 +18,8 @@ from baton.service.security.guard import Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
 from gateway.http.call import ClientGone, HttpCall
+from gateway.http.wire.encoding import event
 from gateway.http.wire.errors import to_json
-from gateway.http.wire.writing import event
 from tests.gateway.http.conftest import decoded
 from tests.support.pace import patience
 

@@ -11,8 +11,8 @@ import pytest
 from baton.service.net.http_server import FLOW
 from gateway.http import call as call_module
 from gateway.http.call import HttpCall
+from gateway.http.wire.encoding import event
 from gateway.http.wire.errors import to_json
-from gateway.http.wire.writing import event
 from tests.support.pace import patience
 
 _MESSAGES = {"messages": [{"role": "user", "content": "a quick fox"}], "max_tokens": 3}

@@ -11,10 +11,10 @@ from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.anthropic.answer import MessageForm
+from gateway.http.anthropic.answer import MessageWriter
 from gateway.http.anthropic.request import read_messages
 from gateway.http.fields.body import ParsedBody
-from gateway.http.wire.writing import to_bytes
+from gateway.http.wire.encoding import to_bytes
 from tests.gateway.http.clients.test_openai_client import over_grpc
 from tests.gateway.http.conftest import openai_client
 from tests.support.pace import patience
@@ -344,10 +344,10 @@ async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word
 
 
 def test_arguments_of_the_call_before_come_before_the_text():
-    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    writer = MessageWriter(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
-    data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
+    data = writer.chunk(0, begun) + writer.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
     assert [(each["index"], *each["delta"].values()) for each in events if each["type"] == "content_block_delta"] == [
         (0, "input_json_delta", '{"n"'), (0, "input_json_delta", ": 1}"), (1, "text_delta", "and"),
@@ -356,13 +356,13 @@ def test_arguments_of_the_call_before_come_before_the_text():
 
 
 def test_reasoning_ends_with_its_signature_and_nothing_else_has_one():
-    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    writer = MessageWriter(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
     messages = [
         pb.GenerateResponse(reasoning="I "),
         pb.GenerateResponse(reasoning="look."),
         pb.GenerateResponse(text="so"),
     ]
-    data = b"".join(form.chunk(0, each) for each in messages) + form.tail([pb.Usage()])
+    data = b"".join(writer.chunk(0, each) for each in messages) + writer.tail([pb.Usage()])
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
     # Without it the AI SDK leaves the reasoning out of the next request.
     assert [(each["index"], each.get("delta", {}).get("type", each["type"])) for each in events if "index" in each] == [
@@ -372,14 +372,14 @@ def test_reasoning_ends_with_its_signature_and_nothing_else_has_one():
 
 
 def test_a_message_that_begins_tells_what_its_prompt_has():
-    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
-    begun = form.chunk(0, pb.GenerateResponse(text="a", prompt_tokens=77)).decode().splitlines()[1]
+    writer = MessageWriter(ParsedBody("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    begun = writer.chunk(0, pb.GenerateResponse(text="a", prompt_tokens=77)).decode().splitlines()[1]
     assert json.loads(begun[6:])["message"]["usage"]["input_tokens"] == 77
 
 
 def test_arguments_are_json_whatever_the_model_wrote():
-    form = MessageForm(ParsedBody("msg_1", [pb.GenerateRequest()], {}), "fake")
+    writer = MessageWriter(ParsedBody("msg_1", [pb.GenerateRequest()], {}), "fake")
     call = pb.ToolCall(id="a", name="find", arguments='{"half": "\\ud83d", "n": [1e999, -1e999, 0.5]}')
-    told = to_bytes(form.whole([pb.CompleteResponse(choices=[pb.Choice(tool_calls=[call])])]))
+    told = to_bytes(writer.whole([pb.CompleteResponse(choices=[pb.Choice(tool_calls=[call])])]))
     (block,) = json.loads(told, parse_constant=pytest.fail)["content"]
     assert block["input"] == {"half": "\ud83d", "n": [sys.float_info.max, -sys.float_info.max, 0.5]}

@@ -14,9 +14,9 @@ import pytest
 from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.openai.answers import ChatForm, CompletionForm
+from gateway.http.openai.answers import ChatWriter, CompletionWriter
 from gateway.http.openai.requests import read_completion
-from gateway.http.wire.writing import to_bytes_in_turns
+from gateway.http.wire.encoding import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.http.conftest import openai_client
@@ -264,8 +264,8 @@ async def turns(work: Awaitable[bytes]) -> tuple[bytes, int]:
     return written, num_turns
 
 
-@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
-async def test_others_run_while_logprobs_are_written(form_of):
+@pytest.mark.parametrize("new_writer", [ChatWriter, CompletionWriter])
+async def test_others_run_while_logprobs_are_written(new_writer):
     """4,000 tokens with 20 alternatives each had taken 0.5 s of the event loop, in one piece."""
     tokens = Detokenizer(Tokenizer(byte_level()))
     top = [pb.TokenLogprob(token_id=20 + n, logprob=-n) for n in range(5)]
@@ -274,37 +274,37 @@ async def test_others_run_while_logprobs_are_written(form_of):
         pb.Choice(index=index, text="x", logprobs=logprobs, finish_reason=pb.FINISH_REASON_STOP) for index in (0, 1)
     ]
     asked = read_completion({"prompt": "a", "n": 2, "logprobs": 5})
-    form = form_of(asked, "fake", tokens)
-    written, num_turns = await turns(to_bytes_in_turns(form.whole([pb.CompleteResponse(choices=choices)])))
+    writer = new_writer(asked, "fake", tokens)
+    written, num_turns = await turns(to_bytes_in_turns(writer.whole([pb.CompleteResponse(choices=choices)])))
     assert num_turns > 2 * 1000 // 32 - 2
     found = [choice["logprobs"] for choice in json.loads(written)["choices"]]
-    names = ("content",) if form_of is ChatForm else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    names = ("content",) if new_writer is ChatWriter else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert all(len(told[name]) == 1000 for told in found for name in names)
 
 
-@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
-async def test_logprobs_that_are_no_numbers_are_json(form_of):
+@pytest.mark.parametrize("new_writer", [ChatWriter, CompletionWriter])
+async def test_logprobs_that_are_no_numbers_are_json(new_writer):
     """JSON.parse of JavaScript, and Go's reader, refuse NaN and Infinity."""
     top = [pb.TokenLogprob(token_id=20, logprob=logprob) for logprob in (math.nan, -math.inf)]
     logprobs = [pb.Logprobs(chosen=top[0], top=top)]
     choice = pb.Choice(text="x", logprobs=logprobs, finish_reason=pb.FINISH_REASON_STOP)
-    form = form_of(read_completion({"prompt": "a", "logprobs": 5}), "fake", Detokenizer(Tokenizer(byte_level())))
-    written = await to_bytes_in_turns(form.whole([pb.CompleteResponse(choices=[choice])]))
+    writer = new_writer(read_completion({"prompt": "a", "logprobs": 5}), "fake", Detokenizer(Tokenizer(byte_level())))
+    written = await to_bytes_in_turns(writer.whole([pb.CompleteResponse(choices=[choice])]))
     assert b"-9999" in written and not {b"NaN", b"Infinity"} & set(re.findall(rb"[A-Z][A-Za-z]+", written))
 
 
-@pytest.mark.parametrize("form_of", [ChatForm, CompletionForm])
-async def test_others_run_while_logprobs_of_one_event_are_written(form_of):
+@pytest.mark.parametrize("new_writer", [ChatWriter, CompletionWriter])
+async def test_others_run_while_logprobs_of_one_event_are_written(new_writer):
     """A slow reader has many tokens in one, and so has who lets a prompt be echoed."""
     tokens = Detokenizer(Tokenizer(byte_level()))
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=20, logprob=-1.0))] * 1000
-    form = form_of(read_completion({"prompt": "a", "echo": True, "logprobs": 0}), "fake", tokens)
+    writer = new_writer(read_completion({"prompt": "a", "echo": True, "logprobs": 0}), "fake", tokens)
     prompt = pb.EchoedPrompt(text="x", token_ids=[20] * 1001)
     message = pb.GenerateResponse(text="x", logprobs=logprobs, prompt=prompt, prompt_logprobs=logprobs)
-    written, num_turns = await turns(form.chunk(0, message))
+    written, num_turns = await turns(writer.chunk(0, message))
     assert num_turns > 1000 // 32 - 2
     (choice,) = json.loads(written.removeprefix(b"data: "))["choices"]
-    if form_of is ChatForm:
+    if new_writer is ChatWriter:
         assert len(choice["logprobs"]["content"]) == 1000
     else:
         assert (len(choice["logprobs"]["tokens"]), len(choice["prompt_logprobs"])) == (2001, 1001)
@@ -323,8 +323,8 @@ def test_offsets_of_tokens_point_into_the_text(tokenizer_json, echo):
     told = {"prompt": pb.EchoedPrompt(text=prompt, token_ids=prompt_ids), "prompt_logprobs": logprobs(prompt_ids[1:])}
     choice = pb.Choice(text=detokenizer.decoder(continues=True).push(token_ids), logprobs=logprobs(token_ids))
     response = pb.CompleteResponse(choices=[choice], **(told if echo else {}))
-    form = CompletionForm(read_completion({"prompt": prompt, "echo": echo, "logprobs": 0}), "fake", detokenizer)
-    (found,) = form.whole([response])["choices"]
+    writer = CompletionWriter(read_completion({"prompt": prompt, "echo": echo, "logprobs": 0}), "fake", detokenizer)
+    (found,) = writer.whole([response])["choices"]
     offsets = dict(zip(found["logprobs"]["tokens"], found["logprobs"]["text_offset"], strict=True))
     for mark in "!," if echo else ",":
         assert offsets[mark] == found["text"].index(mark)
@@ -336,8 +336,8 @@ def test_the_likeliest_tokens_have_the_one_that_was_taken_beside_them():
     best = [pb.TokenLogprob(token_id=20 + n, logprob=-n) for n in range(2)]
     rows = [pb.Logprobs(chosen=chosen, top=best) for chosen in (pb.TokenLogprob(token_id=30, logprob=-9), best[1])]
     choice = pb.Choice(text="x", logprobs=rows)
-    form = CompletionForm(read_completion({"prompt": "a", "logprobs": 2}), "fake", tokens)
-    (found,) = form.whole([pb.CompleteResponse(choices=[choice])])["choices"]
+    writer = CompletionWriter(read_completion({"prompt": "a", "logprobs": 2}), "fake", tokens)
+    (found,) = writer.whole([pb.CompleteResponse(choices=[choice])])["choices"]
     first, second, third = (tokens.shown(token_id)[0] for token_id in (20, 21, 30))
     assert list(found["logprobs"]["top_logprobs"]) == [{first: 0, second: -1, third: -9}, {first: 0, second: -1}]
 

@@ -16,9 +16,9 @@ from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.app import HttpApi
 from gateway.http.fields.body import ParsedBody
 from gateway.http.openapi import document
-from gateway.http.responses.answer import NUM_LEVELS, ResponseForm
+from gateway.http.responses.answer import NUM_LEVELS, ResponseWriter
 from gateway.http.responses.request import LOGPROBS, read_response
-from gateway.http.wire.writing import to_bytes_in_turns
+from gateway.http.wire.encoding import to_bytes_in_turns
 from tests.gateway.http.clients.test_openai_client import over_grpc, turns
 from tests.gateway.http.conftest import openai_client
 
@@ -334,7 +334,7 @@ def lines(data: bytes) -> list[dict]:
 
 
 async def test_arguments_of_the_call_before_come_before_the_text():
-    form = ResponseForm(
+    writer = ResponseWriter(
         ParsedBody("resp_1", [pb.GenerateRequest()], {}, stream=True),
         {},
         "fake",
@@ -342,8 +342,8 @@ async def test_arguments_of_the_call_before_come_before_the_text():
     )
     begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
     more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
-    data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
-    events = lines(data + await form.tail([pb.Usage()]))
+    data = writer.chunk(0, begun) + writer.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
+    events = lines(data + await writer.tail([pb.Usage()]))
     assert [(each["output_index"], each["delta"]) for each in events if each["type"].endswith("delta")] == [
         (0, '{"n"'), (0, ": 1}"), (1, "and"), (2, "{}"),
     ]  # fmt: skip
@@ -406,10 +406,10 @@ async def test_logprobs_are_of_what_the_message_says_alone():
 
 async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_loop():
     tokens = SimpleNamespace(shown=lambda token_id: (chr(token_id), chr(token_id).encode()))
-    form = ResponseForm(ParsedBody("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", tokens)
+    writer = ResponseWriter(ParsedBody("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", tokens)
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=97, logprob=-1.0))] * 1000
-    delta, num_turns = await turns(form.chunk(0, pb.GenerateResponse(text="a" * 1000, logprobs=logprobs)))
-    end, num_at_end = await turns(form.tail([pb.Usage()]))
+    delta, num_turns = await turns(writer.chunk(0, pb.GenerateResponse(text="a" * 1000, logprobs=logprobs)))
+    end, num_at_end = await turns(writer.tail([pb.Usage()]))
     assert num_turns > 1000 // 32 - 2 and num_at_end > 1000 // 32 - 2
     *_, said = lines(delta)
     done, part, item, final = lines(end)
@@ -418,14 +418,14 @@ async def test_a_stream_tells_logprobs_in_deltas_and_at_its_end_in_turns_of_the_
 
 
 async def test_an_answer_that_comes_back_is_as_the_document_has_it():
-    form = ResponseForm(
+    writer = ResponseWriter(
         ParsedBody("resp_1", [pb.GenerateRequest()], {}), {}, "fake", SimpleNamespace(shown=lambda _: ("a", b"a"))
     )
     call = pb.ToolCall(id="a", name="find", arguments="{}")
     logprobs = [pb.Logprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1.0))]
-    form.add(pb.GenerateResponse(reasoning="so"))
-    form.add(pb.GenerateResponse(text="a", logprobs=logprobs, tool_calls=[call]))
-    body = {"input": json.loads(await to_bytes_in_turns(form.whole(), NUM_LEVELS))["output"]}
+    writer.add(pb.GenerateResponse(reasoning="so"))
+    writer.add(pb.GenerateResponse(text="a", logprobs=logprobs, tool_calls=[call]))
+    body = {"input": json.loads(await to_bytes_in_turns(writer.whole(), NUM_LEVELS))["output"]}
     paths = json.loads(json.dumps(document()))["paths"]
     schema = paths["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.validate(body, schema)
@@ -435,11 +435,11 @@ async def test_an_answer_that_comes_back_is_as_the_document_has_it():
 
 def test_a_token_copies_nothing_of_what_was_said_before_it():
     """Of an answer of 480 KB each took 121 us."""
-    form = ResponseForm(read_response({"input": "hi", "stream": True}), {}, "model", None)
-    form.chunk(0, pb.GenerateResponse(text=1_000_000 * "a"))
+    writer = ResponseWriter(read_response({"input": "hi", "stream": True}), {}, "model", None)
+    writer.chunk(0, pb.GenerateResponse(text=1_000_000 * "a"))
     tracemalloc.start()
-    form.chunk(0, pb.GenerateResponse(text="b"))
+    writer.chunk(0, pb.GenerateResponse(text="b"))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 100_000
-    assert form.whole()["output"][0]["content"][0]["text"] == 1_000_000 * "a" + "b"
+    assert writer.whole()["output"][0]["content"][0]["text"] == 1_000_000 * "a" + "b"

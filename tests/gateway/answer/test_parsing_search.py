@@ -7,9 +7,9 @@ import pytest
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.service.errors import InvalidRequest
-from gateway.answer import form_search
+from gateway.answer import parsing_search
 from gateway.answer.answer_reader import AnswerReader
-from gateway.answer.form_search import FormSearch
+from gateway.answer.parsing_search import ParsingSearch
 from gateway.parsers.formats import format_named
 from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
@@ -38,17 +38,17 @@ class Text:
 
 @pytest.fixture(params=["hermes", "qwen-xml", "deepseek-dsml", "pythonic"])
 def search(request):
-    form = format_named(request.param)
-    tokenizer = Tokenizer(source := byte_level(unspecial=form.markers))
+    answer_format = format_named(request.param)
+    tokenizer = Tokenizer(source := byte_level(unspecial=answer_format.markers))
     text = Text(source, tokenizer.decoder.get_vocab_size())
-    return FormSearch(AnswerReader(tokenizer, Detokenizer(tokenizer), form), text, "", math.inf)
+    return ParsingSearch(AnswerReader(tokenizer, Detokenizer(tokenizer), answer_format), text, "", math.inf)
 
 
-async def grammar(search: FormSearch, *schemas: dict, **options) -> str:
+async def grammar(search: ParsingSearch, *schemas: dict, **options) -> str:
     tools = tuple({"name": f"t{n}", "parameters": schema} for n, schema in enumerate(schemas))
     asked = ChatOptions(tools, callable_tools=tuple(tool["name"] for tool in tools), must_call=True, **options)
-    form = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
-    return form.constraint.text
+    parsing = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
+    return parsing.constraint.text
 
 
 @pytest.mark.parametrize(("num_bad", "is_kept"), [(0, True), (1, True), (4, True), (5, False)])
@@ -62,7 +62,7 @@ async def test_one_whose_schema_cannot_be_kept_to_is_given_up_alone(search, num_
 async def test_a_search_that_takes_long_gives_up_all(search, monkeypatch):
     """Each of 128 tools may take a second to be checked."""
     clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr(form_search, "now", lambda: next(clock))
+    monkeypatch.setattr(parsing_search, "now", lambda: next(clock))
     text = await grammar(search, GOOD, GOOD, IMPOSSIBLE, GOOD, GOOD)
     assert "kept" not in text and all(f"t{n}" in text for n in range(5))
     assert len(search._text.checked) <= 6
@@ -89,6 +89,6 @@ async def test_tools_that_the_form_cannot_call_are_not_looked_at(search):
     schemas = {"kept": GOOD, "bad": IMPOSSIBLE} | {f"no-name-{n}": IMPOSSIBLE for n in range(5)}
     tools = tuple({"name": name, "parameters": schema} for name, schema in schemas.items())
     asked = ChatOptions(tools, callable_tools=tuple(schemas), must_call=True)
-    form = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
-    text = form.constraint.text
+    parsing = await search.find(Conversation((ChatMessage("user", "a"),), asked), [0], None)
+    text = parsing.constraint.text
     assert '"kept=' in text and quoted("bad(") in text and "no-name" not in text

@@ -1,10 +1,10 @@
-"""What an answer of each API has to say, and what their forms have in common."""
+"""What an answer of each API has to say, and what their writers have in common."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.wire.writing import Data, Json
+from gateway.http.wire.encoding import Data, Json
 
 _LEAST_LOGPROB = -9999.0
 
@@ -48,7 +48,7 @@ def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Itera
     return ({**token_json(each.chosen), "top_logprobs": [token_json(best) for best in each.top]} for each in logprobs)
 
 
-class StreamForm(Protocol):
+class EventWriter(Protocol):
     """What the events of an answer look like. `ping`: what says nothing."""
 
     ping: bytes
@@ -66,7 +66,7 @@ class StreamForm(Protocol):
         ...
 
 
-class Form(StreamForm, Protocol):
+class AnswerWriter(EventWriter, Protocol):
     """What an answer looks like."""
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:

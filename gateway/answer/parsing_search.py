@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from baton.constraints.constraint import MAX_BYTES, Constraint
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest
-from gateway.answer.answer_reader import AnswerReader, ReaderForm, parameter_bytes
+from gateway.answer.answer_reader import AnswerParsing, AnswerReader, parameter_bytes
 from gateway.text.templates import Conversation
 from gateway.text.text_work import TextWork
 
@@ -15,7 +15,7 @@ _MOST_S = 10.0  # for all: of 128 tools each may take a second, before anything 
 _FIELD = "messages.tools"
 
 
-class FormSearch:
+class ParsingSearch:
     """The search for one request."""
 
     def __init__(self, reader: AnswerReader, text: TextWork, tenant: str, deadline: float):
@@ -23,26 +23,26 @@ class FormSearch:
 
     async def find(
         self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None
-    ) -> ReaderForm:
+    ) -> AnswerParsing:
         """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be kept
         to, have any arguments. Raises BatonError."""
 
-        async def form_with(kept: Collection[str] | None) -> ReaderForm:
-            form = self._reader.form_of(conversation, prompt_ids, constraint, kept)
-            if form.constraint is not None and form.constraint != constraint:
-                await self._check(form.constraint)
-            return form
+        async def parsing_with(kept: Collection[str] | None) -> AnswerParsing:
+            parsing = self._reader.parsing_of(conversation, prompt_ids, constraint, kept)
+            if parsing.constraint is not None and parsing.constraint != constraint:
+                await self._check(parsing.constraint)
+            return parsing
 
         try:
-            return await form_with(None)
+            return await parsing_with(None)
         except InvalidRequest:
             if conversation is None or not conversation.options.loose_tools:
                 raise
-        free = await form_with(())
+        free = await parsing_with(())
         if not (kept := await self._keepable(conversation)):
             return free
         try:
-            return await form_with(kept)
+            return await parsing_with(kept)
         except InvalidRequest:  # what else is too much together
             return free
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import inference_pb2 as pb
-from gateway.http.wire.writing import Json, to_bytes
+from gateway.http.wire.encoding import Json, to_bytes
 
 _FLOAT_BYTES = 21  # of a number of a vector and its comma: 21.1 in the mean, of random ones of 768
 
