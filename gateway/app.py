@@ -270,7 +270,7 @@ class Gateway:
             Pipeline(
                 fleet=fleet,
                 index=self.index,
-                names=PrefixHashes(fleet),
+                prefix_hashes=PrefixHashes(fleet),
                 text=text,
                 reader=reader,
                 admission=self._admission,
@@ -288,7 +288,7 @@ class Gateway:
         if self._settings.public_prefixes:
             pipeline = version.pipeline
             encode = partial(pipeline.text.encode, context=version.fleet.model.context)
-            pipeline.names.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
+            pipeline.prefix_hashes.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
 
     async def _add_model(self, name: str, path: Path, required_identity: bytes) -> ModelVersion:
         """Raises SettingsError; whatever ends it, a cancelled call too, nothing has changed then."""

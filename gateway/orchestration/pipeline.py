@@ -49,7 +49,7 @@ class Pipeline:
 
     fleet: ModelFleet
     index: PrefixIndex
-    names: PrefixHashes
+    prefix_hashes: PrefixHashes
     text: TextWork
     reader: AnswerReader
     admission: AdmissionControl
@@ -135,7 +135,9 @@ class Pipeline:
         if num_ahead < max_tokens:
             emit = _paying(emit, reservation, len(prompt_ids))
         await self.fleet.await_identity(deadline)
-        specs = SpecBuilder(validated, prompt_ids, max_tokens, self.names, record.tenant, record.context, deadline)
+        specs = SpecBuilder(
+            validated, prompt_ids, max_tokens, self.prefix_hashes, record.tenant, record.context, deadline
+        )
         matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(validated, len(prompt_ids), max_tokens, parsing, record.stamps, emit, self.gaps(record))
         if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):

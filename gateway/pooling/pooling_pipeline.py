@@ -60,7 +60,7 @@ class PoolingPipeline:
         reservation.reserve(num_tokens, now())
         await answers.fleet.await_identity(deadline)
         parts = PromptParts(answers.fleet.router, answers.queues, answers.retry_budget, record, first.key_id, deadline)
-        mark, traceparent = answers.names.mark(record.tenant), format_traceparent(record.context)
+        mark, traceparent = answers.prefix_hashes.mark(record.tenant), format_traceparent(record.context)
         return [
             PoolingRequest(
                 parts,

@@ -30,8 +30,8 @@ class IdentitySource(Protocol):
         ...
 
 
-class Named(NamedTuple):
-    """The names of a prompt's full spans."""
+class SpanHashes(NamedTuple):
+    """The hashes of a prompt's full spans, which are their names."""
 
     hashes: list[SpanHash]
     parent: SpanHash  # of the span that comes next
@@ -51,7 +51,7 @@ class PrefixHashes:
 
     def spans(
         self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = (), adapter: bytes = b""
-    ) -> Named:
+    ) -> SpanHashes:
         """Return the names of the full spans of prompt and output together; output is never public, and nothing that an
         `adapter` (its identity) has computed. Raises Unavailable before a worker has reported which model is served."""
         identity = self._source.known_identity()
@@ -64,7 +64,7 @@ class PrefixHashes:
         first_private = salted(shared[-1] if shared else root, salt)
         token_ids = [*prompt_ids, *output_ids] if output_ids else prompt_ids
         private = chain_hashes(first_private, token_ids[len(shared) * SPAN_TOKENS :])
-        return Named([*shared, *private], private[-1] if private else first_private)
+        return SpanHashes([*shared, *private], private[-1] if private else first_private)
 
     def mark(self, tenant: str) -> bytes:
         """Return bytes by which workers distinguish tenants without knowing their names; empty for the default

@@ -9,7 +9,7 @@ from baton.service.observe.telemetry import TraceContext, format_traceparent
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
-from gateway.prefix.prefix_hashes import Named, PrefixHashes
+from gateway.prefix.prefix_hashes import PrefixHashes, SpanHashes
 from gateway.request.validation import ValidatedRequest
 from kvtransfer.naming import SPAN_TOKENS, SpanHash
 
@@ -21,7 +21,7 @@ class SpecBuilder:
         "_validated",
         "_prompt_ids",
         "_max_tokens",
-        "_names",
+        "_prefix_hashes",
         "_tenant",
         "_context",
         "_deadline",
@@ -33,15 +33,16 @@ class SpecBuilder:
         validated: ValidatedRequest,
         prompt_ids: Sequence[int],
         max_tokens: int,
-        names: PrefixHashes,
+        prefix_hashes: PrefixHashes,
         tenant: str,
         context: TraceContext,
         deadline: float,
     ):
         """`context`: the request's span; `deadline`: time.monotonic()."""
         self._validated, self._prompt_ids, self._max_tokens = validated, prompt_ids, max_tokens
-        self._names, self._tenant, self._context, self._deadline = names, tenant, context, deadline
-        self._prompt_spans: Named | None = None
+        self._prefix_hashes, self._tenant = prefix_hashes, tenant
+        self._context, self._deadline = context, deadline
+        self._prompt_spans: SpanHashes | None = None
 
     @property
     def traceparent(self) -> str:
@@ -54,7 +55,7 @@ class SpecBuilder:
         Unavailable before a worker has said which model is served."""
         if self._validated.asks_for_prompt_logprobs:
             return []
-        return self._named_prompt().hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
+        return self._hashed_prompt().hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
 
     def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
         """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
@@ -77,13 +78,13 @@ class SpecBuilder:
             spec.sampling.ClearField("prompt_logprobs")
         spec.token_ids.extend(output_ids)
         if not output_ids:
-            named = self._named_prompt()
+            span_hashes = self._hashed_prompt()
         else:
-            named = self._names.spans(self._tenant, self._prompt_ids, output_ids, validated.adapter)
-        spec.span_hashes.extend(named.hashes)
-        spec.chain_parent = named.parent
+            span_hashes = self._prefix_hashes.spans(self._tenant, self._prompt_ids, output_ids, validated.adapter)
+        spec.span_hashes.extend(span_hashes.hashes)
+        spec.chain_parent = span_hashes.parent
         spec.priority = validated.priority
-        spec.tenant_mark = self._names.mark(self._tenant)
+        spec.tenant_mark = self._prefix_hashes.mark(self._tenant)
         spec.traceparent = self.traceparent
         spec.budget_ms = budget_ms(self._deadline)
         spec.speculation.CopyFrom(validated.speculation)
@@ -94,10 +95,10 @@ class SpecBuilder:
         ids."""
         self._prompt_spans = None
 
-    def _named_prompt(self) -> Named:
+    def _hashed_prompt(self) -> SpanHashes:
         if self._prompt_spans is None:
             adapter = self._validated.adapter
-            self._prompt_spans = self._names.spans(self._tenant, self._prompt_ids, adapter=adapter)
+            self._prompt_spans = self._prefix_hashes.spans(self._tenant, self._prompt_ids, adapter=adapter)
         return self._prompt_spans
 
 

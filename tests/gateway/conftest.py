@@ -107,8 +107,10 @@ class Cluster:
     def park(self, request_id: str, prompt, max_tokens: int, seed: int, n: int = 1) -> None:
         """Every decode worker has such a sequence, as if its session had been lost."""
         request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed, n=n)
-        validated, names = validate(request, self.fleet.model), self.pipeline.names
-        spec = SpecBuilder(validated, prompt, max_tokens, names, DEFAULT_TENANT, TraceContext(0, 0), now() + 60).build()
+        validated, hashes = validate(request, self.fleet.model), self.pipeline.prefix_hashes
+        spec = SpecBuilder(
+            validated, prompt, max_tokens, hashes, DEFAULT_TENANT, TraceContext(0, 0), now() + 60
+        ).build()
         for worker in self.decode:
             worker.parked[request_id] = spec
 

@@ -25,7 +25,7 @@ def test_tokens_in_place_of_an_offer():
 
 async def known(c, holder) -> None:
     """Until the index has heard what the worker holds."""
-    hashes = c.pipeline.names.spans("default", PROMPT[:NUM_PREFIX]).hashes
+    hashes = c.pipeline.prefix_hashes.spans("default", PROMPT[:NUM_PREFIX]).hashes
     async with asyncio.timeout(10):
         while not any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes)):
             await asyncio.sleep(0.01)
@@ -187,7 +187,7 @@ async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatc
         left.hold("decode")
         left.state = "draining"
         if is_there:
-            left.seal(c.pipeline.names.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
+            left.seal(c.pipeline.prefix_hashes.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
         else:
             left.spans.clear()
         await c.until(lambda: any(link.state is LinkState.DRAINING for link in c.gateway.registry.decode))

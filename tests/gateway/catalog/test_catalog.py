@@ -110,7 +110,7 @@ async def test_each_request_goes_to_the_model_that_it_names(serving):
 
 def worker_spans(c, name: str) -> set[bytes]:
     version = next(each for each in c.gateway.catalog.versions if each.name == name)
-    return set(version.pipeline.names.spans("default", PROMPT).hashes)
+    return set(version.pipeline.prefix_hashes.spans("default", PROMPT).hashes)
 
 
 async def test_names_that_are_not_served(serving):

@@ -310,7 +310,7 @@ async def test_how_requests_were_routed_is_counted(cluster):
 
 async def test_workers_tell_tenants_apart_and_learn_no_names(cluster):
     async with cluster() as c:
-        names = c.pipeline.names
-        marks = {names.mark(tenant) for tenant in ("acme", "bravo", "default")}
-        assert len(marks) == 3 and names.mark("acme") == names.mark("acme") and names.mark("default") == b""
+        hashes = c.pipeline.prefix_hashes
+        marks = {hashes.mark(tenant) for tenant in ("acme", "bravo", "default")}
+        assert len(marks) == 3 and hashes.mark("acme") == hashes.mark("acme") and hashes.mark("default") == b""
         assert not any(b"acme" in mark or len(mark) > 32 for mark in marks)
