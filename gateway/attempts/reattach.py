@@ -29,7 +29,7 @@ class Reattach:
         return leg in self._legs
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether no worker is left to answer."""
         return not self._legs
 

@@ -53,33 +53,33 @@ def find_sequence(request: RequestContext, occurred: Occurrence[None]) -> Reques
     """Ask decode workers for the sequence that a client resumes: one may still have it. Raises BatonError."""
     request.make_spec()
     choices = request.answer.choices
-    request.reattach = _reattach(request, [0] * len(choices))  # the text needs every token, the client only some
+    request.reattach = _new_reattach(request, [0] * len(choices))  # the text needs every token, the client only some
     request.reattach.ask(request.router.decode_links(MAX_ASKED), sum(choice.num_received for choice in choices))
-    return _start_over_if_over(request, occurred)
+    return _restart_if_exhausted(request, occurred)
 
 
-def reattach(request: RequestContext, occurred: Occurrence[Lost]) -> RequestState | None:
+def begin_reattach(request: RequestContext, occurred: Occurrence[Lost]) -> RequestState | None:
     """Wait for the worker whose session was lost: it may still have the sequence. Raises BatonError."""
     attempt = request.attempt
     request.lost = occurred._replace(since=now())
     attempt.decode.close()
     next_index = [len(choice.token_ids) for choice in request.answer.choices]
-    request.reattach = _reattach(request, next_index, previous_attempt=attempt.decode.key[1])
+    request.reattach = _new_reattach(request, next_index, previous_attempt=attempt.decode.key[1])
     if attempt.is_decoding:
         request.reattach.wait_for(attempt.decode.link, attempt.decode.worker_id)
-    return _start_over_if_over(request, occurred)
+    return _restart_if_exhausted(request, occurred)
 
 
-def attach_again(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
+def send_attach(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
     """The worker is back: send Attach. Raises BatonError."""
     request.reattach.send_again(occurred.message)
-    return _start_over_if_over(request, occurred)
+    return _restart_if_exhausted(request, occurred)
 
 
 def drop_reattach_leg(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
     """This worker does not have the sequence; wait for the others that were asked. Raises BatonError."""
     request.reattach.drop(occurred.message)
-    return _start_over_if_over(request, occurred)
+    return _restart_if_exhausted(request, occurred)
 
 
 def resume_decoding(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> None:
@@ -102,7 +102,7 @@ def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestSta
     return RequestState.AWAITING_CREDIT
 
 
-def _reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
+def _new_reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
     """`next_index`: the first wanted output token of each choice; `previous_attempt`: the attempt whose sequence is wanted,
     0: any of the request."""
     attach = pb.Attach(
@@ -114,5 +114,5 @@ def _reattach(request: RequestContext, next_index: list[int], previous_attempt: 
     return Reattach(request.answer.key_id, request.mailbox, attach, request.deadline)
 
 
-def _start_over_if_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestState | None:
-    return start_over(request, occurred) if request.reattach.is_over else None
+def _restart_if_exhausted(request: RequestContext, occurred: Occurrence[Any]) -> RequestState | None:
+    return start_over(request, occurred) if request.reattach.is_exhausted else None
