@@ -51,7 +51,7 @@ class CallContext(NamedTuple):
         return self if self.time_left_s is None else self._replace(time_left_s=self.time_left_s - seconds)
 
 
-class _Settling:
+class _ErrorMapping:
     """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal, and a
     write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an open
     stream, and run through at every message."""
@@ -218,7 +218,7 @@ class RequestHandler:
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""
-        async with _Settling(self.pace_refusal):
+        async with _ErrorMapping(self.pace_refusal):
             check_size(request)
             tenant = guard.tenant()
             with self._using(request.model) as version:
@@ -229,7 +229,7 @@ class RequestHandler:
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         """Return the text of token ids. Raises BatonError."""
-        async with _Settling(self.pace_refusal):
+        async with _ErrorMapping(self.pace_refusal):
             check_detokenize(request)
             tenant = guard.tenant()
             with self._using(request.model) as version:
@@ -244,7 +244,7 @@ class RequestHandler:
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return what is known of one model. Raises BatonError."""
-        async with _Settling(self.pace_refusal):
+        async with _ErrorMapping(self.pace_refusal):
             version = self._catalog.find(request.model, guard.tenant())
             adapter = check_model(request.model, version.seen_by(guard.tenant()))
             if version.fleet.card is None:
@@ -256,7 +256,7 @@ class RequestHandler:
 
     async def models(self) -> pb.ListModelsResponse:
         """Return what is known of all models. Raises BatonError: no worker serves any."""
-        async with _Settling(self.pace_refusal):
+        async with _ErrorMapping(self.pace_refusal):
             versions = self._catalog.current
             if all(version.fleet.card is None for version in versions):
                 raise NoWorker("no worker serves")
@@ -315,7 +315,7 @@ class RequestHandler:
         return received + min(left_s, self.max_timeout_s)
 
 
-class _Recording(_Settling):
+class _Recording(_ErrorMapping):
     """A request from its beginning to its end, which is recorded however it comes."""
 
     __slots__ = ("_handler", "_record")

@@ -20,8 +20,8 @@ from gateway.routing.routing import (
     can_prefill,
     choose,
     choose_holder,
+    choose_prefill_for_taker,
     choose_prefill_worker,
-    choose_source,
     compatible,
     needs,
 )
@@ -151,7 +151,9 @@ class Router:
         takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
         for each, avoided in itertools.product(takers, self._avoidances(excluded, is_forced)):
             near = self._candidates.shortlisted("prefill", request, matches, avoided)
-            if best := choose_source(request, self._candidates.as_candidates(near.values(), matches, request), each):
+            if best := choose_prefill_for_taker(
+                request, self._candidates.as_candidates(near.values(), matches, request), each
+            ):
                 return near[best.name]
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in excluded.unable or not can_prefill(request, link.limits) for link in here)

@@ -212,7 +212,9 @@ def choose(
     return _decision(request, apart, here, "long_prompt")
 
 
-def choose_source(request: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
+def choose_prefill_for_taker(
+    request: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate
+) -> Candidate | None:
     """Return the best prefill worker that can read the prompt, for a decode worker that is chosen already, or None."""
     route = _best_pair(
         request, [worker for worker in prefill if can_prefill(request, worker.limits)], [taker], {taker.name: 0.0}
@@ -271,7 +273,7 @@ def _prefill_cost(request: RoutingRequest, worker: Candidate, gain_s: float, num
     )
 
 
-def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
+def _prefix_holders(workers: Iterable[Candidate]) -> list[Candidate]:
     """Return the workers that a prefix could be pulled from, longest first, and only a few."""
     holders = [worker for worker in workers if worker.num_matched_tokens]
     return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
@@ -292,7 +294,7 @@ def _best_pair(
 
     Both sides are in order of their own prices (of equals the first by name), so that a choice can be explained. A pair
     never adds a negative price, so the search ends where these alone exceed the best so far."""
-    holders = _sources((*prefill, *decode))
+    holders = _prefix_holders((*prefill, *decode))
     costs = [_remote_prefill_cost(request, worker, holders) for worker in prefill]
     costs.sort(key=lambda cost: (cost.cost_s, cost.worker.name))
     best: _Route | None = None

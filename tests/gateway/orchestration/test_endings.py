@@ -11,7 +11,7 @@ from grpc._cython import cygrpc
 from baton.client.errors import read_call_error
 from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded
-from gateway.api.request_handler import _Settling
+from gateway.api.request_handler import _ErrorMapping
 from gateway.attempts import attempt
 from gateway.link.mailbox import Mailbox
 from gateway.orchestration import failures
@@ -445,6 +445,6 @@ async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog)
     async with cluster() as c:
         caplog.clear()
         with pytest.raises(asyncio.CancelledError):
-            async with _Settling(c.gateway.handler.pace_refusal):
+            async with _ErrorMapping(c.gateway.handler.pace_refusal):
                 await write()
         assert not caplog.records

@@ -21,7 +21,7 @@ from gateway.routing.routing import (
     can_prefill,
     choose,
     choose_holder,
-    choose_source,
+    choose_prefill_for_taker,
     compatible,
     shortlist,
 )
@@ -174,7 +174,9 @@ def test_pairs_that_do_not_fit_are_never_routed_together(fields):
     odd = worker("odd", **fields)
     assert not compatible(odd, worker("d"))
     assert route(1000, [odd], [worker("d")]) == Decision(None, "d", "no_prefill_worker")
-    assert choose_source(RoutingRequest(1000, 1001), [odd, worker("p", waiting=9000)], worker("d")).name == "p"
+    assert (
+        choose_prefill_for_taker(RoutingRequest(1000, 1001), [odd, worker("p", waiting=9000)], worker("d")).name == "p"
+    )
 
 
 def test_a_source_whose_kv_does_not_come_is_left_by_that_taker():
@@ -257,7 +259,7 @@ def test_the_chosen_worker_can_hold_it_and_one_is_chosen_if_any_can(
     assert decision.prefill is None or (decision.prefill, decision.decode) in pairs
     assert (decision.prefill is not None) == bool(pairs) or split != "always"
     for taker in able.values():
-        source = choose_source(ask, prefill, taker)
+        source = choose_prefill_for_taker(ask, prefill, taker)
         assert (source is not None) == any(name == taker.name for _, name in pairs)
         assert source is None or (source.name, taker.name) in pairs
 
@@ -365,7 +367,7 @@ def test_any_choice_fits_and_is_the_best_of_all_pairs(prefill, decode, slo, rng)
     pairs = [(p, d) for p in prefill for d in decode if compatible(p, d)]
     assert bool(pairs) == (decision.reason != "no_prefill_worker")
     if pairs:
-        holders = routing._sources([*prefill, *decode])
+        holders = routing._prefix_holders([*prefill, *decode])
         best_s = min(pair_s(ask, p, d, holders) for p, d in pairs)
         assert choose(ask, prefill, decode, "always").cost_s == pytest.approx(best_s)
 
