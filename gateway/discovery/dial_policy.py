@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 from gateway.link.worker_link import LinkState, WorkerLink
 
 MAX_TRIALS = 64  # workers at once that are dialled and do not answer
-_MAX_VAIN = 8  # sessions in a row without a Hello, over 7 s where it is refused at once
+_MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 7 s where it is refused at once
 _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
 
 Worker = tuple[str, str]  # (role, address)
@@ -36,7 +36,7 @@ class DialPolicy:
             if link is not None and _in_session(link):
                 chosen.add(worker)
                 self._resting.pop(worker, None)
-            elif link is not None and link.num_vain >= _MAX_VAIN:
+            elif link is not None and link.num_failed_sessions >= _MAX_FAILED_SESSIONS:
                 self._rest(worker, link.reason, at)
             elif room:
                 chosen.add(worker)
@@ -48,7 +48,7 @@ class DialPolicy:
         return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
 
     def _is_proven(self, worker: Worker, link: WorkerLink) -> bool:
-        return _in_session(link) or (worker in self.proven and link.num_vain < _MAX_VAIN)
+        return _in_session(link) or (worker in self.proven and link.num_failed_sessions < _MAX_FAILED_SESSIONS)
 
     def _in_order(
         self, named: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float

@@ -67,7 +67,7 @@ class WorkerLink:
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self._away_since = now()
-        self.num_vain = 0  # sessions in a row that ended before a Hello
+        self.num_failed_sessions = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
         self.pace_estimator = PaceEstimator()  # among those of its model, once that is known
@@ -99,7 +99,7 @@ class WorkerLink:
     @property
     def is_reconnecting(self) -> bool:
         """Return whether its session has ended, and another was not tried in vain yet."""
-        return self.hello is None and self.num_vain == 0
+        return self.hello is None and self.num_failed_sessions == 0
 
     def may_come(self, within_s: float) -> bool:
         """Return whether it may yet serve: it has not been away for longer than `within_s`, as one that starts is."""
@@ -175,7 +175,7 @@ class WorkerLink:
 
     def lose(self, reason: str) -> None:
         """End the session, which may have been tried in vain, and its legs."""
-        self.num_vain = 0 if self.hello is not None else self.num_vain + 1
+        self.num_failed_sessions = 0 if self.hello is not None else self.num_failed_sessions + 1
         if self.hello is not None:
             write, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
             write("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))

@@ -66,7 +66,7 @@ class _ModelMeters:
 
     def __init__(self, metrics: Metrics, slo_classes: Mapping[str, Slo]):
         self._slo_classes = slo_classes
-        self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
+        self._reasons, self._tenants = _BoundedLabels(_MAX_REASONS), _BoundedLabels(_MAX_TENANTS)
         self._ttft = metrics.histogram(
             "baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS
         )()
@@ -142,7 +142,7 @@ class _ModelMeters:
         for phase, spent_s in breakdown(stamps, record.measured).items():
             self._phase(phase).observe(spent_s, exemplar)
             self._tenant_seconds(tenant, phase).inc(spent_s)
-        _report_to_collector(record, error, measured)
+        _record_otlp(record, error, measured)
         if stamps.first_sent is None:
             return
         if (ttft_s := record.ttft_s) is not None:
@@ -198,8 +198,8 @@ class _Gaps:
         self._itl.observe(gap_s, self._trace_id)
 
 
-class _Words:
-    """Bounded label values: the first `most` that come, and OTHER."""
+class _BoundedLabels:
+    """The values of one label: the first `most` that come, and OTHER."""
 
     def __init__(self, most: int):
         self._known: set[str] = set()
@@ -212,8 +212,8 @@ class _Words:
         return word
 
 
-def _report_to_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
-    """Send the same over OTLP, under the names of the conventions."""
+def _record_otlp(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
+    """Record the same for OTLP, under the names of the conventions."""
     how, reason = outcome(error)
     ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
     error_type = None if how == "ok" else reason

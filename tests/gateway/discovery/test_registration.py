@@ -238,7 +238,7 @@ async def test_strangers_in_the_directory_cost_next_to_nothing(cluster, digest, 
 
 
 async def test_one_that_is_served_by_nobody_is_left_alone_for_a_while(cluster, monkeypatch):
-    monkeypatch.setattr(dial_policy, "_MAX_VAIN", 2)
+    monkeypatch.setattr(dial_policy, "_MAX_FAILED_SESSIONS", 2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -250,8 +250,8 @@ async def test_one_that_is_served_by_nobody_is_left_alone_for_a_while(cluster, m
 
 
 class Link:
-    def __init__(self, state=LinkState.CONNECTING, num_vain=0):
-        self.state, self.num_vain, self.reason = state, num_vain, "refused"
+    def __init__(self, state=LinkState.CONNECTING, num_failed_sessions=0):
+        self.state, self.num_failed_sessions, self.reason = state, num_failed_sessions, "refused"
 
 
 def strangers(num: int) -> set:
@@ -267,10 +267,10 @@ def test_those_that_answered_stay_and_those_that_registered_here_come_first():
         assert {real, new} <= chosen and len(chosen) <= MAX_TRIALS + 1
         links = {worker: links.get(worker) or Link() for worker in chosen}
         for worker, link in links.items():
-            link.num_vain += worker not in (real, new)
+            link.num_failed_sessions += worker not in (real, new)
     links[real].state = LinkState.CONNECTING  # lost for a moment
     assert real in chosen_by.choose({new}, flood | {real}, links, 100.0) and real in chosen_by.proven
-    links[real].num_vain = 1000
+    links[real].num_failed_sessions = 1000
     assert real not in chosen_by.choose({new}, flood | {real}, links, 101.0) and real not in chosen_by.proven
 
 
@@ -281,7 +281,7 @@ def test_a_stranger_is_dialled_ever_more_seldom():
         is_chosen = worker in chosen_by.choose(set(), {worker}, {worker: link} if link else {}, float(at))
         if is_chosen and link is None:
             tried_at.append(at)
-            link = Link(num_vain=1000)
+            link = Link(num_failed_sessions=1000)
         elif not is_chosen:
             link = None
     assert [b - a for a, b in zip(tried_at, tried_at[1:])][:6] == [6, 11, 21, 41, 61, 61]

@@ -62,7 +62,7 @@ async def link():
 
 async def tried(link: WorkerLink, num: int) -> int:
     """Return the bytes in use after so many tries in all."""
-    while link.num_vain < num:
+    while link.num_failed_sessions < num:
         await asyncio.sleep(0.01)
     gc.collect()
     return heap_bytes()["used"]
@@ -83,7 +83,7 @@ async def test_one_that_was_refused_and_is_gone_is_waited_for():
         await worker.stop()
         while link.state is LinkState.REFUSED:
             await asyncio.sleep(0.01)
-        await tried(link, link.num_vain + 1)
+        await tried(link, link.num_failed_sessions + 1)
         assert link.state is LinkState.CONNECTING and link.may_come(30.0) and "tokenizer" not in link.reason
 
 

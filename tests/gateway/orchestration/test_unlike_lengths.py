@@ -209,7 +209,7 @@ async def test_one_that_was_tried_in_vain_holds_nothing(cluster, digest):
     await gone.stop()
     async with cluster(0, (256,), max_start_wait_s=0) as c:
         await register(c, gone.address)
-        await c.until(lambda: any(link.num_vain for link in c.gateway.registry.links))
+        await c.until(lambda: any(link.num_failed_sessions for link in c.gateway.registry.links))
         said = await refused(generate(c, **LONG))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.reason == "CONTEXT_LENGTH_EXCEEDED"
 
