@@ -14,7 +14,7 @@ import yaml
 
 from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.service.clock import now
-from gateway.discovery.worker_directory import RedisDirectory
+from gateway.discovery.redis_directory import RedisDirectory
 from gateway.prefix.redis_index import RedisIndex
 from gateway.queue.quota_sync import SharedUsage
 from gateway.queue.quotas import Quota, Quotas

@@ -6,13 +6,12 @@ Any client that can register, or write into Redis, can name addresses where no w
 import random
 from collections.abc import Iterator, Mapping, Set
 
+from gateway.discovery.worker_directory import Worker
 from gateway.link.worker_link import LinkState, WorkerLink
 
 MAX_TRIALS = 64  # workers at once that are dialled and do not answer
 _MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 7 s where it is refused at once
 _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
-
-Worker = tuple[str, str]  # (role, address)
 
 
 class DialPolicy:

@@ -10,10 +10,10 @@ from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
 from baton.tasks import is_cancelled
 from gateway.config.networks import Networks
-from gateway.discovery.dial_policy import DialPolicy, Worker
+from gateway.discovery.dial_policy import DialPolicy
 from gateway.discovery.dns import Resolver, is_name
 from gateway.discovery.session_set import SessionSet
-from gateway.discovery.worker_directory import WorkerDirectory
+from gateway.discovery.worker_directory import Worker, WorkerDirectory
 
 TTL_S = 10.0
 MAX_WORKERS = 4096

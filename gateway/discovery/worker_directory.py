@@ -1,23 +1,10 @@
-"""The list of registered workers that gateways share in Redis: registering with one is registering with all.
-
-    baton:workers    sorted set of "ROLE HOST:PORT"; the score is when it expires, in seconds by the clock of Redis
+"""The list of registered workers that gateways share: registering with one is registering with all.
 
 Without Redis, or with one that does not answer, a gateway knows the workers that have registered with itself.
 """
 
-import logging
-import math
 from collections.abc import Collection, Mapping
 from typing import Protocol
-
-from baton.service.logs import fields
-
-NAME = "baton:workers"
-MAX_NAMES = 4096  # read at once
-MAX_LEFT_S = 60  # no gateway writes an entry that lasts longer
-_LACKS = "it lacks ZMSCORE or ZRANGE with REV, use Redis 6.2 or newer"
-
-log = logging.getLogger(__name__)
 
 Worker = tuple[str, str]  # (role, address)
 
@@ -42,70 +29,3 @@ class LocalDirectory:
 
     async def close(self) -> None:
         pass
-
-
-class RedisDirectory:
-    """A directory in Redis. Every failure is an empty list: sessions that are up stay up."""
-
-    def __init__(self, url: str):
-        from gateway.store.redis_client import FAILURES, make_client
-
-        self._client, self._failures = make_client(url, 1.0, 1), FAILURES
-        self._was_up = True
-
-    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
-        try:
-            found = await self._exchange(here, sorted(known))
-        except self._failures as error:
-            if self._was_up:
-                log.warning("redis: workers of other gateways are not known %s", fields(error=_words_of(error)))
-            self._was_up = False
-            return set()
-        self._was_up = True
-        return found
-
-    async def _exchange(self, here: Mapping[Worker, float], known: list[Worker]) -> set[Worker]:
-        """As `exchange`; the latest entries are read first. Raises one of FAILURES."""
-        seconds, _ = await self._client.time()
-        await self._client.zremrangebyscore(NAME, "-inf", seconds)
-        await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
-        if here:
-            members = {" ".join(worker): seconds + math.ceil(left_s) for worker, left_s in here.items()}
-            await self._client.zadd(NAME, members)
-        asked = known[:MAX_NAMES]
-        scores = await self._client.zmscore(NAME, [" ".join(worker) for worker in asked]) if asked else []
-        found = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
-        return found.union(worker for member in await self._names() if (worker := _read(member)))
-
-    async def _names(self) -> list[object]:
-        from gateway.store.redis_client import TooMuch
-
-        try:
-            return (await self._client.execute_command("ZRANGE", NAME, 0, MAX_NAMES - 1, "REV"))[:MAX_NAMES]
-        except TooMuch:  # names that are longer than any address hide the others, but not those that are known
-            return []
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-def make_directory(redis_url: str | None) -> WorkerDirectory:
-    """Return the directory in Redis, or a local one without a URL."""
-    return RedisDirectory(redis_url) if redis_url else LocalDirectory()
-
-
-def _words_of(error: Exception) -> str:
-    """Describe a failure in one line, also that of a Redis to which a command of ours is new."""
-    from gateway.store.redis_client import words_of
-
-    is_new_there = str(error).startswith(("unknown command", "syntax error"))
-    return f"{_LACKS}: {words_of(error)}" if is_new_there else words_of(error)
-
-
-def _read(member: object) -> Worker | None:
-    """Return the worker of an entry, or None for what no gateway would write."""
-    try:
-        role, address = member.decode("ascii").split(" ")
-    except (AttributeError, UnicodeDecodeError, ValueError):
-        return None
-    return role, address

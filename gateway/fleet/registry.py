@@ -17,7 +17,7 @@ from gateway.config.slo_classes import read_classes
 from gateway.discovery.dns import DnsWorkers, is_name
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
-from gateway.discovery.worker_directory import make_directory
+from gateway.discovery.worker_directory import LocalDirectory, WorkerDirectory
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.fleet.process_clock import follow_process_time
 from gateway.link.token_batching import TokenBatching
@@ -59,7 +59,7 @@ class Registry:
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
         sets = {role: self._session_set(role, is_named=False) for role in ROLES}
-        self.registered = Registrations(sets, make_directory(settings.redis), Networks(settings.worker_networks))
+        self.registered = Registrations(sets, _make_directory(settings.redis), Networks(settings.worker_networks))
 
     @property
     def prefill(self) -> list[WorkerLink]:
@@ -293,3 +293,11 @@ class Registry:
         found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.role == role]
         found += self.registered.excuses(role)
         return "; ".join(found) or "none is configured, and none has registered"
+
+
+def _make_directory(redis_url: str | None) -> WorkerDirectory:
+    if not redis_url:
+        return LocalDirectory()
+    from gateway.discovery.redis_directory import RedisDirectory  # here, as redis is slow to load
+
+    return RedisDirectory(redis_url)

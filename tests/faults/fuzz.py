@@ -23,7 +23,7 @@ from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
 from baton.worker.wire import messages
 from gateway.config.served_model import ServedModel
-from gateway.discovery.worker_directory import _read as read_member
+from gateway.discovery.redis_directory import _read as read_member
 from gateway.model.model_folder import Defaults
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.worker_bitmap import bit_sets, places_of

@@ -17,9 +17,9 @@ from gateway.config.networks import Networks
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import dial_policy, dns, registration
 from gateway.discovery.dial_policy import MAX_TRIALS, DialPolicy
+from gateway.discovery.redis_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
-from gateway.discovery.worker_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.link.worker_link import LinkState
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker

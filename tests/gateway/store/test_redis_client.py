@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.exceptions import ReadOnlyError
 
-from gateway.discovery.worker_directory import RedisDirectory
+from gateway.discovery.redis_directory import RedisDirectory
 from gateway.prefix import redis_index
 from gateway.prefix.redis_index import RedisIndex
 from gateway.store.redis_client import FAILURES, MAX_REPLY_BYTES, make_client, values_of
