@@ -4,14 +4,11 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from baton import tasks
 from baton.addresses import host_of
-from baton.gguf import is_gguf
 from baton.service import heap, progress
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
@@ -24,7 +21,6 @@ from baton.service.observe.process_gauges import process_gauges
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
-from gateway.answer.answer_reader import AnswerReader
 from gateway.api import dashboard
 from gateway.api.fleet_service import SERVICE_NAME as FLEET_NAME
 from gateway.api.fleet_service import FleetService
@@ -33,7 +29,6 @@ from gateway.api.registration_service import RegistrationService
 from gateway.api.request_handler import RequestHandler
 from gateway.api.servicer import SERVICE_NAME, InferenceService
 from gateway.catalog.catalog import Catalog
-from gateway.catalog.model_version import ModelVersion
 from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
 from gateway.model.model_file import read_model
@@ -43,22 +38,15 @@ from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters
 from gateway.observe.recent_requests import RecentRequests
 from gateway.orchestration.machine import RequestMachine
-from gateway.orchestration.pipeline import Pipeline
 from gateway.orchestration.states import RequestEvent
-from gateway.parsers.formats import AnswerFormat, format_named, format_of
 from gateway.prefix.cluster_secret import NO_SECRET, fingerprint, read_secret
 from gateway.prefix.memory_index import MemoryIndex
-from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex, SecretDiffers
-from gateway.prefix.public_prefixes import read_public_prefixes
 from gateway.queue.admission import AdmissionControl
 from gateway.queue.quotas import Quotas
-from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.store.redis_url import without_password
-from gateway.text.templates import ChatTemplate, TemplateFailed
-from gateway.text.text_work import TextWork
-from gateway.text.tokenizer import Tokenizer
+from gateway.version_factory import VersionFactory
 
 _STOP_GRACE_S = 1.0
 # New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
@@ -102,15 +90,16 @@ class Gateway:
         self.index = _make_index(settings)
         self._secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
         self.registry = Registry(settings, self.index, self._secret, self._on_fleet_change)
-        self.catalog = Catalog(self._add_model, self._drop_model, settings.model_root)
+        self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
+        self._running: dict[str, RequestMachine] = {}  # of all models, by key_id
+        self._versions = VersionFactory(settings, self.registry, self.index, self._admission, self._running, self._gaps)
+        self.catalog = Catalog(self._versions.add, self._versions.drop, settings.model_root)
         self.recent = RecentRequests(self.registry.worker_started_at)
         gauges = request_gauges(self.recent, self.catalog) + fleet_gauges(self.registry, self.index)
         whose = folders[0].name if len(folders) == 1 else ""
         gauges += process_gauges(settings.tls)
         self.meters = GatewayMeters(whose, self.registry.slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
-        self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
-        self._running: dict[str, RequestMachine] = {}  # of all models, by key_id
-        self.catalog.versions += [self._version(folder, *self._text_of(folder)) for folder in folders]
+        self.catalog.versions += [self._versions.make(folder) for folder in folders]
         self.handler = RequestHandler(
             self.catalog,
             self.registry,
@@ -130,7 +119,7 @@ class Gateway:
         callers with certificates. Raises SettingsError."""
         settings = self._settings
         for version in self.catalog.versions:
-            await self._make_public(version)
+            await self._versions.make_public(version)
         fleet, health = self._add_services()
         admin = Admin(
             self.readiness,
@@ -237,6 +226,9 @@ class Gateway:
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
 
+    def _gaps(self, record: RequestRecord) -> Callable[[float], None]:
+        return self.meters.gaps(record)  # which are made after what makes models
+
     def _on_request_end(self, record: RequestRecord, error: BaseException | None) -> None:
         self.meters.ended(record, error)
         self.recent.ended(record, error)
@@ -247,65 +239,6 @@ class Gateway:
         for version in self.catalog.versions:
             version.note_change()
         self._changed.set()
-
-    # ---- models ----
-
-    def _text_of(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
-        """Raises SettingsError. Takes a second for a large tokenizer."""
-        name = str(folder.path if is_gguf(folder.path) else folder.path / "tokenizer.json")
-        tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
-        spells_controls = self._settings.control_tokens_in_prompts
-        text = TextWork(tokenizer, _make_template(folder), folder.vocab_size, spells_controls)
-        answer_format = _answer_format(self._settings.tool_call_parser, folder)
-        return text, AnswerReader(tokenizer, text.detokenizer, answer_format)
-
-    def _version(
-        self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""
-    ) -> ModelVersion:
-        """Join all parts of a model, and let its workers come."""
-        # Some files name it nowhere else; `special_tokens` are those of the tokenizer.
-        ends = folder.eos_ids | text.control_ids(folder.special_tokens.get("eos_token", ""))
-        settings, fleet = self._settings, self.registry.add(replace(folder, eos_ids=ends), required_identity)
-        return ModelVersion(
-            Pipeline(
-                fleet=fleet,
-                index=self.index,
-                prefix_hashes=PrefixHashes(fleet),
-                text=text,
-                reader=reader,
-                admission=self._admission,
-                queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
-                max_queue_wait_s=settings.max_queue_wait_s,
-                gaps=self.meters.gaps,
-                slo_classes=self.registry.slo_classes,
-                running=self._running,
-                loop_watch=self.registry.loop_watch,
-            )
-        )
-
-    async def _make_public(self, version: ModelVersion) -> None:
-        """Raises SettingsError for a prefix that the model cannot have."""
-        if self._settings.public_prefixes:
-            pipeline = version.pipeline
-            encode = partial(pipeline.text.encode, context=version.fleet.model.context)
-            pipeline.prefix_hashes.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
-
-    async def _add_model(self, name: str, path: Path, required_identity: bytes) -> ModelVersion:
-        """Raises SettingsError; whatever ends it, a cancelled call too, nothing has changed then."""
-        folder = await asyncio.to_thread(read_model, path, name)
-        version = self._version(folder, *await asyncio.to_thread(self._text_of, folder), required_identity)
-        try:
-            await self._make_public(version)
-        except BaseException:
-            version.fleet.excludes_its_workers = False
-            self._drop_model(version)
-            raise
-        self.registry.keep(version.fleet)
-        return version
-
-    def _drop_model(self, version: ModelVersion) -> None:
-        self.registry.drop(version.fleet)
-        version.close()
 
     async def _watch(self, health: Health) -> None:
         """Let health follow readiness, and print the ready line once. Raises SettingsError."""
@@ -378,16 +311,3 @@ def _make_index(settings: GatewaySettings) -> PrefixIndex:
         return RedisIndex(settings.redis, os.urandom(16))
     except ValueError as error:
         raise SettingsError(f"--redis: {error}") from None
-
-
-def _make_template(folder: ModelFolder) -> ChatTemplate | None:
-    if folder.chat_template is None:
-        return None
-    try:
-        return ChatTemplate(folder.chat_template, folder.special_tokens, folder.tool_template)
-    except TemplateFailed as error:
-        raise SettingsError(f"{folder.path}: chat template: {error}") from None
-
-
-def _answer_format(name: str, folder: ModelFolder) -> AnswerFormat | None:
-    return format_of(folder.tool_template or folder.chat_template or "") if name == "auto" else format_named(name)

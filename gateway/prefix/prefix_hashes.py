@@ -23,7 +23,10 @@ _MARK_BYTES = 12
 class IdentitySource(Protocol):
     """Knows which model is served."""
 
-    secret: bytes
+    @property
+    def secret(self) -> bytes:
+        """The secret that tenants' salts are derived from."""
+        ...
 
     def known_identity(self) -> ModelIdentity:
         """Return the model's identity. Raises Unavailable before a worker has reported it."""

@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from baton.v1 import inference_pb2 as pb
-from gateway import app
+from gateway import version_factory
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
 from gateway.text.text_work import TextWork
@@ -278,7 +278,7 @@ async def cancelled_adding(c, patch, *asked):
         await asyncio.Event().wait()
 
     with patch.context() as inside:
-        inside.setattr(app, "read_public_prefixes", hang)
+        inside.setattr(version_factory, "read_public_prefixes", hang)
         adding = asyncio.create_task(add(c, *asked))
         await began.wait()
         yield
