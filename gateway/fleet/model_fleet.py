@@ -55,7 +55,7 @@ class ModelFleet:
             self.candidates, settings.split, self.pace_estimator, settings.max_start_wait_s, settings.stand_in
         )
         self.last_identity = b""  # that its workers had, also while none is here
-        self._context = folder.context  # or what its workers said, where rope stretches that; also while none is here
+        self._model_context = folder.context  # or what its workers said, where rope stretches that; also while none is here
         self._settings, self._identities = settings, identities
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret
@@ -169,8 +169,8 @@ class ModelFleet:
         """Take a worker whose session has begun."""
         self._joined[link] = None
         if (hello := link.hello) is not None:
-            known = self._context if hello.model_identity == self.last_identity else self.folder.context
-            self._context = max(known, hello.limits.model_context)
+            known = self._model_context if hello.model_identity == self.last_identity else self.folder.context
+            self._model_context = max(known, hello.limits.model_context)
             self.last_identity = hello.model_identity
 
     def leave(self, link: WorkerLink) -> None:
@@ -219,11 +219,11 @@ class ModelFleet:
         # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
         lengths = [link.limits.max_model_len for link in self.links("decode") if link.limits]
         # As they say it, also where it is more than config.json has: yarn, linear and dynamic rope stretch that.
-        context = max(lengths if lengths and is_whole else [self._context, *lengths])
+        context = max(lengths if lengths and is_whole else [self._model_context, *lengths])
         return ServedModel(
             name=folder.name,
             context=context,
-            is_bound_by_workers=context < self._context,
+            is_bound_by_workers=context < self._model_context,
             lengths=tuple(sorted(set(lengths))),
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
