@@ -50,7 +50,7 @@ OFF, ON, AGAIN = "off", "on", "off again"
 COLLECTORS = ("up", "down", "stalled")
 KINDS = (OFF, ON, AGAIN)
 NUM_ROUNDS, NUM_REQUESTS = 24, 30  # about ten minutes
-SENT_S = 6.5  # after the last request: spans are drawn within a second, and leave a process each 5 s
+SENT_S = 6.5  # after the last request: spans are emitted within a second, and leave a process each 5 s
 _PROCESS_CPU = 2  # of a process's clocks, by the kernel's numbering: what its threads have run
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -271,7 +271,7 @@ class Worker:
         self._exits.push_async_callback(_cancel, tasks.start(name, work, **options))
 
     def _on_ended(self, leg: Leg) -> None:
-        self._spans.draw(leg)
+        self._spans.emit(leg)
         self._meters.ended(leg)
 
     def _readiness(self) -> tuple[bool, dict]:

@@ -195,7 +195,7 @@ class RequestHandler:
         """Record the end of a request."""
         self.num_running -= 1
         record.stamps.ended = (error is None and record.stamps.last_sent) or now()
-        request_trace.draw(record, error)
+        request_trace.emit(record, error)
         self._on_end(record, error)
 
     async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:

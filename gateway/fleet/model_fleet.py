@@ -55,7 +55,8 @@ class ModelFleet:
             self.candidates, settings.split, self.pace_estimator, settings.max_start_wait_s, settings.stand_in
         )
         self.last_identity = b""  # that its workers had, also while none is here
-        self._model_context = folder.context  # or what its workers said, where rope stretches that; also while none is here
+        # Of its folder, or what its workers said, where rope stretches that; also while none is here.
+        self._model_context = folder.context
         self._settings, self._identities = settings, identities
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret

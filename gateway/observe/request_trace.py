@@ -1,10 +1,10 @@
-"""The gateway's spans of a request, drawn from its record when it has ended, however it ended. No content goes in.
+"""The gateway's spans of a request, made from its record when it has ended, however it ended. No content goes in.
 
     {operation} {model}          events: retry (a worker had no room), migration (an attempt ended, another began)
       ▸ tokenize                 only where the request ended in it
       ▸ route ▸ admit
       ▸ prefill.wait             only of requests that waited for room on a prefill worker
-      ▸ prefill | kv.transfer | decode   only in place of those that a lost worker can no longer draw
+      ▸ prefill | kv.transfer | decode   only in place of those that a lost worker can no longer emit
 
 A failure is on the span that it happened in and on the root, not on earlier ones.
 """
@@ -38,14 +38,14 @@ class _Outcome(NamedTuple):
     attributes: dict[str, object]
 
 
-def draw(record: RequestRecord, error: BaseException | None) -> None:
-    """Draw the spans of a request that has ended, by its stamps, within a second. Workers draw their own."""
+def emit(record: RequestRecord, error: BaseException | None) -> None:
+    """Emit the spans of a request that has ended, by its stamps, within a second. Workers emit their own."""
     if telemetry.enabled() and record.context.sampled:
         outcome = _Outcome(error is not None, _status(error), _error_attributes(error))
-        telemetry.draw_later(_draw, record, outcome)
+        telemetry.emit_later(_emit_request, record, outcome)
 
 
-def _draw(record: RequestRecord, outcome: _Outcome) -> None:
+def _emit_request(record: RequestRecord, outcome: _Outcome) -> None:
     stamps = record.stamps
     emit_span(
         f"{record.operation} {record.model}",
@@ -60,19 +60,19 @@ def _draw(record: RequestRecord, outcome: _Outcome) -> None:
     )
     if stamps.tokenized is None:
         if record.validated is not None:
-            _draw_child(record, "tokenize", stamps.received, None, {}, outcome)
+            _emit_child(record, "tokenize", stamps.received, None, {}, outcome)
         return
-    _draw_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), outcome)
+    _emit_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), outcome)
     if stamps.routed is not None:
-        _draw_child(record, "admit", stamps.routed, stamps.granted, {}, outcome)
+        _emit_child(record, "admit", stamps.routed, stamps.granted, {}, outcome)
     if stamps.granted is not None and _waited(record):
-        _draw_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, outcome)
+        _emit_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, outcome)
     for failure in record.failures:
         if not failure.is_reported:
-            _draw_lost(record, failure)
+            _emit_lost(record, failure)
 
 
-def _draw_child(
+def _emit_child(
     record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, outcome: _Outcome
 ) -> None:
     """Draw a phase; `end` None: the request ended in it."""
@@ -82,7 +82,7 @@ def _draw_child(
     emit_span(name, record.context, *window_ns, attributes, status)
 
 
-def _draw_lost(record: RequestRecord, failure: Failure) -> None:
+def _emit_lost(record: RequestRecord, failure: Failure) -> None:
     """Draw what a worker did that has gone or is silent, as seen from here."""
     name = _LOST.get(failure.phase, "prefill" if failure.is_prefill else "kv.transfer")  # fetching: two work at it
     attributes = {

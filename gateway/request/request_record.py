@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     at: float
     worker: str
     reason: str
-    is_reported: bool  # by the worker itself, which draws its own spans
+    is_reported: bool  # by the worker itself, which emits its own spans
     num_output_tokens: int
 
 

@@ -1,4 +1,4 @@
-"""Draw the spans of what has ended once a second, and send them every few, in a thread of their own.
+"""Emit the spans of what has ended once a second, and send them every few, in a thread of their own.
 
 Drawn one after another they take a third of the CPU that each takes right behind its request, in caches that hold other
 things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
@@ -11,25 +11,25 @@ from collections.abc import Callable
 
 from baton.service.observe.span_exporter import FinishedSpan, SpanExporter
 
-_DRAW_S = 1.0
+_EMIT_S = 1.0
 _MAX_INTERVAL_S = 30.0  # between two tries of a collector that takes nothing: each takes 2 ms of CPU (exploratory)
 _BATCH = 512
 _MAX_TRIES = 5  # of a batch: the collector may be down for some 90 s, or never take this one
 _MAX_WAITING = 16_384 - _BATCH  # spans, beside those of a batch
-_MAX_UNDRAWN = 4_096  # requests and keys
+_MAX_UNEMITTED = 4_096  # requests and keys
 _QUIET_S = 60.0  # between two lines about what was dropped
 
 log = logging.getLogger(__name__)
 
 
 class SpanSender:
-    """Hold what is to be drawn and sent; the oldest is dropped where a collector takes nothing for long, or never takes it.
+    """Hold what is to be emitted and sent; the oldest is dropped where a collector takes nothing for long, or never takes it.
 
     It sends each `interval_s`, and sooner where a batch is full; less often where the collector takes nothing."""
 
     def __init__(self, exporter: SpanExporter, interval_s: float):
         self._exporter = exporter
-        self._undrawn: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNDRAWN)
+        self._unemitted: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNEMITTED)
         self._waiting: deque[FinishedSpan] = deque(maxlen=_MAX_WAITING)
         self._batch: list[FinishedSpan] = []  # older ones, which the collector has not taken yet
         self._num_tries = 0  # of that batch
@@ -41,9 +41,9 @@ class SpanSender:
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
-    def draw_later(self, draw: Callable[..., object], *args: object) -> None:
-        """Call `draw(*args)`, which adds spans, within a second."""
-        self._append(self._undrawn, (draw, args))
+    def emit_later(self, emit: Callable[..., object], *args: object) -> None:
+        """Call `emit(*args)`, which adds spans, within a second."""
+        self._append(self._unemitted, (emit, args))
 
     def add(self, *fields) -> None:
         """Send the FinishedSpan of these fields with the next ones."""
@@ -56,7 +56,7 @@ class SpanSender:
     def flush(self) -> None:
         """Send all that there is now, however often the collector took nothing. It may take the time of an export."""
         with self._sending:
-            self._draw()
+            self._emit()
             self._export()
 
     def shut_down(self) -> None:
@@ -69,9 +69,9 @@ class SpanSender:
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        while not self._closing.wait(min(_DRAW_S, self._min_interval_s)):
+        while not self._closing.wait(min(_EMIT_S, self._min_interval_s)):
             with self._sending:
-                self._draw()
+                self._emit()
                 if self._is_due():
                     self._export()
             if time.monotonic() - self._reported_at >= _QUIET_S:
@@ -86,11 +86,11 @@ class SpanSender:
             log.warning("telemetry: %d spans were dropped: the collector did not take them", self._num_dropped)
             self._num_dropped, self._reported_at = 0, time.monotonic()
 
-    def _draw(self) -> None:
-        while self._undrawn:
-            draw, args = self._undrawn.popleft()
+    def _emit(self) -> None:
+        while self._unemitted:
+            emit, args = self._unemitted.popleft()
             try:
-                draw(*args)
+                emit(*args)
             except Exception:
                 log.exception("telemetry: spans could not be drawn")
             time.sleep(0)  # an event loop that waits for the interpreter goes on after one, not after 5 ms
@@ -111,7 +111,7 @@ class SpanSender:
                 self._num_dropped += len(self._batch)
             if is_sent or is_given_up:
                 self._batch, self._num_tries = [], 0
-            self._draw()  # an export may take seconds, and what is not drawn yet holds its request
+            self._emit()  # an export may take seconds, and what is not emitted yet holds its request
             doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
             self._interval_s = self._min_interval_s if is_sent else doubled_s
         self._next_at = begun_at + self._interval_s  # from its end each would miss a turn of the thread

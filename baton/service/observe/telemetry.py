@@ -1,4 +1,4 @@
-"""Traces over OTLP/gRPC. Spans are drawn after the fact from stamps that were taken anyway, so a request pays nothing
+"""Traces over OTLP/gRPC. Spans are made after the fact from stamps that were taken anyway, so a request pays nothing
 while it runs, and in the thread that sends them. Without an endpoint nothing is loaded and nothing is sent; trace ids
 still flow, for logs and errors."""
 
@@ -57,7 +57,7 @@ class Clock:
         return self._offset_ns + round(stamp_s * 1e9)
 
 
-CLOCK = Clock()  # of this process: what its spans are drawn by, and what others compare theirs with
+CLOCK = Clock()  # of this process: what its spans are timed by, and what others compare theirs with
 
 
 def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
@@ -74,7 +74,7 @@ def new_span_id() -> int:
 
 
 def span_id_of(trace_id: int, *parts: object) -> int:
-    """The id of a span that another process draws: a process that knows its parts can link to it."""
+    """The id of a span that another process emits: a process that knows its parts can link to it."""
     text = "\0".join(map(str, (trace_id, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
@@ -124,11 +124,11 @@ def enabled() -> bool:
     return _sender is not None
 
 
-def draw_later(draw: Callable[..., object], *args: object) -> None:
-    """Call `draw(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing it
+def emit_later(emit: Callable[..., object], *args: object) -> None:
+    """Call `emit(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing it
     reads may change any more."""
     if _sender:
-        _sender.draw_later(draw, *args)
+        _sender.emit_later(emit, *args)
 
 
 def emit_span(
@@ -179,7 +179,7 @@ def shut_down(timeout_s: float = FLUSH_S) -> None:
     global _sender
     if _sender and not within(_sender.shut_down, timeout_s):
         log.warning("telemetry: the collector did not take all spans within %.0f s", timeout_s)
-    _sender = None  # what was to be drawn until then is emitted through it
+    _sender = None  # what was to be emitted until then is emitted through it
 
 
 atexit.register(shut_down)

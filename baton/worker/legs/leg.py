@@ -1,4 +1,4 @@
-"""One leg on this worker: its state, what of it is still out, and the stamps that its spans are drawn from."""
+"""One leg on this worker: its state, what of it is still out, and the stamps that its spans are made from."""
 
 import asyncio
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The spans of one leg, drawn from its stamps after its end, whatever the end was. Prompts and tokens never go in.
+"""The spans of one leg, made from its stamps after its end, whatever the end was. Prompts and tokens never go in.
 
     prefill ▸ prefill.queue, prefill.compute        where the prompt was read
     kv.transfer                                     where the KV was pulled to; linked to the prefill that it came from
@@ -17,28 +17,28 @@ from baton.worker.legs.leg import Leg
 
 
 class Spans:
-    """Draws the spans of the legs of one worker."""
+    """Emits the spans of the legs of one worker."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
 
-    def draw(self, leg: Leg) -> None:
-        """Draw the spans of a leg that has just ended, within a second."""
+    def emit(self, leg: Leg) -> None:
+        """Emit the spans of a leg that has just ended, within a second."""
         if leg.request is None or not telemetry.enabled():
             return
         parent = telemetry.parse_traceparent(leg.traceparent)
         if parent is not None and parent.sampled:
-            telemetry.draw_later(self._draw, leg, parent, time.monotonic())
+            telemetry.emit_later(self._emit_leg, leg, parent, time.monotonic())
 
-    def _draw(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+    def _emit_leg(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         if leg.prefill_at is not None:
-            self._draw_prefill(leg, parent, ended_at)
+            self._emit_prefill(leg, parent, ended_at)
         if leg.fetch_at is not None:
-            self._draw_transfer(leg, parent, ended_at)
+            self._emit_transfer(leg, parent, ended_at)
         if leg.start_at is not None:
-            self._draw_decode(leg, parent, ended_at)
+            self._emit_decode(leg, parent, ended_at)
 
-    def _draw_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+    def _emit_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         done = leg.prefill_done
         # The engine's own stamps: the time of delivery here is not the prefill's.
         end_at = leg.prefill_at + done.queue_s + done.prefill_s if done else ended_at
@@ -49,13 +49,13 @@ class Spans:
         }
         # What became of the lease later is not the prefill's failure.
         status = "ok" if done else _status(leg)
-        span = self._emit("prefill", leg, parent, leg.prefill_at, end_at, attributes, status)
+        span = self._emit_span("prefill", leg, parent, leg.prefill_at, end_at, attributes, status)
         if done:
             launched_at = leg.prefill_at + done.queue_s
-            self._emit("prefill.queue", leg, span, leg.prefill_at, launched_at, {}, "ok")
-            self._emit("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
+            self._emit_span("prefill.queue", leg, span, leg.prefill_at, launched_at, {}, "ok")
+            self._emit_span("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
 
-    def _draw_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+    def _emit_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         report = leg.fetch_report
         attributes = self._attributes(leg)
         if report:
@@ -72,9 +72,9 @@ class Spans:
         status = "ok" if report else _status(leg)
         # The prefix that a prefill worker pulls comes from another request: there is no span to link to.
         links = [] if leg.prefill_at is not None else [self._context(leg, parent, "prefill")]
-        self._emit("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
+        self._emit_span("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
 
-    def _draw_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+    def _emit_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         report = leg.report
         attributes = self._attributes(leg) | {
             "gen_ai.usage.output_tokens": leg.num_output_tokens,
@@ -93,11 +93,11 @@ class Spans:
             }
         parked_at = report.preempted_at if report else ()
         events = [SpanEvent("preemption", _wall_ns(leg, at)) for at in parked_at]
-        span = self._emit("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
+        span = self._emit_span("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
         if report and report.num_steps:
             first_at = min(leg.start_at + leg.kv_wait_s + report.decode_queue_s, ended_at)
-            self._emit("decode.queue", leg, span, leg.start_at, first_at, {}, "ok")
-            self._emit("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
+            self._emit_span("decode.queue", leg, span, leg.start_at, first_at, {}, "ok")
+            self._emit_span("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
 
     def _attributes(self, leg: Leg) -> dict[str, object]:
         clock = leg.outbox.clock
@@ -109,7 +109,7 @@ class Spans:
             "baton.clock.error_s": clock.error_s if clock else None,
         }
 
-    def _emit(
+    def _emit_span(
         self, name: str, leg: Leg, parent: TraceContext, start: float, end: float, attributes, status: str, links=(),
         events=(),
     ) -> TraceContext:  # fmt: skip

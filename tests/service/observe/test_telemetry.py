@@ -119,16 +119,16 @@ def test_spans_arrive_without_a_flush():
         receiver.wait_for(lambda spans: len(spans) == 1, telemetry.FLUSH_S)
 
 
-def test_what_is_drawn_later_arrives_and_what_cannot_be_drawn_is_told(caplog):
-    def draw(name: str) -> None:
+def test_what_is_emitted_later_arrives_and_what_cannot_be_emitted_is_told(caplog):
+    def emit(name: str) -> None:
         telemetry.emit_span(name, telemetry.new_context(), 1, 1 // len(name))
 
     with Receiver() as receiver:
         telemetry.setup("tested", receiver.endpoint)
         for name in ("first", "", "second"):
-            telemetry.draw_later(draw, name)
+            telemetry.emit_later(emit, name)
         receiver.wait_for(lambda spans: len(spans) == 2, telemetry.FLUSH_S)
-        telemetry.draw_later(draw, "at the end")
+        telemetry.emit_later(emit, "at the end")
         telemetry.shut_down()
         assert [span.name for span in receiver.wait_for(lambda spans: spans)] == ["first", "second", "at the end"]
     assert "ZeroDivisionError" in caplog.text and "could not be drawn" in caplog.text
@@ -146,19 +146,19 @@ def test_a_span_that_cannot_be_encoded_holds_up_no_other(caplog):
     assert caplog.text.count("could not be encoded") == 3
 
 
-def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_told(caplog, monkeypatch):
+def test_what_a_slow_collector_leaves_is_emitted_meanwhile_and_what_is_dropped_is_told(caplog, monkeypatch):
     from baton.service.observe import span_sender
 
-    drawn, sender = [], None
+    emitted, sender = [], None
 
     class Exporter:
         """One that hears of a request in each export, and fails once."""
 
         def send(self, spans):
-            if not drawn:
+            if not emitted:
                 raise OSError("once")
-            if len(drawn) < 4:
-                sender.draw_later(drawn.append, "meanwhile")
+            if len(emitted) < 4:
+                sender.emit_later(emitted.append, "meanwhile")
                 sender.add(*[None] * 11)
             return True
 
@@ -173,11 +173,11 @@ def test_what_a_slow_collector_leaves_is_drawn_meanwhile_and_what_is_dropped_is_
     deadline = time.monotonic() + patience(10)
     while "dropped" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.005)
-    drawn.append("first")
+    emitted.append("first")
     sender.add(*[None] * 11)
     sender.flush()
     sender.shut_down()
-    assert drawn == ["first", "meanwhile", "meanwhile", "meanwhile"]
+    assert emitted == ["first", "meanwhile", "meanwhile", "meanwhile"]
     assert "3 spans were dropped" in caplog.text and "could not be sent" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_spans_that_a_collector_did_not_take_wait_and_those_that_are_dropped_are
 
     monkeypatch.setattr(span_sender, "_MAX_WAITING", 4)
     monkeypatch.setattr(span_sender, "_BATCH", 3)
-    monkeypatch.setattr(span_sender, "_DRAW_S", 3600)  # nothing is sent but by `flush`
+    monkeypatch.setattr(span_sender, "_EMIT_S", 3600)  # nothing is sent but by `flush`
     exporter = Exporter()
     sender = span_sender.SpanSender(cast(Any, exporter), interval_s=3600)
     for name in "abc":
@@ -245,7 +245,7 @@ def test_what_a_collector_never_takes_holds_up_no_other(caplog, monkeypatch):
         def shutdown(self):
             pass
 
-    monkeypatch.setattr(span_sender, "_DRAW_S", 3600)  # nothing is sent but by `flush`
+    monkeypatch.setattr(span_sender, "_EMIT_S", 3600)  # nothing is sent but by `flush`
     sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=3600)
     for name in ("bad", *"abcdef"):
         sender.add(name, *[None] * 10)
@@ -294,14 +294,14 @@ def test_spans_wait_for_the_interval_or_for_a_full_batch(monkeypatch):
         def shutdown(self):
             pass
 
-    monkeypatch.setattr(span_sender, "_DRAW_S", 0.005)
+    monkeypatch.setattr(span_sender, "_EMIT_S", 0.005)
     monkeypatch.setattr(span_sender, "_BATCH", 4)
     sender = span_sender.SpanSender(cast(Any, Exporter()), interval_s=3600)
     for _ in range(3):
         sender.add(*[None] * 11)
-        drawn = threading.Event()
-        sender.draw_later(drawn.set)
-        assert drawn.wait(patience(10)) and not sent
+        emitted = threading.Event()
+        sender.emit_later(emitted.set)
+        assert emitted.wait(patience(10)) and not sent
     sender.add(*[None] * 11)
     deadline = time.monotonic() + patience(10)
     while not sent and time.monotonic() < deadline:

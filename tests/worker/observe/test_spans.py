@@ -1,4 +1,4 @@
-"""Spans of a key, drawn from its stamps."""
+"""Spans of a key, made from its stamps."""
 
 import time
 from typing import Any, NamedTuple, cast
@@ -16,39 +16,39 @@ from tests.support.worker.doubles import Bench
 from tests.support.worker.key_paths import DONE, KEY, bring_to, let
 
 
-class Drawn(NamedTuple):
+class Emitted(NamedTuple):
     window: tuple[int, int]
     status: str
     error_type: str | None
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> dict[str, Drawn]:
-    """Each span that is drawn, by its name."""
-    spans: dict[str, Drawn] = {}
+def emitted(monkeypatch) -> dict[str, Emitted]:
+    """Each span that is emitted, by its name."""
+    spans: dict[str, Emitted] = {}
 
     def emit(name, parent, begin, end, attributes, status, **options) -> None:
-        spans[name] = Drawn((begin, end), status, attributes.get("error.type"))
+        spans[name] = Emitted((begin, end), status, attributes.get("error.type"))
 
     monkeypatch.setattr(telemetry, "enabled", lambda: True)
-    monkeypatch.setattr(telemetry, "draw_later", lambda draw, *args: draw(*args))
+    monkeypatch.setattr(telemetry, "emit_later", lambda emit, *args: emit(*args))
     monkeypatch.setattr(telemetry, "emit_span", emit)
     return spans
 
 
-def draw(bench: Bench) -> None:
+def emit(bench: Bench) -> None:
     """Draw the leg that has ended."""
     (leg,) = bench.ended
     leg.outbox = Outbox(cast(Any, None))
     leg.traceparent = f"00-{'1' * 32}-{'2' * 16}-01"
-    Spans("tiny").draw(leg)
+    Spans("tiny").emit(leg)
 
 
 def cancel(bench: Bench, is_answered: bool) -> None:
     bench.obey(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
 
 
-async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(drawn, monkeypatch):
+async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(emitted, monkeypatch):
     bench = Bench()
     for event in (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED):
         let(bench, event)
@@ -57,10 +57,10 @@ async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(drawn,
     for event in (LegEvent.PREFILL_HERE, LegEvent.PREFILL_DONE):
         let(bench, event)
     bench.engine_ends(KEY)
-    draw(bench)
+    emit(bench)
     launched_at = fetched_at + DONE.queue_s
     begin, launched, end = map(CLOCK.wall_ns, (fetched_at, launched_at, launched_at + DONE.prefill_s))
-    found = {name: span.window for name, span in drawn.items() if name.startswith("prefill")}
+    found = {name: span.window for name, span in emitted.items() if name.startswith("prefill")}
     assert found == {"prefill": (begin, end), "prefill.queue": (begin, launched), "prefill.compute": (launched, end)}
 
 
@@ -72,7 +72,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(drawn, ending):
+async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, ending):
     """By a stop string it ends at the gateway, which cancels what goes on here."""
     bench = Bench()
     bring_to(bench, LegState.RUNNING)
@@ -81,18 +81,18 @@ async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(drawn, endin
     else:
         cancel(bench, ending == "answered")
     bench.commands.on_outputs([RequestEnded(KEY, "cancelled", report=DecodeReport(num_steps=3))])
-    draw(bench)
-    told = {name: (span.status, span.error_type) for name, span in drawn.items()}
+    emit(bench)
+    told = {name: (span.status, span.error_type) for name, span in emitted.items()}
     assert told["decode"] == told["decode.steps"] == ENDINGS[ending]
     assert told["decode.queue"] == told["kv.transfer"] == ("ok", None)
 
 
-async def test_a_fetch_that_the_end_of_the_answer_stops_is_no_cancelled_one(drawn):
+async def test_a_fetch_that_the_end_of_the_answer_stops_is_no_cancelled_one(emitted):
     """As where the first token is the last."""
     bench = Bench()
     bring_to(bench, LegState.FETCHING)
     cancel(bench, is_answered=True)
     bench.engine_ends(KEY, "cancelled")
     let(bench, LegEvent.FETCH_FAILED)
-    draw(bench)
-    assert drawn["kv.transfer"].status == "ok"
+    emit(bench)
+    assert emitted["kv.transfer"].status == "ok"
