@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from baton.service.clock import now
 from baton.service.observe.bottleneck import PromptFacts, aware_of_host, bottleneck_of_stack
@@ -31,6 +32,14 @@ PHASE_OF: dict[RequestState | None, str] = {
 }
 
 
+class EndedRequest(NamedTuple):
+    """A request that has ended, without its prompt."""
+
+    record: RequestRecord
+    how: tuple[str, str]  # outcome and reason
+    at: float  # time.monotonic()
+
+
 class RecentRequests:
     """Belongs to the event loop."""
 
@@ -38,7 +47,7 @@ class RecentRequests:
         """`worker_started_at`: when the youngest worker joined first (time.monotonic())."""
         self._worker_started_at = worker_started_at
         self._running: dict[int, RequestRecord] = {}
-        self._ended: deque[tuple[RequestRecord, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
+        self.last: deque[EndedRequest] = deque(maxlen=NUM_KEPT)  # that have ended, the latest one at its end
         self._since = now()
         self._cpu = CpuUsage()
         self._num_ended = self._num_answered = self._num_input = self._num_output = 0
@@ -61,7 +70,7 @@ class RecentRequests:
         """Keep a request that has ended, however it did, without its prompt."""
         self._running.pop(id(record), None)
         record.validated = record.validated and record.validated.without_content()
-        self._ended.append((record, outcome(error), now()))
+        self.last.append(EndedRequest(record, outcome(error), now()))
         self._num_ended += 1
         if error is None:  # only of these are the lengths known
             self._num_answered += 1
@@ -82,16 +91,16 @@ class RecentRequests:
         )
         for record in list(self._running.values())[: request.max_running or _DEFAULT_RUNNING]:
             answer.running.append(_view(record, ("", ""), None))
-        for record, how, ended_at in list(reversed(self._ended))[: request.max_recent or _DEFAULT_RECENT]:
+        for record, how, ended_at in list(reversed(self.last))[: request.max_recent or _DEFAULT_RECENT]:
             answer.recent.append(_view(record, how, ended_at))
         return answer
 
     def _bottleneck(self) -> str:
         """Return the bottleneck of the stack, by the latest answered requests."""
-        if not self._ended:
+        if not self.last:
             return ""
-        until = self._ended[-1][2]
-        last = [record for record, how, at in self._ended if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
+        until = self.last[-1].at
+        last = [record for record, how, at in self.last if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
         spent_s: Counter[str] = Counter()
         for record in last:
             spent_s.update(seconds_by_bottleneck(record.stamps, record.measured))
@@ -103,7 +112,7 @@ class RecentRequests:
     def _facts(self, last: Sequence[RequestRecord]) -> PromptFacts:
         """Return what the prompts of `last` were like, beside those from before a worker started."""
         started_at = self._worker_started_at()
-        before = [record for record, how, _ in self._ended if how[0] == "ok" and record.stamps.received < started_at]
+        before = [record for record, how, _ in self.last if how[0] == "ok" and record.stamps.received < started_at]
         since = [record for record in last if record.stamps.received >= started_at] or last
         num_prompt, num_cached = _prompt_tokens(last)
         return PromptFacts((num_prompt - num_cached) / max(1, len(last)), _cached_share(since), _cached_share(before))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 

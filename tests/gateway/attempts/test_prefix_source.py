@@ -8,7 +8,7 @@ from gateway.attempts import prefix_source
 from gateway.fleet import kv_pair_breakers
 from gateway.link.worker_link import LinkState
 from gateway.routing.latency_model import PaceEstimator
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
 
 MAX_TOKENS = 4
@@ -23,7 +23,7 @@ def test_tokens_in_place_of_an_offer():
     assert said == [([], None)] and not source.flush()
 
 
-async def known(c, holder) -> None:
+async def wait_for_index(c, holder) -> None:
     """Until the index has heard what the worker holds."""
     hashes = c.pipeline.prefix_hashes.spans("default", PROMPT[:NUM_PREFIX]).hashes
     async with asyncio.timeout(10):
@@ -43,7 +43,7 @@ async def read_elsewhere(c, before=lambda holder, reader: None):
         link.pace_estimator = PaceEstimator()  # a fake reads so fast that nothing would be pulled
     holder, reader = sorted(c.prefill, key=lambda worker: "prefill" not in worker.kinds())
     assert "prefill" not in reader.kinds()
-    await known(c, holder)
+    await wait_for_index(c, holder)
     holder.refusals = ["queue_full"] * 1000
     for worker in c.decode:
         worker.spans.clear()

@@ -15,8 +15,8 @@ from gateway import version_factory
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
 from gateway.text.text_work import TextWork
+from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.gateway.discovery.test_registration import register
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience

@@ -125,7 +125,7 @@ async def test_what_a_body_is_refused_for_is_counted_and_logged(served, caplog, 
         assert c.gateway.handler.num_running == 0
     told = [record.getMessage() for record in caplog.records if "request ended" in record.getMessage()]
     assert len(told) == 2 and all("model=fake outcome=refused reason=INVALID_REQUEST" in line for line in told)
-    assert [record.operation for record, *_ in c.gateway.recent._ended] == [operation, "text_completion"]
+    assert [record.operation for record, *_ in c.gateway.recent.last] == [operation, "text_completion"]
 
 
 async def test_100_mb_are_refused_at_their_head(served):

@@ -14,7 +14,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.api.fleet_service import FleetService
 from gateway.link.worker_breaker import BreakerState, WorkerBreaker
 from gateway.orchestration import failures
-from tests.gateway.orchestration.test_answers import PROMPT, ids_of, read
+from tests.gateway.calls import PROMPT, ids_of, read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import MANNERS, tokens_of
 from tests.support.pace import patience

@@ -11,8 +11,8 @@ from gateway.discovery import registration
 from gateway.fleet import registry
 from gateway.model import model_identities
 from gateway.model.model_identities import ModelIdentities
+from tests.gateway.calls import generate
 from tests.gateway.discovery.test_registration import register, serving
-from tests.gateway.orchestration.test_answers import generate
 from tests.support.gateway.fake_worker import IDENTITY, FakeWorker
 
 OTHER = hashlib.sha256(b"another model").digest()

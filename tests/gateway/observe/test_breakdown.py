@@ -12,9 +12,8 @@ from baton.service.observe import genai_metrics, telemetry
 from baton.v1 import worker_pb2
 from gateway.api.request_handler import CallContext
 from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
+from tests.gateway.calls import PROMPT, generate, hold, holder, read, release, wait_for_gate
 from tests.gateway.observe.test_meters import samples
-from tests.gateway.orchestration.test_answers import PROMPT, generate, read
-from tests.gateway.orchestration.test_endings import hold, holder, reached, release
 from tests.support.client import make_request
 from tests.support.observe.otlp import Receiver
 from tests.support.pace import patience
@@ -133,7 +132,7 @@ async def test_the_client_goes(cluster, watch, gate, span):
         hold(c, gate)
         begun = asyncio.get_running_loop().time()
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         call.cancel()
         await c.until(lambda: c.gateway.handler.num_running == 0)
         release(c, gate)
@@ -196,7 +195,7 @@ async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, names_dead
         hold(c, "decode")
         call = CallContext(100.0, names_deadline=names_deadline)
         task = asyncio.create_task(c.gateway.handler.generate([make_request(PROMPT, max_tokens=6)], call, emit))
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         (record,) = c.gateway.recent._running.values()
         record.stamps.received -= 100.0 - left_s
         task.cancel()
@@ -222,7 +221,7 @@ async def test_the_worker_dies(cluster, watch, gate, role, name):
     async with cluster(max_start_wait_s=0) as c:
         hold(c, gate)
         running = asyncio.create_task(timed(generate(c, max_tokens=6)))
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         if gate == "prefill":
             await c.until(lambda: "fetch" in c.decode[0].kinds())
         dead = holder(c, role)
@@ -242,7 +241,7 @@ async def test_another_worker_takes_over(cluster, watch):
     async with cluster(num_decode=2) as c:
         hold(c, "decode")
         running = asyncio.create_task(timed(generate(c, max_tokens=6)))
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         dead = holder(c, "decode")
         await dead.stop()
         c.workers.remove(dead)

@@ -55,7 +55,7 @@ def test_what_was_asked_is_not_kept():
     each.validated = validate(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
     kept.began(each)
     kept.ended(each, None)
-    assert "secret" not in str(asdict(kept._ended[0][0].validated)) and not each.validated.sampling.logit_bias
+    assert "secret" not in str(asdict(kept.last[0].record.validated)) and not each.validated.sampling.logit_bias
     assert kept.listed(ALL, 0).recent[0].request_id == "a1"
 
 

@@ -8,26 +8,13 @@ import pytest
 from baton.protocol import PREFILL_ON_ADMIT
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
+from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.pace import patience
 
-PROMPT = list(range(20, 320))
 
-
-async def read(call) -> list[pb.GenerateResponse]:
-    return [message async for message in call]
-
-
-def ids_of(messages, index=0) -> list[int]:
-    return [token_id for message in messages if message.index == index for token_id in message.token_ids]
-
-
-async def generate(c, prompt=PROMPT, **fields):
-    return await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20)))
-
-
-async def test_split(cluster):
+async def test_one_worker_reads_the_prompt_and_another_answers(cluster):
     async with cluster() as c:
         messages = await generate(c, max_tokens=12)
         assert ids_of(messages) == tokens_of(PROMPT, 12, 400)
@@ -49,8 +36,8 @@ async def test_answers_are_expected_to_be_as_long_as_recent_ones(cluster):
         await c.until(lambda: not c.pipeline.running)
         assert c.pipeline.mean_output == pytest.approx(16 - 0.02 * 10)
         await generate(c, max_tokens=100)
-        await c.until(lambda: len(c.gateway.recent._ended) == 2)
-        assert c.gateway.recent._ended[-1][0].routing_request.num_output == pytest.approx(15.8)
+        await c.until(lambda: len(c.gateway.recent.last) == 2)
+        assert c.gateway.recent.last[-1].record.routing_request.num_output == pytest.approx(15.8)
 
 
 async def test_a_prompt_waits_on_a_worker_until_it_is_read(cluster):
@@ -93,7 +80,7 @@ async def test_timing_adds_up(cluster):
 
 
 @pytest.mark.parametrize("commands", (["admit"], ["admit", "prefill"]))
-async def test_local(cluster, commands):
+async def test_a_decode_worker_reads_the_prompt_itself(cluster, commands):
     """A worker that can reads the prompt as soon as it has granted credit; another one is asked to."""
     async with cluster(num_prefill=0) as c:
         if len(commands) > 1:
@@ -127,7 +114,7 @@ async def test_the_first_token_is_the_last(cluster):
         assert c.decode[0].commands[-1][1].answered
 
 
-async def test_choices(cluster):
+async def test_each_choice_has_its_tokens_and_its_end(cluster):
     async with cluster() as c:
         messages = await generate(c, max_tokens=7, n=3, temperature=1.0, logprobs=0)
         for index in range(3):

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from tests.gateway.orchestration.test_answers import PROMPT
+from tests.gateway.calls import PROMPT
 from tests.support.client import make_request
 from tests.support.pace import patience
 

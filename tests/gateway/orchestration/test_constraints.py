@@ -7,8 +7,7 @@ import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway.text import constraint_checks
-from tests.gateway.orchestration.test_answers import PROMPT, ids_of, read
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import PROMPT, expect_refusal, ids_of, read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience
@@ -36,7 +35,7 @@ def constrained(constraint: pb.Constraint, prompt=PROMPT, **fields) -> pb.Genera
 @pytest.mark.parametrize("field, constraint", BAD, ids=[f"{field} {index}" for index, (field, _) in enumerate(BAD)])
 async def test_bad_ones_are_refused_by_name(cluster, capable, field, constraint):
     async with cluster() as c:
-        error = await refused(read(c.stub.Generate(constrained(constraint), timeout=patience(20))))
+        error = await expect_refusal(read(c.stub.Generate(constrained(constraint), timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 400
         assert not c.decode[0].kinds()
@@ -57,7 +56,7 @@ async def test_both_workers_get_it(cluster, capable):
 
 async def test_no_worker_that_keeps_them(cluster):
     async with cluster() as c:
-        error = await refused(read(c.stub.Generate(constrained(GOOD), timeout=patience(20))))
+        error = await expect_refusal(read(c.stub.Generate(constrained(GOOD), timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("constraint",))
         assert "no decode worker that serves" in error.message
         assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))))
@@ -86,7 +85,7 @@ async def test_one_that_explodes_slows_nobody(cluster, capable, monkeypatch):
     monkeypatch.setattr(constraint_checks, "_MAX_WAIT_S", patience(60))  # it has to have its 2 s of a core
     explosion = pb.Constraint(grammar="start: A\nA: " + " & ".join(f"/(.*x.{{{n}}}.*)/" for n in range(8, 30)))
     async with cluster() as c:
-        slow = asyncio.create_task(refused(read(c.stub.Generate(constrained(explosion), timeout=patience(90)))))
+        slow = asyncio.create_task(expect_refusal(read(c.stub.Generate(constrained(explosion), timeout=patience(90)))))
         for _ in range(3):
             assert ids_of(await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))))
         assert not slow.done()

@@ -17,43 +17,23 @@ from gateway.link.mailbox import Mailbox
 from gateway.orchestration import failures
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import validate
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
-from tests.support.client import make_request, read_error
+from tests.gateway.calls import (
+    GATES,
+    PROMPT,
+    expect_refusal,
+    generate,
+    hold,
+    holder,
+    ids_of,
+    read,
+    release,
+    start,
+    wait_for_gate,
+)
+from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.gateway.records import record
 from tests.support.pace import patience
-
-GATES = {"admit": "decode", "accept": "prefill", "prefill": "prefill", "fetch": "decode", "decode": "decode"}
-
-
-def hold(c, gate: str) -> None:
-    for worker in getattr(c, GATES[gate]):
-        worker.hold(gate)
-
-
-def release(c, gate: str) -> None:
-    for worker in c.workers:
-        worker.release(gate)
-
-
-async def reached(c, gate: str) -> None:
-    """The request waits at the gate."""
-    command = {"admit": "admit", "accept": "prefill", "prefill": "prefill", "fetch": "fetch", "decode": "start"}[gate]
-    await c.until(lambda: any(command in worker.kinds() for worker in c.workers))
-
-
-async def refused(call) -> "Refused":  # noqa: F821
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return read_error(caught.value)
-
-
-def start(c, **fields):
-    return asyncio.create_task(generate(c, **{"max_tokens": 6, **fields}))
-
-
-def holder(c, role: str):
-    return next(worker for worker in getattr(c, role) if worker.held or worker.kinds())
 
 
 async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster):
@@ -63,7 +43,7 @@ async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster)
     async with cluster(max_timeout_s=most_s, default_timeout_s=usual_s) as c:
         hold(c, "decode")
         for timeout_s, told in ((patience(20), cut), (None, none)):
-            error = await refused(c.stub.Complete(make_request(PROMPT, max_tokens=6), timeout=timeout_s))
+            error = await expect_refusal(c.stub.Complete(make_request(PROMPT, max_tokens=6), timeout=timeout_s))
             assert error.code.name == "DEADLINE_EXCEEDED"
             assert re.search(f"[^:]{told}$", error.message), error.message
 
@@ -74,7 +54,7 @@ async def test_the_client_goes(cluster, gate, n):
     async with cluster() as c:
         hold(c, gate)
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=n), timeout=patience(20))
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         call.cancel()
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
         release(c, gate)
@@ -93,13 +73,13 @@ async def test_the_deadline_passes(cluster, gate):
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         release(c, gate)
         await c.idle()
-        assert [how for _, how, _ in c.gateway.recent._ended] == [("failed", "DEADLINE_EXCEEDED")]
+        assert [each.how for each in c.gateway.recent.last] == [("failed", "DEADLINE_EXCEEDED")]
 
 
-async def test_a_deadline_of_ours(cluster):
+async def test_the_default_timeout_ends_a_call_and_names_its_phase(cluster):
     async with cluster(default_timeout_s=1.0) as c:
         hold(c, "prefill")
-        said = await refused(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
+        said = await expect_refusal(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
         assert said.code == grpc.StatusCode.DEADLINE_EXCEEDED and "fetching" in said.message
         await c.idle()
 
@@ -138,7 +118,7 @@ async def test_the_prefill_worker_dies_and_another_takes_over(cluster, gate):
     async with cluster(num_prefill=2) as c:
         hold(c, gate)
         running = start(c)
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         dead = holder(c, "prefill")
         await dead.stop()
         c.workers.remove(dead)
@@ -153,7 +133,7 @@ async def test_the_decode_worker_dies_and_another_takes_over(cluster, gate, n):
     async with cluster(num_decode=2) as c:
         hold(c, gate)
         running = start(c, n=n)
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         dead = holder(c, "decode")
         await dead.stop()
         c.workers.remove(dead)
@@ -208,7 +188,7 @@ async def test_nobody_can_take_over(cluster):
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=patience(20))
         assert (await call.read()).token_ids
         await c.decode[0].stop()
-        said = await refused(call.read())
+        said = await expect_refusal(call.read())
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DECODE_WORKER_LOST"
         assert "after 1 tokens" in said.message and said.retry_after_s
         c.workers.remove(c.decode[0])
@@ -227,7 +207,7 @@ async def test_poison(cluster):
                 await dead.stop()
                 num_dead += 1
             await asyncio.sleep(0.01)
-        said = await refused(running)
+        said = await expect_refusal(running)
         assert num_dead <= 3
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
 
@@ -246,7 +226,7 @@ async def test_poison_that_kills_before_it_is_granted(cluster):
         await first.stop()
         await c.until(lambda: any("prefill" in worker.kinds() for worker in c.decode))
         await next(worker for worker in c.decode if "prefill" in worker.kinds()).stop()
-        said = await refused(running)
+        said = await expect_refusal(running)
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
 
 
@@ -256,7 +236,7 @@ async def test_poison_that_fails_steps(cluster, reason, num_steps):
     async with cluster(num_prefill=4) as c:
         for worker in c.prefill:
             worker.failures["prefill"] = [(13, reason)]
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
         assert sum("prefill" in worker.kinds() for worker in c.prefill) == num_steps
         await c.idle()
@@ -273,7 +253,7 @@ async def test_poison_that_wedges_engines(cluster):
             wedged.state = "stalled"
         await c.until(lambda: running.done() or all(worker.kinds() for worker in c.decode))
         release(c, "decode")
-        said = await refused(running)
+        said = await expect_refusal(running)
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
         assert sum("admit" in worker.kinds() for worker in c.decode) == 2
         await c.idle()
@@ -298,7 +278,7 @@ async def test_a_failed_transfer_is_tried_with_another_source(cluster):
 async def test_the_same_failure_over_and_over_ends(cluster):
     async with cluster() as c:
         c.decode[0].failures["fetch"] = [(15, "DIGEST_MISMATCH")] * 9
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.DATA_LOSS and said.reason == "DIGEST_MISMATCH"
         await c.idle()
 
@@ -308,7 +288,7 @@ async def test_what_no_other_worker_would_change(cluster, code, status):
     async with cluster(num_prefill=2) as c:
         for worker in c.prefill:
             worker.failures["prefill"] = [(code, "WHY")]
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode[status] and said.reason == "WHY"
         assert sum("prefill" in worker.kinds() for worker in c.prefill) == 1
         await c.idle()
@@ -344,7 +324,7 @@ async def test_a_client_that_does_not_read(cluster, monkeypatch):
     async with cluster(max_unread_tokens=50) as c:
         c.decode[0].hold("decode")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=patience(20))
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
         # The request's reader waits, as it would in a write.
         monkeypatch.setattr(Mailbox, "wait", lambda mailbox, until: asyncio.Event().wait())
@@ -388,7 +368,7 @@ async def test_a_gateway_that_stood_still_gives_its_workers_their_time_again(clu
     async with cluster(num_decode=2) as c:
         hold(c, "admit")
         running = start(c)
-        await reached(c, "admit")
+        await wait_for_gate(c, "admit")
         time.sleep(patience(0.3) + 0.2)
         release(c, "admit")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
@@ -403,7 +383,7 @@ async def test_what_waits_to_be_taken_is_kept_for_longer(cluster, monkeypatch, s
     async with cluster() as c:
         hold(c, "fetch")
         running = start(c)
-        await reached(c, "fetch")
+        await wait_for_gate(c, "fetch")
         c.decode[0].state = state
         await c.until(lambda: c.prefill[0].kinds().count("renew_lease") >= 2)
         (handle,) = [message.handle for kind, message in c.decode[0].commands if kind == "fetch"]  # its lease's id too
@@ -418,7 +398,7 @@ async def test_a_gateway_whose_client_has_gone_on_elsewhere_does_not_try_again(c
     async with cluster(num_decode=2) as c:
         for worker in c.decode:
             worker.failures["decode"] = [(10, "ATTACHED")]
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "ATTACHED"
         assert sum("admit" in worker.kinds() for worker in c.decode) == 1
         await c.idle()
@@ -428,9 +408,9 @@ async def test_draining(cluster):
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         c.gateway.handler.is_draining = True
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING"
         release(c, "decode")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)

@@ -7,8 +7,7 @@ import pytest
 
 from gateway.fleet import kv_pair_breakers
 from gateway.fleet.kv_pair_breakers import KVPairBreakers
-from tests.gateway.orchestration.test_answers import PROMPT, ids_of
-from tests.gateway.orchestration.test_endings import start
+from tests.gateway.calls import PROMPT, ids_of, start
 from tests.gateway.orchestration.test_retry_budget import num_left
 from tests.support.gateway.fake_worker import tokens_of
 

@@ -4,8 +4,7 @@ import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway.link.worker_breaker import BreakerState
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import PROMPT, expect_refusal, generate, ids_of
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience
@@ -82,7 +81,7 @@ async def test_a_worker_that_gives_none_is_not_believed(cluster, monkeypatch):
         (reader,), (writer,) = c.gateway.registry.prefill, c.gateway.registry.decode
         c.decode[0].hold("fetch")  # a prompt that is taken is a success
         for _ in range(2):
-            error = await refused(generate(c, prompt_logprobs=0, max_tokens=2))
+            error = await expect_refusal(generate(c, prompt_logprobs=0, max_tokens=2))
             assert error.reason == "DIVERGED"
         assert (reader.breaker.state, writer.breaker.state) == (BreakerState.OPEN, BreakerState.NEW)
 
@@ -99,5 +98,5 @@ async def test_a_worker_that_gives_none_is_not_believed(cluster, monkeypatch):
 async def test_bad_ones_are_refused_by_name(cluster, field, asked):
     limits = asked.pop("limits", "normal")
     async with cluster(limits=limits) as c:
-        error = await refused(generate(c, **{"max_tokens": 2, **asked}))
+        error = await expect_refusal(generate(c, **{"max_tokens": 2, **asked}))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))

@@ -17,8 +17,18 @@ from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.request.validation import validate
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
-from tests.gateway.orchestration.test_endings import hold, holder, reached, refused, release, start
+from tests.gateway.calls import (
+    PROMPT,
+    expect_refusal,
+    generate,
+    hold,
+    holder,
+    ids_of,
+    read,
+    release,
+    start,
+    wait_for_gate,
+)
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.gateway.records import record
@@ -45,7 +55,7 @@ async def test_a_broken_session_is_attached_to(cluster, n):
     async with cluster(num_decode=2) as c:
         hold(c, "decode")
         running = start(c, n=n)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         (worker,) = (worker for worker in c.decode if worker.held)
         hang_up(worker)
         await c.until(lambda: "attach" in worker.kinds())
@@ -67,7 +77,7 @@ async def test_what_its_class_was_promised_holds_for_what_is_attached_to(cluster
         request, (link,) = make_request(PROMPT, max_tokens=6), c.gateway.registry.decode
         request.slo_class = "interactive"
         running = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         assert link.slo_tpots_s == {0.05: 1}
         hang_up(c.decode[0])
         await c.until(lambda: any(each.request.record.num_attached for each in c.pipeline.running.values()))
@@ -96,7 +106,7 @@ async def test_a_worker_that_knows_nothing_any_more(cluster):
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         c.decode[0].hold("attach")
         hang_up(c.decode[0])
         await c.until(lambda: "attach" in c.decode[0].kinds())
@@ -133,7 +143,7 @@ async def test_a_sequence_that_is_attached_to_has_all_its_kv(cluster, monkeypatc
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)
-        await reached(c, "decode")  # Fetched and Done come by two sessions, in either order
+        await wait_for_gate(c, "decode")  # Fetched and Done come by two sessions, in either order
         await c.until(lambda: any(each.request.attempt.is_fetched for each in c.pipeline.running.values()))
         (machine,) = c.pipeline.running.values()
         request = machine.request
@@ -201,7 +211,7 @@ async def test_choices_resume_each_from_its_own(cluster):
 ])  # fmt: skip
 async def test_what_cannot_be_resumed(cluster, fields, field, says):
     async with cluster() as c:
-        said = await refused(generate(c, max_tokens=6, **fields))
+        said = await expect_refusal(generate(c, max_tokens=6, **fields))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == (field,) and says in said.message
         await c.idle()
 
@@ -212,7 +222,7 @@ async def test_a_client_comes_back_before_its_stream_is_known_to_be_dead(cluster
         lost = c.stub.Generate(make_request(PROMPT, max_tokens=6, **RESUMED), timeout=patience(20))
         first = await lost.read()
         again = asyncio.create_task(generate(c, max_tokens=6, resume_from=[len(first.token_ids)], **RESUMED))
-        assert (await refused(rest_of(lost))).code == grpc.StatusCode.CANCELLED
+        assert (await expect_refusal(rest_of(lost))).code == grpc.StatusCode.CANCELLED
         release(c, "decode")
         assert ids_of([first]) + ids_of(await again) == tokens_of(PROMPT, 6, 400)
         await c.idle()
@@ -280,7 +290,7 @@ async def test_a_silent_worker_is_left(cluster, monkeypatch):
     async with cluster(num_decode=2) as c:
         hold(c, "decode")
         running = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         (worker,) = (worker for worker in c.decode if worker.held)
         for session in worker._sessions:
             session.tasks["load",].cancel()
@@ -309,7 +319,7 @@ async def held_in_decode(c):
     """A request whose answer waits on a decode worker, and that worker."""
     hold(c, "decode")
     running = start(c)
-    await reached(c, "decode")
+    await wait_for_gate(c, "decode")
     (worker,) = (worker for worker in c.decode if worker.held)
     return running, worker
 
@@ -367,7 +377,7 @@ async def test_a_fetch_from_a_stalled_worker_is_given_up_once_it_has_had_its_mom
     async with cluster(num_prefill=2) as c:
         hold(c, "fetch")
         running = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         (link,) = (link for link in c.gateway.registry.prefill if link.legs)
         (worker,) = (each for each in c.prefill if each.address == link.address)
         worker.state = "stalled"
@@ -384,7 +394,7 @@ async def test_a_gateway_that_goes_says_how_to_go_on(cluster):
         first = await call.read()
         assert first.seed and first.request_id == "long"
         draining = asyncio.create_task(c.gateway._drain(Health(_NoServer())))
-        said = await refused(rest_of(call))
+        said = await expect_refusal(rest_of(call))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING" and "resume_from" in said.message
         await draining
         await c.until(lambda: "long" in c.decode[0].parked)
@@ -406,10 +416,10 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
                 dead.held.clear()
                 await dead.stop()
             await asyncio.sleep(0.01)
-        assert (await refused(running)).reason == "POISON"
+        assert (await expect_refusal(running)).reason == "POISON"
         release(c, "prefill")
         num_commands = [len(worker.kinds()) for worker in c.workers]
-        said = await refused(generate(c, max_tokens=6))
+        said = await expect_refusal(generate(c, max_tokens=6))
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
         assert [len(worker.kinds()) for worker in c.workers] == num_commands
         assert ids_of(await generate(c, PROMPT[1:], max_tokens=4)) == tokens_of(PROMPT[1:], 4, 400)
@@ -478,7 +488,7 @@ async def test_a_failure_is_no_storm(cluster):
     async with cluster(num_prefill=2) as c:
         c.pipeline.retry_budget._retries = 3.0
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000
-        said = [await refused(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
+        said = [await expect_refusal(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
         assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
         assert said[-1].reason == "RETRY_BUDGET" and said[-1].retry_after_s
         assert c.decode[0].kinds().count("admit") <= 4 + 3 + 1, "the first time that KV does not come is free"

@@ -5,8 +5,7 @@ import pytest
 from baton.service.errors import BatonError, Unavailable
 from gateway.orchestration import retry_budget
 from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
-from tests.gateway.orchestration.test_answers import PROMPT, ids_of
-from tests.gateway.orchestration.test_endings import start
+from tests.gateway.calls import PROMPT, ids_of, start
 from tests.support.gateway.fake_worker import tokens_of
 
 ERROR = Unavailable("lost", 1.0, reason="DECODE_WORKER_LOST")

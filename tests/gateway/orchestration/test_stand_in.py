@@ -3,8 +3,7 @@
 import grpc
 import pytest
 
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
-from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
+from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, ids_of, release, start, wait_for_gate
 from tests.gateway.pooling.test_embeddings import IDS, embed, expected, vectors
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
@@ -33,7 +32,7 @@ async def test_both_roles_without_workers(cluster):
         await stop_all(c, "prefill")
         await stop_all(c, "decode")
         assert "no decode worker serves" in c.gateway.registry.not_ready()
-        assert (await refused(start(c))).reason == "NO_WORKER"
+        assert (await expect_refusal(start(c))).reason == "NO_WORKER"
 
 
 @pytest.mark.parametrize("gate", ["admit", "prefill", "fetch", "decode"])
@@ -41,7 +40,7 @@ async def test_the_only_decode_worker_dies(cluster, gate):
     async with cluster(stand_in=True) as c:
         hold(c, gate)
         running = start(c)
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         (dead,) = c.decode
         await dead.stop()
         c.workers.remove(dead)
@@ -55,7 +54,7 @@ async def test_the_only_prefill_worker_dies(cluster, gate):
     async with cluster(stand_in=True) as c:
         hold(c, gate)
         running = start(c)
-        await reached(c, gate)
+        await wait_for_gate(c, gate)
         (dead,) = c.prefill
         await dead.stop()
         c.workers.remove(dead)
@@ -113,4 +112,4 @@ async def test_without_it_a_role_without_workers_serves_nothing(cluster):
     async with cluster(max_start_wait_s=0) as c:
         await stop_all(c, "decode")
         assert c.gateway.registry.not_ready().startswith("no decode worker serves")
-        assert (await refused(start(c))).reason == "NO_WORKER"
+        assert (await expect_refusal(start(c))).reason == "NO_WORKER"

@@ -16,7 +16,7 @@ from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
 from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.transitions import TABLE, RequestTransition
 from gateway.request.request_state import RequestState
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.pace import patience
 
@@ -86,7 +86,7 @@ def machines_made(monkeypatch) -> list[RequestMachine]:
 
 @pytest.mark.parametrize("event", RequestEvent, ids=lambda event: event.value.replace(" ", "-"))
 @pytest.mark.parametrize("state", LIVE, ids=lambda state: state.value.replace(" ", "-"))
-async def test_cell(cluster, monkeypatch, state, event):
+async def test_every_event_in_every_state(cluster, monkeypatch, state, event):
     made = machines_made(monkeypatch)
     async with cluster(num_prefill=2, num_decode=2) as c:
         await bring_to(c, state)

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from tests.gateway.orchestration.test_answers import read
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import expect_refusal, read
 from tests.support.pace import patience
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
@@ -156,7 +155,7 @@ async def test_a_tool_that_no_grammar_has_may_have_any_schema(cluster, capable, 
 @pytest.mark.parametrize(("parser", "request_", "field"), REFUSED)
 async def test_what_cannot_be_kept_to_is_refused_by_name(cluster, capable, parser, request_, field):
     async with cluster(tool_call_parser=parser) as c:
-        error = await refused(read(c.stub.Generate(request_, timeout=patience(20))))
+        error = await expect_refusal(read(c.stub.Generate(request_, timeout=patience(20))))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and len(error.message) < 400
 
 
@@ -167,6 +166,6 @@ async def test_what_is_refused_is_tried_again_where_a_tool_is_not_strict_alone(c
         parsing_of = reader.parsing_of
         monkeypatch.setattr(reader, "parsing_of", lambda *args: tried.append(args[-1]) or parsing_of(*args))
         request = asked(*tools, tool_choice=pb.TOOL_CHOICE_REQUIRED)
-        refusal = await refused(c.stub.Complete(request, timeout=patience(20)))
+        refusal = await expect_refusal(c.stub.Complete(request, timeout=patience(20)))
         assert refusal.fields == ("messages.tools[0].parameters",)
         assert tried == [None, ()][: len(tools)]

@@ -8,9 +8,8 @@ import pytest
 
 from baton.protocol import PROMPT_LOGPROBS
 from baton.v1 import inference_pb2 as pb
+from tests.gateway.calls import expect_refusal, generate, ids_of
 from tests.gateway.discovery.test_registration import register
-from tests.gateway.orchestration.test_answers import generate, ids_of
-from tests.gateway.orchestration.test_endings import refused
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience
@@ -84,12 +83,12 @@ async def test_the_longer_one_dies_in_mid_stream(cluster):
         call = c.stub.Generate(make_request(**LONG), timeout=patience(20))
         got = await read_some(call, 300)
         await long.stop()
-        said = await refused(read_some(call))
+        said = await expect_refusal(read_some(call))
         assert len(ids_of(got)) == 300 and said.code == grpc.StatusCode.UNAVAILABLE
         assert said.reason == "DECODE_WORKER_LOST" and said.retry_after_s
         await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
         for _ in range(2):  # it may come back: a request for it is not wrong
-            said = await refused(generate(c, **LONG))
+            said = await expect_refusal(generate(c, **LONG))
             assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
             assert "can hold 450 tokens" in said.message
         await generate(c, prompt=PROMPT, max_tokens=100)
@@ -110,12 +109,12 @@ async def test_another_of_the_same_length_goes_on(cluster):
 
 async def test_a_request_that_nobody_can_hold_is_told_at_once(cluster):
     async with cluster(0, (512, 256)) as c:
-        said = await refused(generate(c, prompt=PROMPT, max_tokens=463))
+        said = await expect_refusal(generate(c, prompt=PROMPT, max_tokens=463))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("stopping.max_tokens",)
         assert (
             "50 + 463 > 512, the maximum context length that a decode worker here holds: 462 are left" in said.message
         )
-        said = await refused(generate(c, prompt=PROMPT * 11, max_tokens=1))
+        said = await expect_refusal(generate(c, prompt=PROMPT * 11, max_tokens=1))
         assert said.fields == ("token_ids.ids",) and "holds is 512" in said.message
         assert [worker.kinds() for worker in c.decode] == [[], []]
         await generate(c, prompt=PROMPT, max_tokens=462)
@@ -128,7 +127,7 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
     late.hold("hello")
     async with cluster(0, (256,), max_start_wait_s=max_start_wait_s) as c:
         c.workers.append(late)
-        said = await refused(generate(c, **LONG))
+        said = await expect_refusal(generate(c, **LONG))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.reason == "CONTEXT_LENGTH_EXCEEDED"
         await register(c, late.address)
         await c.until(lambda: late.commands)
@@ -136,14 +135,14 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
             waiting = asyncio.create_task(generate(c, **LONG))
             await c.until(lambda: len(c.pipeline.queues.decode_start))
         else:
-            said = await refused(generate(c, **LONG))
+            said = await expect_refusal(generate(c, **LONG))
             assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
             waiting = None
         assert len(ids_of(await generate(c, prompt=PROMPT, ignore_eos=True))) == 256 - len(PROMPT)
         late.release("hello")
         await c.until(lambda: all(link.is_serving for link in c.gateway.registry.links))
         assert ids_of(await (waiting or generate(c, **LONG))) == tokens_of(PROMPT, 400, 400)
-        said = await refused(generate(c, prompt=PROMPT, max_tokens=1000))
+        said = await expect_refusal(generate(c, prompt=PROMPT, max_tokens=1000))
         assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
@@ -159,7 +158,7 @@ async def test_a_context_that_rope_stretches_is_what_workers_hold(cluster, diges
             messages = await generate(c, prompt=prompt, max_tokens=20, ignore_eos=True)
             assert ids_of(messages) == tokens_of(prompt, 20, 400)
             assert c.fleet.model.lengths == (2048, 4096) and c.fleet.model.is_whole == is_whole
-            said = await refused(generate(c, prompt=prompt, max_tokens=1097))
+            said = await expect_refusal(generate(c, prompt=prompt, max_tokens=1097))
             assert "3000 + 1097 > 4096, the maximum context length: 1096 are left" in said.message
             await register(c, late.address)
             await c.until(lambda: late.commands)
@@ -179,15 +178,15 @@ async def test_a_context_that_rope_stretches_is_known_of_any_worker(cluster, dig
             await say_again(c, worker)
         long = dict(prompt=[10 + i % 300 for i in range(3000)], max_tokens=20, ignore_eos=True)
         if role == "decode":
-            said = await refused(generate(c, **long))
+            said = await expect_refusal(generate(c, **long))
             assert said.reason == "CONTEXT_LENGTH_EXCEEDED" and "decode worker here holds is 512" in said.message
         else:
-            assert (await refused(generate(c, **long))).reason == "NO_WORKER"
+            assert (await expect_refusal(generate(c, **long))).reason == "NO_WORKER"
         await register(c, late.address)
         await c.until(lambda: late.commands)
-        said = await refused(generate(c, **long))
+        said = await expect_refusal(generate(c, **long))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
-        said = await refused(generate(c, **long | dict(max_tokens=1097)))
+        said = await expect_refusal(generate(c, **long | dict(max_tokens=1097)))
         assert said.reason == "CONTEXT_LENGTH_EXCEEDED"
         assert "3000 + 1097 > 4096, the maximum context length: 1096 are left" in said.message
         late.release("hello")
@@ -200,7 +199,7 @@ async def test_a_worker_that_holds_less_than_rope_stretches_is_told(cluster):
     async with cluster(0, (4096,)) as c:
         c.decode[0].hello.limits.model_context = 8192
         await say_again(c, c.decode[0])
-        said = await refused(generate(c, prompt=PROMPT, max_tokens=4047))
+        said = await expect_refusal(generate(c, prompt=PROMPT, max_tokens=4047))
         assert "50 + 4047 > 4096, the maximum context length that a decode worker here holds" in said.message
 
 
@@ -210,7 +209,7 @@ async def test_one_that_was_tried_in_vain_holds_nothing(cluster, digest):
     async with cluster(0, (256,), max_start_wait_s=0) as c:
         await register(c, gone.address)
         await c.until(lambda: any(link.num_failed_sessions for link in c.gateway.registry.links))
-        said = await refused(generate(c, **LONG))
+        said = await expect_refusal(generate(c, **LONG))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
@@ -226,7 +225,7 @@ async def test_choices_need_blocks(cluster):
         assert c.decode[0].kinds() == [] and c.decode[1].kinds().count("admit") == 6
         c.decode[1].hello.limits.num_blocks = 33
         await say_again(c, c.decode[1])
-        said = await refused(generate(c, prompt=prompt, max_tokens=4, n=8))
+        said = await expect_refusal(generate(c, prompt=prompt, max_tokens=4, n=8))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("sampling.n",)
         assert "the largest decode worker has 33 blocks" in said.message
 
@@ -235,7 +234,7 @@ async def test_one_worker_is_long_enough_and_another_can_do_it(cluster):
     async with cluster(0, (1024, 512)) as c:
         c.decode[0].hello.features.remove(PROMPT_LOGPROBS)
         await say_again(c, c.decode[0])
-        said = await refused(generate(c, prompt=PROMPT, max_tokens=600, prompt_logprobs=0))
+        said = await expect_refusal(generate(c, prompt=PROMPT, max_tokens=600, prompt_logprobs=0))
         assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("model",)
         assert said.message.endswith("no decode worker that serves can hold 650 tokens and has prompt_logprobs")
 
@@ -270,7 +269,7 @@ async def test_a_decode_worker_that_can_never_take_it_is_asked_once(cluster, rea
     async with cluster(0, 2) as c:
         for worker in c.decode:
             worker.refusals = [reason] * 100
-        said = await refused(generate(c, **LONG))
+        said = await expect_refusal(generate(c, **LONG))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
         assert [worker.kinds() for worker in c.decode] == [["admit"]] * 2
         c.decode[1].refusals = []

@@ -15,7 +15,7 @@ from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.orchestration import deaths, failures
 from gateway.request.bottlenecks import seconds_by_bottleneck
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import expect_refusal
 from tests.gateway.orchestration.test_resuming import hang_up
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.pace import patience
@@ -23,7 +23,7 @@ from tests.support.pace import patience
 IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
 
 
-def asked(*inputs, **fields) -> pb.EmbedRequest:
+def embed_request(*inputs, **fields) -> pb.EmbedRequest:
     made = [
         pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
         for each in inputs
@@ -32,7 +32,7 @@ def asked(*inputs, **fields) -> pb.EmbedRequest:
 
 
 async def embed(c, *inputs, **fields) -> pb.EmbedResponse:
-    return await c.stub.Embed(asked(*inputs, **fields), timeout=patience(20))
+    return await c.stub.Embed(embed_request(*inputs, **fields), timeout=patience(20))
 
 
 def vectors(response: pb.EmbedResponse) -> list[list[float]]:
@@ -69,24 +69,24 @@ async def test_what_is_asked_of_the_vector_reaches_the_worker(cluster):
 @pytest.mark.parametrize(
     "field, request_",
     [
-        ("inputs", asked()),
-        ("inputs", asked(*[[20]] * 129)),
-        ("inputs", asked("a" * (1 << 20))),
+        ("inputs", embed_request()),
+        ("inputs", embed_request(*[[20]] * 129)),
+        ("inputs", embed_request("a" * (1 << 20))),
         ("inputs[0].input", pb.EmbedRequest(inputs=[pb.EmbedInput()])),
-        ("inputs[1].text", asked("a fox", "")),
-        ("inputs[1].token_ids.ids", asked([20], list(range(20, 60)) * 40)),
-        ("inputs[0].token_ids.ids[0]", asked([1 << 30])),
-        ("pooling", asked([20], pooling=9)),
-        ("dimensions", asked([20], dimensions=0)),
-        ("dimensions", asked([20], dimensions=5)),
-        ("request_id", asked([20], request_id="a b")),
-        ("slo_class", asked([20], slo_class="none such")),
+        ("inputs[1].text", embed_request("a fox", "")),
+        ("inputs[1].token_ids.ids", embed_request([20], list(range(20, 60)) * 40)),
+        ("inputs[0].token_ids.ids[0]", embed_request([1 << 30])),
+        ("pooling", embed_request([20], pooling=9)),
+        ("dimensions", embed_request([20], dimensions=0)),
+        ("dimensions", embed_request([20], dimensions=5)),
+        ("request_id", embed_request([20], request_id="a b")),
+        ("slo_class", embed_request([20], slo_class="none such")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_bad_ones_are_refused_by_name(cluster, field, request_):
     async with cluster() as c:
-        error = await refused(c.stub.Embed(request_, timeout=patience(20)))
+        error = await expect_refusal(c.stub.Embed(request_, timeout=patience(20)))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 300 and not c.prefill[0].kinds()
 
@@ -129,7 +129,7 @@ async def test_one_that_answers_nothing_is_set_aside(cluster):
         c.prefill[0].is_silent = True
         silent = c.gateway.registry.prefill[0]
         for _ in range(4):
-            calls = [c.stub.Embed(asked(ids), timeout=patience(4)) for ids in IDS]
+            calls = [c.stub.Embed(embed_request(ids), timeout=patience(4)) for ids in IDS]
             assert [vectors(each) for each in await asyncio.gather(*calls)] == [[expected(ids)] for ids in IDS]
         assert silent.breaker.state is BreakerState.OPEN
         await c.idle()
@@ -170,7 +170,7 @@ async def test_what_the_time_in_line_is_told_as(cluster, reason, bottleneck):
     async with cluster() as c:
         c.prefill[0].refusals = [reason] * 10  # asked again after 20 ms each
         await embed(c, IDS[1])
-        ((record, _, _),) = c.gateway.recent._ended
+        ((record, _, _),) = c.gateway.recent.last
         assert seconds_by_bottleneck(record.stamps, record.measured)[bottleneck] >= 0.15
         await c.idle()
 
@@ -185,8 +185,8 @@ async def test_one_that_comes_behind_a_line_waits_there_too(cluster):
         await asyncio.sleep(0.2)
         c.prefill[0].refusals = []
         await asyncio.gather(first, second)
-        assert len(c.gateway.recent._ended) == 2
-        for record, _, _ in c.gateway.recent._ended:
+        assert len(c.gateway.recent.last) == 2
+        for record, _, _ in c.gateway.recent.last:
             assert seconds_by_bottleneck(record.stamps, record.measured)["prefill queue"] >= 0.15
         await c.idle()
 
@@ -196,12 +196,12 @@ async def test_the_time_of_many_is_that_of_all_their_turns(cluster):
     async with cluster() as c:
         c.prefill[0].read_s = 0.05
         await embed(c, *[IDS[0]] * 64)
-        ((record, _, _),) = c.gateway.recent._ended
+        ((record, _, _),) = c.gateway.recent.last
         assert seconds_by_bottleneck(record.stamps, record.measured)["prefill compute"] >= 0.19
         await c.idle()
 
 
-async def held(c):
+async def begin_held(c):
     """Return a call and the worker that reads its prompt, as each does no further than it is let."""
     for worker in c.prefill:
         worker.hold("prefill")
@@ -213,7 +213,7 @@ async def held(c):
 
 async def test_a_worker_that_is_lost_is_replaced(cluster):
     async with cluster(num_prefill=2) as c:
-        call, lost = await held(c)
+        call, lost = await begin_held(c)
         for worker in c.prefill:
             worker.release("prefill") if worker is not lost else None
         await lost.stop()
@@ -223,16 +223,16 @@ async def test_a_worker_that_is_lost_is_replaced(cluster):
 async def test_a_prompt_that_workers_die_of_is_not_tried_for_ever(cluster):
     async with cluster() as c:
         c.prefill[0].failures["prefill"] = [(13, "ENGINE_FAILED")] * 9
-        error = await refused(embed(c, IDS[0]))
+        error = await expect_refusal(embed(c, IDS[0]))
         assert error.reason == "POISON" and len(c.prefill[0].failures["prefill"]) == 7
-        assert (await refused(embed(c, IDS[0]))).reason == "POISON"
+        assert (await expect_refusal(embed(c, IDS[0]))).reason == "POISON"
         c.prefill[0].failures.clear()
         assert vectors(await embed(c, IDS[1])) == [expected(IDS[1])]
 
 
 async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
     async with cluster(num_prefill=3) as c:
-        call, cut = await held(c)
+        call, cut = await begin_held(c)
         cut.held.clear()
         hang_up(cut)
         await c.until(lambda: any(worker.held for worker in c.prefill))
@@ -250,7 +250,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     monkeypatch.setattr(worker_session, "_FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
-        call, cut = await held(c)
+        call, cut = await begin_held(c)
         cut.held.clear()
         hang_up(cut)
         await c.until(lambda: any(worker.held for worker in c.prefill))
@@ -266,7 +266,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
 async def test_the_client_goes(cluster, gate):
     async with cluster() as c:
         c.prefill[0].hold(gate)
-        call = c.stub.Embed(asked(*IDS), timeout=patience(20))
+        call = c.stub.Embed(embed_request(*IDS), timeout=patience(20))
         await c.until(lambda: len(c.prefill[0].kinds()) == 3)
         call.cancel()
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
@@ -278,7 +278,7 @@ async def test_the_client_goes(cluster, gate):
 async def test_deadline(cluster):
     async with cluster() as c:
         c.prefill[0].hold("prefill")
-        error = await refused(c.stub.Embed(asked(*IDS), timeout=0.3))
+        error = await expect_refusal(c.stub.Embed(embed_request(*IDS), timeout=0.3))
         assert error.code.name == "DEADLINE_EXCEEDED"
         c.prefill[0].release("prefill")
         await c.idle()
@@ -306,12 +306,12 @@ async def test_a_tenant_pays_for_them(cluster, tmp_path):
         assert len(c.prefill[0].held) == 2  # as many as the tenant may have running
         c.prefill[0].release("prefill")
         await call
-        assert (await refused(embed(c, IDS[0]))).reason == "TENANT_TOKENS"
+        assert (await expect_refusal(embed(c, IDS[0]))).reason == "TENANT_TOKENS"
 
 
 async def test_without_a_prefill_worker_there_are_none(cluster):
     async with cluster(num_prefill=0) as c:
-        error = await refused(embed(c, IDS[0]))
+        error = await expect_refusal(embed(c, IDS[0]))
         assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and "no prefill worker" in error.message
 
 
@@ -325,7 +325,7 @@ async def test_no_worker_comes(cluster, monkeypatch, num_prompts):
         await c.until(lambda: not c.gateway.registry.prefill[0].is_serving)
         looks, look = [], Router.pooling_worker_for
         monkeypatch.setattr(Router, "pooling_worker_for", lambda *given: looks.append(1) or look(*given))
-        error = await refused(embed(c, *IDS[:num_prompts]))
+        error = await expect_refusal(embed(c, *IDS[:num_prompts]))
         assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and error.retry_after_s
         assert 1 <= len(looks) < 50 * num_prompts
         await c.idle()
@@ -364,7 +364,7 @@ async def test_one_that_waits_for_its_worker_holds_up_no_other(cluster):
 async def test_full_for_too_long(cluster):
     async with cluster(max_queue_wait_s=0.2) as c:
         c.prefill[0].refusals = ["queue_full"] * 1000
-        error = await refused(embed(c, IDS[0]))
+        error = await expect_refusal(embed(c, IDS[0]))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_WAIT") and error.retry_after_s
         await c.idle()
 
@@ -374,6 +374,6 @@ async def test_a_request_id_in_use(cluster):
         c.prefill[0].hold("prefill")
         first = asyncio.create_task(embed(c, IDS[0], request_id="same"))
         await c.until(lambda: c.prefill[0].held)
-        assert (await refused(embed(c, IDS[1], request_id="same"))).reason == "REQUEST_ID_IN_USE"
+        assert (await expect_refusal(embed(c, IDS[1], request_id="same"))).reason == "REQUEST_ID_IN_USE"
         c.prefill[0].release("prefill")
         await first

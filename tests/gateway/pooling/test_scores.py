@@ -6,7 +6,7 @@ import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway.request.scoring import score_of
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import expect_refusal
 from tests.support.pace import patience
 
 
@@ -16,13 +16,13 @@ def labelled(monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "n"))
 
 
-def asked(*documents: str, query: str = "which?", **fields) -> pb.ScoreRequest:
+def score_request(*documents: str, query: str = "which?", **fields) -> pb.ScoreRequest:
     return pb.ScoreRequest(query=query, documents=documents, **fields)
 
 
 async def test_each_document_is_a_conversation_in_the_model_s_words(cluster, labelled):
     async with cluster() as c:
-        response = await c.stub.Score(asked("a fox", "a dog " * 9, instruction="find it"), timeout=patience(20))
+        response = await c.stub.Score(score_request("a fox", "a dog " * 9, instruction="find it"), timeout=patience(20))
         specs = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
         assert len(specs) == 2 and all(len(spec.pooling.label_token_ids) == 2 for spec in specs)
         assert sum(len(spec.token_ids) for spec in specs) == response.usage.prompt_tokens
@@ -38,21 +38,21 @@ async def test_each_document_is_a_conversation_in_the_model_s_words(cluster, lab
 @pytest.mark.parametrize(
     "field, request_",
     [
-        ("query", asked("a", query="")),
-        ("query", asked(*"a" * 128, query="which " * 10_000)),
-        ("documents", asked()),
-        ("documents", asked(*["a"] * 129)),
-        ("documents", asked("a" * (1 << 20))),
-        ("documents[1]", asked("a", "")),
-        ("documents[1]", asked("a", "a b " * 4000)),
-        ("request_id", asked("a", request_id="a b")),
-        ("slo_class", asked("a", slo_class="none such")),
+        ("query", score_request("a", query="")),
+        ("query", score_request(*"a" * 128, query="which " * 10_000)),
+        ("documents", score_request()),
+        ("documents", score_request(*["a"] * 129)),
+        ("documents", score_request("a" * (1 << 20))),
+        ("documents[1]", score_request("a", "")),
+        ("documents[1]", score_request("a", "a b " * 4000)),
+        ("request_id", score_request("a", request_id="a b")),
+        ("slo_class", score_request("a", slo_class="none such")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_bad_ones_are_refused_by_name(cluster, labelled, field, request_):
     async with cluster() as c:
-        error = await refused(c.stub.Score(request_, timeout=patience(20)))
+        error = await expect_refusal(c.stub.Score(request_, timeout=patience(20)))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
         assert len(error.message) < 300 and not c.prefill[0].kinds()
 
@@ -60,7 +60,7 @@ async def test_bad_ones_are_refused_by_name(cluster, labelled, field, request_):
 async def test_a_model_without_the_words_cannot_judge(cluster, monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "certainly not"))
     async with cluster() as c:
-        error = await refused(c.stub.Score(asked("a"), timeout=patience(20)))
+        error = await expect_refusal(c.stub.Score(score_request("a"), timeout=patience(20)))
         assert error.code.name == "FAILED_PRECONDITION" and "certainly not" in error.message
 
 

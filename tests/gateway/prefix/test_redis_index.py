@@ -14,7 +14,7 @@ from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.redis_index import RedisIndex, SecretDiffers
 from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, places_of
-from tests.gateway.orchestration.test_answers import generate
+from tests.gateway.calls import generate
 from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
 

@@ -15,8 +15,7 @@ from baton.service.errors import Overloaded
 from gateway.queue.quota_sync import NAME, PERIOD_S, SharedUsage, read_counts
 from gateway.queue.quotas import Quota, Quotas, UsageCounts
 from gateway.store.redis_client import FAILURES
-from tests.gateway.orchestration.test_answers import PROMPT, generate, read
-from tests.gateway.orchestration.test_endings import hold, refused, release, start
+from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, read, release, start
 from tests.support.client import make_request, read_error
 from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
@@ -214,7 +213,7 @@ async def test_two_gateways(cluster, server, tmp_path):
         hold(a, "decode")
         running = start(a)
         await b.until(lambda: any(told.get("default") for told in b.gateway._quotas._counts.values()))
-        assert (await refused(generate(b))).reason == "TENANT_REQUESTS"
+        assert (await expect_refusal(generate(b))).reason == "TENANT_REQUESTS"
         release(a, "decode")
         assert await running
         await b.until(lambda: not b.gateway._quotas._of("default", now()).num_elsewhere)

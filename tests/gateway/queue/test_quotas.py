@@ -6,7 +6,7 @@ from baton.service.errors import InvalidRequest, Overloaded
 from gateway.queue.quotas import Quota, Quotas, Reservation, UsageCounts, read_quotas, usage_name
 
 
-def refused(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
+def expect_refusal(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
     with pytest.raises(Overloaded) as caught:
         quotas.enter(tenant, at, num_choices)
     return caught.value
@@ -19,22 +19,22 @@ def use(quotas: Quotas, tenant: str, num_tokens: int, at: float) -> Reservation:
     return reservation
 
 
-def told(num_reserved: int, num_returned: int = 0, balance: float = 500.0, num_running: int = 0) -> dict:
+def usage_elsewhere(num_reserved: int, num_returned: int = 0, balance: float = 500.0, num_running: int = 0) -> dict:
     return {"other": {"a": UsageCounts(num_running, num_reserved, num_returned, balance)}}
 
 
 def test_choices_at_once():
     quotas = Quotas({"a": Quota(concurrent_requests=8)})
     large = quotas.enter("a", 0.0, 5)
-    error = refused(quotas, "a", 0.0, 4)
+    error = expect_refusal(quotas, "a", 0.0, 4)
     assert error.reason == "TENANT_REQUESTS" and "concurrent_requests" in error.message and error.retry_after_s > 0
     small = quotas.enter("a", 0.0, 3)
-    refused(quotas, "a", 0.0)
+    expect_refusal(quotas, "a", 0.0)
     for _ in range(10):
         quotas.enter("b", 0.0, 8)  # nobody bounds it
     large.settle(0, 0.0)
     quotas.enter("a", 0.0, 5)
-    refused(quotas, "a", 0.0)
+    expect_refusal(quotas, "a", 0.0)
     small.settle(0, 0.0)
     with pytest.raises(InvalidRequest, match="sampling.n: is 9, and concurrent_requests of this tenant is 8"):
         quotas.enter("a", 0.0, 9)
@@ -44,10 +44,10 @@ def test_tokens_a_second():
     quotas = Quotas({"default": Quota(100.0, 500.0)})
     for tenant in ("a", "b"):
         use(quotas, tenant, 700, 0.0).settle(700, 0.0)
-    error = refused(quotas, "a", 1.0)
+    error = expect_refusal(quotas, "a", 1.0)
     assert error.reason == "TENANT_TOKENS" and "tokens_per_s" in error.message
     assert error.retry_after_s == pytest.approx(1.01)  # 100 short, and one to go
-    refused(quotas, "b", 1.9)
+    expect_refusal(quotas, "b", 1.9)
     quotas.enter("a", 2.1)
 
 
@@ -69,7 +69,7 @@ def test_one_model_beside_all(tmp_path):
         quotas.enter("a", 0.0, model="my chat")
     assert caught.value.reason == "TENANT_TOKENS"
     use(quotas, "a", 900, 0.0)
-    refused(quotas, "a", 0.0)
+    expect_refusal(quotas, "a", 0.0)
     first.settle(0, 0.0)
     assert {name: counts.balance for name, counts in quotas.counts(0.0).items()}["a"] == 100
     quotas.enter("a", 0.0, model="my chat")
@@ -107,7 +107,7 @@ def test_a_rest_saves_up_one_burst():
     quotas = Quotas({"a": Quota(100.0, 500.0)})
     quotas.enter("a", 0.0)
     use(quotas, "a", 501, 1e6)
-    refused(quotas, "a", 1e6)
+    expect_refusal(quotas, "a", 1e6)
 
 
 def test_what_a_request_may_come_to_is_set_aside_until_it_has_ended():
@@ -118,7 +118,7 @@ def test_what_a_request_may_come_to_is_set_aside_until_it_has_ended():
         second.reserve(1, 0.0)
     assert caught.value.reason == "TENANT_TOKENS"
     second.settle(0, 0.0)
-    refused(quotas, "a", 0.5)
+    expect_refusal(quotas, "a", 0.5)
     first.settle(10, 0.5)
     use(quotas, "a", 400, 0.5)
 
@@ -213,7 +213,7 @@ def test_counts_that_fall_fill_no_bucket():
     quotas = Quotas({"a": Quota(100.0, 1000.0)})
     use(quotas, "a", 900, 0.0)
     for counts in ((500_000, 0), (10, 0), (0, 0), (500_000, 500_000)):
-        quotas.note_others(told(*counts), 0.0)
+        quotas.note_others(usage_elsewhere(*counts), 0.0)
         assert quotas.counts(0.0)["a"].balance <= 100
 
 
@@ -221,12 +221,12 @@ def test_what_another_gateway_gives_back_is_at_most_what_it_took():
     quotas = Quotas({"a": Quota(100.0, 1000.0)})
     use(quotas, "a", 900, 0.0)
     for counts, balance in (((5000, 4800), 100), ((5050, 4800), 50), ((5050, 4830), 80), ((5050, 5050), 100)):
-        quotas.note_others(told(*counts), 0.0)
+        quotas.note_others(usage_elsewhere(*counts), 0.0)
         assert quotas.counts(0.0)["a"].balance == balance
     quotas.note_others({}, 0.0)
-    quotas.note_others(told(10, 0, -70.0), 0.0)  # it has restarted, and knows of more than this one
+    quotas.note_others(usage_elsewhere(10, 0, -70.0), 0.0)  # it has restarted, and knows of more than this one
     assert quotas.counts(0.0)["a"].balance == -70
-    quotas.note_others(told(10, 10), 0.0)
+    quotas.note_others(usage_elsewhere(10, 10), 0.0)
     assert quotas.counts(0.0)["a"].balance == -60
 
 
@@ -241,7 +241,7 @@ def test_nothing_that_is_told_fills_a_bucket(tellings):
     quotas, at, used = Quotas({"a": Quota(100.0, 500.0)}), 0.0, 0
     for pause_s, num_reserved, num_returned, balance in tellings:
         at += pause_s
-        quotas.note_others(told(num_reserved, min(num_returned, num_reserved), balance), at)
+        quotas.note_others(usage_elsewhere(num_reserved, min(num_returned, num_reserved), balance), at)
         try:
             use(quotas, "a", 50, at).settle(50, at)
             used += 50
@@ -252,11 +252,11 @@ def test_nothing_that_is_told_fills_a_bucket(tellings):
 
 def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
     quotas = Quotas({"a": Quota(100.0, 500.0, 4)})
-    quotas.note_others(told(700, 0, -200.0, 4), 0.0)
+    quotas.note_others(usage_elsewhere(700, 0, -200.0, 4), 0.0)
     assert not quotas._usage, "a report alone makes no entry"
-    assert refused(quotas, "a", 0.0).reason == "TENANT_REQUESTS"
-    quotas.note_others(told(700, 0, -200.0, 0), 0.0)
-    assert refused(quotas, "a", 0.0).reason == "TENANT_TOKENS"
+    assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_REQUESTS"
+    quotas.note_others(usage_elsewhere(700, 0, -200.0, 0), 0.0)
+    assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_TOKENS"
 
 
 # ---- the file ----
@@ -300,14 +300,14 @@ def test_the_file_is_read_again(tmp_path, caplog):
     path.write_text("[a]\nconcurrent_requests = 1\n")
     quotas = Quotas(read_quotas(path), path)
     first = quotas.enter("a", 10.0)
-    refused(quotas, "a", 12.0)
+    expect_refusal(quotas, "a", 12.0)
     path.write_text("[a]\nconcurrent_requests = 2\ntokens_per_s = 10\n")
     quotas.enter("a", 14.0).reserve(120, 16.0)  # 100 was saved up
-    refused(quotas, "a", 16.0)
+    expect_refusal(quotas, "a", 16.0)
     first.settle(0, 16.0)
-    assert refused(quotas, "a", 16.1).reason == "TENANT_TOKENS"
+    assert expect_refusal(quotas, "a", 16.1).reason == "TENANT_TOKENS"
     path.write_text("[a]\nconcurrent_requests = no\n")  # half written
-    assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones stay in use" in caplog.text
+    assert expect_refusal(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones stay in use" in caplog.text
     path.write_text("[b]\nconcurrent_requests = 1\n")
     quotas.enter("a", 18.4)  # nothing bounds it any more
 
@@ -318,7 +318,7 @@ def test_another_quota_fills_no_bucket(tmp_path):
     quotas = Quotas(read_quotas(path), path)
     use(quotas, "a", 300, 0.0)  # of 100
     path.write_text("[a]\ntokens_per_s = 20\nburst_tokens = 500\n")
-    assert refused(quotas, "a", 5.0).reason == "TENANT_TOKENS" and quotas.counts(5.0)["a"].balance == -150
+    assert expect_refusal(quotas, "a", 5.0).reason == "TENANT_TOKENS" and quotas.counts(5.0)["a"].balance == -150
 
 
 def test_no_file(tmp_path):

@@ -8,9 +8,8 @@ import pytest
 
 from baton.v1 import worker_pb2 as pb
 from gateway.routing.latency_model import RecentLoad
+from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, ids_of, release, start, wait_for_gate
 from tests.gateway.discovery.test_registration import register
-from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
-from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.pace import patience
@@ -48,7 +47,7 @@ async def test_full_prefill_workers(cluster):
 async def test_full_for_too_long(cluster):
     async with cluster(max_queue_wait_s=0.2) as c:
         c.decode[0].refusals = ["kv_full"] * 1000
-        for said in await asyncio.gather(*(refused(start(c)) for _ in range(2))):
+        for said in await asyncio.gather(*(expect_refusal(start(c)) for _ in range(2))):
             assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.reason == "QUEUE_WAIT"
             assert said.message == "it waited in line for a worker with room for 0.2 s" and said.retry_after_s
         assert not c.pipeline.queues.credit
@@ -60,7 +59,7 @@ async def test_a_full_line(cluster):
         c.decode[0].refusals = ["kv_full"] * 10_000
         waiting = start(c, request_id="first")
         await c.until(lambda: len(c.pipeline.queues.credit))
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.reason == "QUEUE_FULL" and said.retry_after_s
         c.decode[0].refusals = []
         assert ids_of(await waiting) == tokens_of(PROMPT, 6, 400)
@@ -71,10 +70,10 @@ async def test_one_that_ran_waits_for_its_lost_worker_however_many_do(cluster):
         worker, link = c.decode[0], c.gateway.registry.decode[0]
         hold(c, "decode")
         running = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         await worker.stop()
         await c.until(lambda: not link.is_serving and len(c.pipeline.queues.decode_start) == 1)
-        assert (await refused(start(c))).reason == "QUEUE_FULL"
+        assert (await expect_refusal(start(c))).reason == "QUEUE_FULL"
         release(c, "decode")
         worker.held.clear()
         worker.hello.epoch = worker.epoch = 7
@@ -88,7 +87,7 @@ async def test_too_many_requests(cluster):
         hold(c, "prefill")
         running = [start(c), start(c)]
         await c.until(lambda: c.gateway.handler.num_running == 2)
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.reason == "TOO_MANY_REQUESTS" and said.retry_after_s
         release(c, "prefill")
         for messages in await asyncio.gather(*running):
@@ -101,7 +100,7 @@ async def test_no_worker(cluster, num_prefill, wait_s):
     async with cluster(num_prefill, max_start_wait_s=wait_s) as c:
         await c.decode[0].stop()
         await c.until(lambda: not c.gateway.registry.decode[0].is_serving)
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         c.workers.remove(c.decode[0])
         await c.idle()
@@ -114,7 +113,7 @@ async def test_no_worker_comes_for_longer_than_a_queue_s_wait(cluster, role):
         (worker,) = getattr(c, role)
         await worker.stop()
         await c.until(lambda: not any(link.is_serving for link in getattr(c.gateway.registry, role)))
-        said = await refused(start(c))
+        said = await expect_refusal(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         c.workers.remove(worker)
         await c.idle()
@@ -167,7 +166,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
         worker, link, line = c.decode[0], c.gateway.registry.decode[0], c.pipeline.queues.decode_start
         hold(c, "decode")
         first = start(c)
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         (machine,) = c.pipeline.running.values()
         await worker.stop()
         await c.until(lambda: not link.is_serving and len(line) == 1)
@@ -205,7 +204,7 @@ async def test_who_refuses_has_no_more_work(cluster, monkeypatch, num_prefill):
         for worker in c.workers:
             worker.refusals = ["kv_full"] * 5
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
-        ((record, _, _),) = c.gateway.recent._ended
+        ((record, _, _),) = c.gateway.recent.last
         reader, writer = (c.gateway.registry.prefill or c.gateway.registry.decode)[0], c.gateway.registry.decode[0]
         expected = Counter({reader.recent_load: record.decision.prefill_s}) + Counter(
             {writer.recent_load: record.decision.decode_s}
@@ -302,16 +301,16 @@ async def test_an_adapter_is_not_unknown_before_all_workers_have_said_theirs(clu
     late.hold("hello")
     async with cluster(0, 1) as c:
         c.workers.append(late)
-        assert (await refused(start(c, model="tabs"))).reason == "MODEL_NOT_FOUND"
+        assert (await expect_refusal(start(c, model="tabs"))).reason == "MODEL_NOT_FOUND"
         await register(c, late.address)
         await c.until(lambda: late.commands)
-        said = await refused(start(c, model="tabs"))
+        said = await expect_refusal(start(c, model="tabs"))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
         late.release("hello")
         await c.until(lambda: all(link.is_serving for link in c.gateway.registry.links))
         assert ids_of(await start(c, model="tabs")) == tokens_of(PROMPT, 6, 400)
-        assert (await refused(start(c, model="spaces"))).reason == "MODEL_NOT_FOUND"
+        assert (await expect_refusal(start(c, model="spaces"))).reason == "MODEL_NOT_FOUND"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -359,7 +358,7 @@ async def test_a_prompt_is_counted_as_work_of_who_reads_it(cluster, monkeypatch,
         for worker in c.prefill:
             worker.refusals = refusals  # of both together
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
-        ((record, _, _),), (writer,) = c.gateway.recent._ended, c.gateway.registry.decode
+        ((record, _, _),), (writer,) = c.gateway.recent.last, c.gateway.registry.decode
         refused_by = [retry.worker for retry in record.retries]
         (reader, *_) = [link for link in c.gateway.registry.links if link.name not in refused_by]
         expected = Counter({reader.recent_load: record.decision.prefill_s}) + Counter(

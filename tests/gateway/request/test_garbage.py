@@ -12,7 +12,7 @@ from gateway.link.mailbox import Mailbox
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import RequestContext
 from gateway.text.templates import ChatMessage
-from tests.gateway.orchestration.test_answers import PROMPT, generate, read
+from tests.gateway.calls import PROMPT, generate, read
 from tests.support.client import make_request
 from tests.support.pace import patience
 
@@ -43,7 +43,7 @@ async def ended(call) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def test_answered(cluster, left):
+async def test_an_answered_request_leaves_nothing(cluster, left):
     """A call in gRPC takes 15 KiB or more, and is not given back before the request that writes to it."""
     async with cluster(num_prefill=2, num_decode=2) as c:
         for split in (True, False):
@@ -69,7 +69,7 @@ async def test_the_deadline_has_passed(cluster, left):
         await c.until(lambda: left() == 0)
 
 
-async def test_refused(cluster, left):
+async def test_a_refused_request_leaves_nothing(cluster, left):
     async with cluster(max_queued_requests=0) as c:
         c.decode[0].refusals = ["kv_full"] * 100
         assert await ended(c.stub.Generate(make_request(PROMPT))) is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -108,7 +108,7 @@ def _num_calls() -> int:
     return sum(type(found).__name__ == "_ServicerContext" for found in gc.get_objects())
 
 
-def test_unread():
+def test_a_closed_mailbox_keeps_no_event():
     """An event in a mailbox names its leg, and the leg its mailbox."""
     mailbox = Mailbox()
     mailbox.post(None, "an event")

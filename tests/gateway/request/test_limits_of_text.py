@@ -10,8 +10,8 @@ import pytest
 from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
+from tests.gateway.calls import generate
 from tests.gateway.conftest import CONTROLS, TEMPLATE, cluster, digest, folder  # noqa: F401
-from tests.gateway.orchestration.test_answers import generate
 
 SIZE = 1 << 16
 RNG = random.Random(3)

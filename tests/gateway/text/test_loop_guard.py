@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from tests.gateway.orchestration.test_answers import read
+from tests.gateway.calls import read
 from tests.support.client import make_request
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 from tests.support.pace import patience

@@ -11,9 +11,8 @@ from baton.v1 import inference_pb2 as pb
 from gateway.text import constraint_checks, text_work
 from gateway.text.text_threads import NUM_CHECKS, NUM_THREADS
 from gateway.text.tokenizer import CannotEncode
-from tests.gateway.orchestration.test_answers import generate
-from tests.gateway.orchestration.test_endings import refused
-from tests.gateway.queue.test_quota_door import quotas
+from tests.gateway.calls import expect_refusal, generate
+from tests.gateway.queue.test_quota_admission import quotas
 from tests.support.client import make_request
 from tests.support.pace import patience
 
@@ -75,7 +74,7 @@ async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
         monkeypatch.setattr(work._tokenizer, "encode_text", lambda *args: pytest.fail("it was tokenized"))
         monkeypatch.setattr(work._template, "render", lambda messages, options: pytest.fail("it was rendered"))
         for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
-            error = await refused(tokenize(c, content))
+            error = await expect_refusal(tokenize(c, content))
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
             assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
             assert "prompt is too long" in error.message and "maximum context length" in error.message
@@ -86,7 +85,7 @@ async def test_what_the_template_makes_too_long_is_not_tokenized(cluster, monkey
         work = c.pipeline.text
         monkeypatch.setattr(work._template, "render", lambda messages, options: "a" * 1_000_000)
         monkeypatch.setattr(work._tokenizer, "encode_chat", lambda rendered: pytest.fail("it was tokenized"))
-        error = await refused(tokenize(c, ["hello"]))
+        error = await expect_refusal(tokenize(c, ["hello"]))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("messages",))
 
 
@@ -95,7 +94,7 @@ async def test_messages_are_counted(cluster, limits, most):
     async with cluster(limits=limits) as c:
         assert (await tokenize(c, ["a"] * most)).token_ids
         for call in (tokenize(c, ["a"] * (most + 1)), generate(c, [("user", "a")] * (most + 1))):
-            error = await refused(call)
+            error = await expect_refusal(call)
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("messages.messages",))
             assert f"at most {most}" in error.message
 
@@ -105,7 +104,7 @@ async def test_no_more_ids_than_the_context(cluster, monkeypatch):
         assert (await detokenize(c, [300] * 1024)).text
         decoded = []
         monkeypatch.setattr(c.pipeline.text.detokenizer, "decode", decoded.append)
-        error = await refused(detokenize(c, [300] * 1025))
+        error = await expect_refusal(detokenize(c, [300] * 1025))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("token_ids",)) and not decoded
 
 
@@ -116,14 +115,14 @@ async def test_tokens_are_paid(cluster, tmp_path):
             for _ in range(num_before):
                 await call(c)
             for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
-                assert (await refused(other)).reason == "TENANT_TOKENS"
+                assert (await expect_refusal(other)).reason == "TENANT_TOKENS"
 
 
 async def test_a_refused_text_is_not_paid(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 150\n"
     async with cluster(quotas=quotas(tmp_path, text)) as c:
         for _ in range(3):
-            assert (await refused(tokenize(c, "a" * 1_000_000))).code.name == "INVALID_ARGUMENT"
+            assert (await expect_refusal(tokenize(c, "a" * 1_000_000))).code.name == "INVALID_ARGUMENT"
         await tokenize(c, "x")
 
 
@@ -156,7 +155,7 @@ async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
         running = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(2)]
         await c.until(lambda: len(c.pipeline.admission.key_ids) == 2)
         for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
-            assert (await refused(other)).reason == "TENANT_REQUESTS"
+            assert (await expect_refusal(other)).reason == "TENANT_REQUESTS"
         held.go.set()
         await asyncio.gather(*running)
         assert not c.pipeline.admission.key_ids
@@ -172,7 +171,7 @@ async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp
         for call in calls:
             call.cancel()
         await c.until(lambda: not c.pipeline.admission.key_ids)
-        assert (await refused(tokenize(c, "x"))).reason == "TENANT_TOKENS"
+        assert (await expect_refusal(tokenize(c, "x"))).reason == "TENANT_TOKENS"
         held.go.set()
         await c.until(lambda: not c.pipeline.text._threads._lines)
         assert held.num == NUM_THREADS - 1, "two were gone before their thread began"
@@ -241,7 +240,7 @@ async def test_a_token_that_the_model_does_not_have(cluster, folder):
     async with cluster() as c:
         c.pipeline.text._vocab_size = content["vocab_size"] - 130
         for call in (tokenize(c, "the fox"), generate(c, "the fox"), tokenize(c, ["the fox"])):
-            error = await refused(call)
+            error = await expect_refusal(call)
             assert error.code.name == "INVALID_ARGUMENT" and "the model has 270 ids" in error.message
 
 
@@ -253,5 +252,5 @@ async def test_what_the_tokenizer_gives_up_on(cluster, monkeypatch):
         for name in ("encode_text", "encode_chat"):
             monkeypatch.setattr(c.pipeline.text._tokenizer, name, give_up)
         for content, field in (("x", "text"), (["x"], "messages")):
-            error = await refused(tokenize(c, content))
+            error = await expect_refusal(tokenize(c, content))
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and "retry-limit" in error.message

@@ -13,8 +13,8 @@ from baton.v1 import inference_pb2 as pb
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.public_prefixes import read_public_prefixes
 from kvtransfer.naming import chain_hashes, root_hash
+from tests.gateway.calls import read
 from tests.gateway.conftest import cluster, digest, folder  # noqa: F401
-from tests.gateway.orchestration.test_answers import read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 

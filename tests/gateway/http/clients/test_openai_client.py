@@ -19,8 +19,8 @@ from gateway.http.openai.requests import read_completion
 from gateway.http.wire.encoding import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
+from tests.gateway.calls import read
 from tests.gateway.http.conftest import openai_client
-from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece

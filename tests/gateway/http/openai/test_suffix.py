@@ -5,7 +5,7 @@ from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
 from gateway.text import infilling
-from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.calls import expect_refusal
 from tests.support.client import make_request
 
 
@@ -42,7 +42,7 @@ async def test_what_a_suffix_does_not_go_with(served, infilled, prompt, fields):
     async with served() as (c, _):
         request: pb.GenerateRequest = make_request(prompt, max_tokens=1, **fields)
         request.suffix = "b"
-        error = await refused(c.stub.Complete(request, timeout=20))
+        error = await expect_refusal(c.stub.Complete(request, timeout=20))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("suffix",))
 
 
@@ -53,5 +53,5 @@ async def test_two_texts_that_cannot_fit_are_refused_at_once(served, infilled, m
         )
         request = make_request("a" * 400_000, max_tokens=1)
         request.suffix = "b" * 400_000
-        error = await refused(c.stub.Complete(request, timeout=20))
+        error = await expect_refusal(c.stub.Complete(request, timeout=20))
         assert error.reason == "CONTEXT_LENGTH_EXCEEDED"

@@ -9,9 +9,8 @@ import pytest
 from baton.service.clock import now
 from gateway.api.request_handler import CallContext
 from gateway.queue.waiting_queue import QueuedRequest
+from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, read, release, start, wait_for_gate
 from tests.gateway.observe.test_meters import samples
-from tests.gateway.orchestration.test_answers import PROMPT, generate, read
-from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
 from tests.support.client import make_request
 from tests.support.pace import patience
 
@@ -40,7 +39,7 @@ async def test_requests_at_once(cluster, tmp_path):
         hold(c, "decode")
         running = [start(c), start(c)]
         await c.until(lambda: c.gateway.handler.num_running == 2)
-        error = await refused(generate(c))
+        error = await expect_refusal(generate(c))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_REQUESTS")
         assert "concurrent_requests" in error.message and error.retry_after_s > 0
         release(c, "decode")
@@ -53,7 +52,7 @@ async def test_tokens_a_second(cluster, tmp_path):
     async with cluster(quotas=quotas(tmp_path, text)) as c:
         assert await generate(c, max_tokens=90)  # 390 of 400
         assert await generate(c, max_tokens=2)  # what is begun is served
-        error = await refused(generate(c))
+        error = await expect_refusal(generate(c))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_TOKENS")
         assert "tokens_per_s" in error.message and error.retry_after_s > 0
 
@@ -75,7 +74,7 @@ async def test_who_names_no_length_sets_a_usual_one_aside_and_pays_for_all(clust
             assert messages[-1].usage.output_tokens == 724
         await c.until(lambda: not c.pipeline.admission.key_ids)
         assert balance_of(c) == 1300 - 2 * 1024
-        assert (await refused(generate(c))).reason == "TENANT_TOKENS"
+        assert (await expect_refusal(generate(c))).reason == "TENANT_TOKENS"
 
 
 async def test_what_is_beyond_the_reservation_is_paid_as_it_is_sent(cluster, tmp_path):
@@ -120,11 +119,11 @@ async def test_choices_at_once(cluster, tmp_path):
         hold(c, "decode")
         running = [start(c, n=5), start(c, n=3)]
         await c.until(lambda: c.gateway.handler.num_running == 2)
-        assert (await refused(generate(c))).reason == "TENANT_REQUESTS"
+        assert (await expect_refusal(generate(c))).reason == "TENANT_REQUESTS"
         release(c, "decode")
         await asyncio.gather(*running)
     async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 3\n")) as c:
-        error = await refused(generate(c, n=4))
+        error = await expect_refusal(generate(c, n=4))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("sampling.n",))
 
 
@@ -133,8 +132,8 @@ async def test_what_a_request_may_come_to_is_set_aside(cluster, tmp_path):
     async with cluster(quotas=quotas(tmp_path, text)) as c:
         hold(c, "decode")
         running = start(c, n=8, max_tokens=300)  # 300 + 8 x 300
-        await reached(c, "decode")
-        assert (await refused(generate(c))).reason == "TENANT_TOKENS"
+        await wait_for_gate(c, "decode")
+        assert (await expect_refusal(generate(c))).reason == "TENANT_TOKENS"
         running.cancel()
         release(c, "decode")
         await c.until(lambda: c.gateway.handler.num_running == 0)
@@ -169,7 +168,7 @@ async def end(c, how: str) -> None:
         gate = "prefill" if how.endswith("fetch") else "decode"
         hold(c, gate)
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=2), timeout=patience(20))
-        await reached(c, "fetch" if how.endswith("fetch") else gate)
+        await wait_for_gate(c, "fetch" if how.endswith("fetch") else gate)
         call.cancel()  # a task that is cancelled between two reads leaves its call as it is
         await c.until(lambda: c.gateway.handler.num_running == 0)
         release(c, gate)
@@ -180,20 +179,22 @@ async def end(c, how: str) -> None:
         release(c, "prefill")
     elif how == "too late":
         line, place = line_up(c, 5.0)
-        assert (await refused(of_class(c, "standard"))).reason == "TTFT_BUDGET"
+        assert (await expect_refusal(of_class(c, "standard"))).reason == "TTFT_BUDGET"
         line.leave(place, served=False)
         line._served_tokens = line._served_s = 0.0
     elif how == "too long":
-        assert (await refused(generate(c, list(range(20, 320)) * 3, max_tokens=800))).code.name == "INVALID_ARGUMENT"
+        assert (
+            await expect_refusal(generate(c, list(range(20, 320)) * 3, max_tokens=800))
+        ).code.name == "INVALID_ARGUMENT"
     elif how == "failed":
         c.decode[0].failures["decode"] = [(13, "ENGINE_FAILED")] * 10
-        await refused(generate(c))
+        await expect_refusal(generate(c))
         c.decode[0].failures.clear()
     elif how == "superseded":
         hold(c, "decode")
         fields = {"request_id": "again", "seed": 1, "max_tokens": 6}
         first = asyncio.create_task(generate(c, **fields))
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         second = asyncio.create_task(generate(c, resume_from=[0], **fields))
         with pytest.raises(grpc.aio.AioRpcError):
             await first
@@ -220,7 +221,7 @@ async def test_what_is_set_aside_is_settled_however_a_request_ends(cluster, tmp_
 async def test_a_request_that_names_its_class_is_refused_where_it_would_be_late(cluster):
     async with cluster() as c:
         line, place = line_up(c, 2.0)
-        error = await refused(of_class(c, "standard"))
+        error = await expect_refusal(of_class(c, "standard"))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TTFT_BUDGET") and error.retry_after_s > 0
         # It names none, or one without a bound: it waits.
         waiting = [start(c), asyncio.create_task(of_class(c, "batch"))]
@@ -249,14 +250,14 @@ async def test_one_that_has_waited_for_its_turn_is_served_however_late(cluster):
 async def test_nobody_waits_for_what_would_take_longer_than_the_longest_wait(cluster):
     async with cluster(max_queue_wait_s=2.0) as c:
         line_up(c, 3.0)
-        assert (await refused(generate(c))).reason == "TTFT_BUDGET"
+        assert (await expect_refusal(generate(c))).reason == "TTFT_BUDGET"
 
 
 async def test_who_would_be_served_after_its_deadline_is_told_at_once(cluster):
     async with cluster() as c:
         line, place = line_up(c, 5.0)
         request = make_request(PROMPT, max_tokens=6)
-        error = await refused(read(c.stub.Generate(request, timeout=3)))
+        error = await expect_refusal(read(c.stub.Generate(request, timeout=3)))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "DEADLINE_BUDGET")
         assert "deadline" in error.message and error.retry_after_s >= 1
         waiting = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
@@ -272,9 +273,9 @@ async def test_a_promise_of_tokens_is_not_broken_by_one_more(cluster):
             link.pace_estimator.note_decode(1 + i % 5, 0.01 + 0.03 * (1 + i % 5), 0.0)
         hold(c, "decode")
         running = [start(c), start(c)]
-        await reached(c, "decode")
+        await wait_for_gate(c, "decode")
         await c.until(lambda: len(link.legs) == 2)
-        assert (await refused(of_class(c, "interactive"))).reason == "TPOT_BUDGET"
+        assert (await expect_refusal(of_class(c, "interactive"))).reason == "TPOT_BUDGET"
         release(c, "decode")
         await asyncio.gather(*running)
         await c.until(lambda: not link.load.num_running)
@@ -286,7 +287,7 @@ async def test_the_lines_are_bounded_in_tokens(cluster):
         c.prefill[0].refusals = ["queue_full"] * 100_000
         waiting = start(c)
         await c.until(lambda: len(c.pipeline.queues.prefill) == 1)
-        assert (await refused(generate(c))).reason == "QUEUE_TOKENS"
+        assert (await expect_refusal(generate(c))).reason == "QUEUE_TOKENS"
         c.prefill[0].refusals = []
         assert await waiting
 
