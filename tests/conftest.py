@@ -124,23 +124,23 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory):
-    """Where workers and gateways are born: torch and Baton's own modules take a worker 1.9 s of CPU to import. Starts themselves
-    are tested in tests/e2e and tests/cli."""
-    from tests.support.nursery.workers import Nursery
+def fork_server(tmp_path_factory):
+    """What workers and gateways are forked from: torch and Baton's own modules take a worker 1.9 s of CPU to import. Starts
+    themselves are tested in tests/e2e and tests/cli."""
+    from tests.support.fork_server.processes import ForkServer
 
-    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
-        yield nursery
+    with ForkServer(tmp_path_factory.mktemp("fork_server")) as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module")
-def born_ranks(nursery):
-    """Ranks of engines in this process are born there too."""
+def forked_ranks(fork_server):
+    """Ranks of engines in this process are forked from it too."""
     from baton.engine.ranks import process
-    from tests.support.nursery.workers import BornRanks
+    from tests.support.fork_server.processes import ForkedRanks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", BornRanks(nursery))
+        patch.setattr(process, "subprocess", ForkedRanks(fork_server))
         yield
 
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.support.abuse.catalogue import ABUSES, HTTP, PORTS, TENANT, Cell, cells, is_chosen
 from tests.support.abuse.ground import LARGE, Attackers, Ground, attacked, few_descriptors
-from tests.support.nursery.workers import Nursery
+from tests.support.fork_server.processes import ForkServer
 
 # How an attacker may be answered: never INTERNAL or UNKNOWN, which are our own faults.
 HONEST = (
@@ -30,15 +30,15 @@ HONEST = (
 class Grounds:
     """One stack at a time: cells come ordered by the one that they need."""
 
-    def __init__(self, model: Path, make_folder: Callable[[str], Path], nursery: Nursery):
-        """`nursery`: its children may have few descriptors."""
-        self._model, self._make_folder, self._nursery = model, make_folder, nursery
+    def __init__(self, model: Path, make_folder: Callable[[str], Path], fork_server: ForkServer):
+        """`fork_server`: its children may have few descriptors."""
+        self._model, self._make_folder, self._fork_server = model, make_folder, fork_server
         self._standing: Ground | None = None
 
     def __call__(self, kv: str) -> Ground:
         if self._standing is None or self._standing.kv != kv:
             self.close()
-            self._standing = Ground(self._model, self._make_folder(f"ground-{kv}"), kv, self._nursery).__enter__()
+            self._standing = Ground(self._model, self._make_folder(f"ground-{kv}"), kv, self._fork_server).__enter__()
         return self._standing
 
     def close(self) -> None:
@@ -50,9 +50,9 @@ class Grounds:
 @pytest.fixture(scope="module")
 def grounds(model, tmp_path_factory):
     with few_descriptors():
-        nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    with nursery:
-        grounds = Grounds(model, tmp_path_factory.mktemp, nursery)
+        fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    with fork_server:
+        grounds = Grounds(model, tmp_path_factory.mktemp, fork_server)
         yield grounds
         grounds.close()
 

@@ -46,12 +46,12 @@ def receiver():
 
 
 @pytest.fixture(scope="session")
-def run_stack(model, nursery, tmp_path_factory):
+def run_stack(model, fork_server, tmp_path_factory):
     """`with run_stack(name, ...) as stack`; at its end the logs must be clean and all must have exited 0 on SIGTERM."""
 
     @contextmanager
     def run(name: str, stack_class: type[Stack] = Stack, **options):
-        options = {"options": OPTIONS, "nursery": nursery, **options}
+        options = {"options": OPTIONS, "fork_server": fork_server, **options}
         stack = stack_class(model, tmp_path_factory.mktemp(name), failpoints=True, **options)
         with stack:
             _running.append(stack)
@@ -143,12 +143,12 @@ def prompts():
 
 
 @pytest.fixture
-def start(nursery, tmp_path):
+def start(fork_server, tmp_path):
     """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are forked
     from a process that has read torch: the lines are the same, and there are twenty."""
 
     def start(module: str, *options: str) -> tuple[int, str]:
-        make = nursery.process if module in ROLES else Process
+        make = fork_server.process if module in ROLES else Process
         process = make(module, [sys.executable, "-m", module, *options], tmp_path)
         status = process.wait(60)
         assert "ready " not in process.out.read_text(), "it said that it is ready"

@@ -11,7 +11,7 @@ from tests.support.stack import SLOW_STEPS, Stack
 OPTIONS = ("--num-blocks", "160")
 
 
-def test_workers_have_places_and_compute_in_them(model, nursery, tmp_path):
+def test_workers_have_places_and_compute_in_them(model, fork_server, tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
 
@@ -28,7 +28,7 @@ def test_workers_have_places_and_compute_in_them(model, nursery, tmp_path):
         return True
 
     options = {"options": (*OPTIONS, "--kv-socket-dir", str(folder)), "env": {"OMP_NUM_THREADS": None}}
-    with Stack(model, tmp_path / "stack", failpoints=True, nursery=nursery, **options) as stack:
+    with Stack(model, tmp_path / "stack", failpoints=True, fork_server=fork_server, **options) as stack:
         assert comes(lambda found: found == [IDLE, IDLE])
         client = Client(stack.target)
         with stack.decode[0].armed(SLOW_STEPS):
@@ -47,12 +47,12 @@ def test_workers_have_places_and_compute_in_them(model, nursery, tmp_path):
     assert places() == [], "who goes leaves"
 
 
-def test_workers_with_a_number_of_threads_have_none(model, nursery, tmp_path):
+def test_workers_with_a_number_of_threads_have_none(model, fork_server, tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
     options = {
         "options": (*OPTIONS, "--threads", "1", "--kv-socket-dir", str(folder)),
         "env": {"OMP_NUM_THREADS": None},
     }
-    with Stack(model, tmp_path / "stack", num_prefill=0, nursery=nursery, **options):
+    with Stack(model, tmp_path / "stack", num_prefill=0, fork_server=fork_server, **options):
         assert not list(folder.glob("baton-cores-*"))

@@ -47,9 +47,9 @@ def test_between_the_two_nothing_goes_over_a_socket(together):
     assert 'peer="this process"' in process.text()
 
 
-def test_a_drain_of_the_worker_ends_the_process_when_what_runs_has_ended(model, nursery, tmp_path):
+def test_a_drain_of_the_worker_ends_the_process_when_what_runs_has_ended(model, fork_server, tmp_path):
     options = ("--num-blocks", "160", "--threads", "1")
-    with TogetherStack(model, tmp_path, options=options, failpoints=True, nursery=nursery) as stack:
+    with TogetherStack(model, tmp_path, options=options, failpoints=True, fork_server=fork_server) as stack:
         (process,) = stack.processes
         address = process.argv[process.argv.index("--") :][4]
         client = Client(stack.target)

@@ -35,12 +35,12 @@ def reference(model):
 
 
 @pytest.fixture(scope="session")
-def make_world(model, reference, nursery, tmp_path_factory):
+def make_world(model, reference, fork_server, tmp_path_factory):
     """`with make_world(name, **options of the stack) as world`."""
 
     @contextmanager
     def make(name: str, **options) -> Iterator[World]:
-        options = {"nursery": nursery, **options}
+        options = {"fork_server": fork_server, **options}
         with World(model, tmp_path_factory.mktemp(name) / "stack", reference, **options) as world:
             _running.append(world)
             yield world

@@ -25,13 +25,13 @@ from tests.support.faults.history import Ask, percentile
 from tests.support.faults.load import Load
 from tests.support.faults.reference import Reference
 from tests.support.faults.world import Case, World
+from tests.support.fork_server.processes import ForkServerStack
 from tests.support.fuzz import fuzzers
 from tests.support.fuzz.builds import MixedStacks, builds_plan
 from tests.support.fuzz.fuzzer import Fuzzer, words
 from tests.support.fuzz.fuzzer import run as run_fuzzer
 from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.models import make_model
-from tests.support.nursery.workers import NurseryStack
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS
 
@@ -204,7 +204,7 @@ def _turns(count: int, ends_at: float, step: int = 1) -> Iterator[int]:
 async def _in_world(work, count: int, seed: int, ends_at: float) -> dict:
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     model = make_model(folder / "tiny")
-    options = {"stack_class": NurseryStack, "seed": seed} | ({"redis": True} if work is nemesis else {})
+    options = {"stack_class": ForkServerStack, "seed": seed} | ({"redis": True} if work is nemesis else {})
     with World(model, folder / "stack", Reference(model), **options) as world:
         values = await work(world, count, seed, ends_at)
     if _is_broken(values):

@@ -11,7 +11,7 @@ from baton.cli.launch.placing.ports import HeldPorts
 from tests.support.process import Process
 
 if TYPE_CHECKING:
-    from tests.support.nursery.workers import Nursery
+    from tests.support.fork_server.processes import ForkServer
 
 # What no log may ever contain.
 _BROKEN = re.compile(r"Traceback|was never retrieved|Task was destroyed|coroutine .* was never awaited")
@@ -41,14 +41,14 @@ class Stack:
         gateway_options: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
         failpoints: bool = False,
-        nursery: "Nursery | None" = None,
+        fork_server: "ForkServer | None" = None,
     ):
-        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `nursery`: all are born there."""
+        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `fork_server`: all are forked from it."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)
         self.env = {"OMP_NUM_THREADS": "1", **(env or {})}
-        self.failpoints, self.nursery = failpoints, nursery
+        self.failpoints, self.fork_server = failpoints, fork_server
         self._plans = [(f"prefill{i}", "prefill_worker", [*options, *prefill_options]) for i in range(num_prefill)]
         self._plans += [(f"decode{i}", "decode_worker", [*options, *decode_options]) for i in range(num_decode)]
         self._plans += [
@@ -145,8 +145,8 @@ class Stack:
         return self._process(name, argv, self.folder)
 
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:
-        if self.nursery is not None:
-            return self.nursery.process(name, argv, folder, self.env, self.failpoints)
+        if self.fork_server is not None:
+            return self.fork_server.process(name, argv, folder, self.env, self.failpoints)
         return Process(name, argv, folder, self.env, self.failpoints)
 
     def _await(self, processes: list[Process]) -> None:

@@ -56,10 +56,10 @@ DRAINED = (signal.SIGTERM, None)
     ],
     ids=str,
 )
-def test_a_worker_and_its_ranks_end_together(nursery, model, tmp_path, degree, how, reason):
+def test_a_worker_and_its_ranks_end_together(fork_server, model, tmp_path, degree, how, reason):
     """SIGTERM is for the worker, which drains."""
     program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
-    worker = nursery.process("worker", program, tmp_path)
+    worker = fork_server.process("worker", program, tmp_path)
     try:
         worker.ready()
         ranks = children(worker.pid)
@@ -77,9 +77,9 @@ def test_a_worker_and_its_ranks_end_together(nursery, model, tmp_path, degree, h
 @pytest.mark.parametrize(
     "degree", [TENSOR, pytest.param(PIPELINE, marks=pytest.mark.long)], ids=lambda degree: degree[0]
 )
-def test_ranks_end_with_a_worker_that_is_killed(nursery, model, tmp_path, degree):
+def test_ranks_end_with_a_worker_that_is_killed(fork_server, model, tmp_path, degree):
     program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
-    worker = nursery.process("worker", program, tmp_path)
+    worker = fork_server.process("worker", program, tmp_path)
     try:
         worker.ready()
         ranks = children(worker.pid)

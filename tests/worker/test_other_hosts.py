@@ -94,7 +94,7 @@ def given_to_a_rank(config: EngineConfig, model, build: str | None = None) -> As
 
 
 @contextmanager
-def started(nursery, folder, name: str, model, address: str, certs=None, role: str = "rank") -> Iterator[Process]:
+def started(fork_server, folder, name: str, model, address: str, certs=None, role: str = "rank") -> Iterator[Process]:
     shown = ()
     if certs is not None:
         shown = tuple(
@@ -114,7 +114,7 @@ def started(nursery, folder, name: str, model, address: str, certs=None, role: s
         "1",
         *shown,
     ]
-    process = nursery.process(name, program, folder)
+    process = fork_server.process(name, program, folder)
     try:
         yield process
     finally:
@@ -122,13 +122,13 @@ def started(nursery, folder, name: str, model, address: str, certs=None, role: s
         process.wait()
 
 
-async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, nursery, model, certs, tmp_path):
+async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, fork_server, model, certs, tmp_path):
     """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its rank."""
     expected = answers(Engine.load(config_of(model)))
 
     listener = await listen(certs.tls("decode"))
     config = config_of(model, pipeline_parallel=3, remote_stages=1)
-    with started(nursery, tmp_path, "rank", model, listener.address, certs) as rank:
+    with started(fork_server, tmp_path, "rank", model, listener.address, certs) as rank:
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
         depths = depths_of(engine)
         assert await asyncio.to_thread(answers, engine) == expected and max(depths) == 2
@@ -147,10 +147,10 @@ async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, nur
     ],
     ids=["killed", "stopped"],
 )
-async def test_a_lost_rank_of_another_host_ends_every_wait(listen, nursery, model, tmp_path, how, said):
+async def test_a_lost_rank_of_another_host_ends_every_wait(listen, fork_server, model, tmp_path, how, said):
     listener = await listen()
     reasons = []
-    with started(nursery, tmp_path, "rank", model, listener.address) as rank:
+    with started(fork_server, tmp_path, "rank", model, listener.address) as rank:
         config = config_of(model, pipeline_parallel=2, remote_stages=1)
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
         engine.ranks.when_lost(reasons.append)
@@ -179,7 +179,7 @@ async def test_a_rank_that_never_joins(listen, model, monkeypatch):
         await asyncio.to_thread(Engine.load, config, joining=listener)
 
 
-async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model, certs, tmp_path):
+async def test_what_does_not_fit_is_refused_on_both_sides(listen, fork_server, model, certs, tmp_path):
     """Another version, other instructions, nonsense and another role take no place; another model ends both."""
     other = make_model(tmp_path / "other", replace(TINY, num_layers=4), seed=1)
     own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
@@ -211,12 +211,12 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, nursery, model
                 await call.read()
             assert refused.value.code().name == what
     config = config_of(model, pipeline_parallel=2, remote_stages=1)
-    with started(nursery, tmp_path, "other", other, listener.address, certs) as rank:
+    with started(fork_server, tmp_path, "other", other, listener.address, certs) as rank:
         with pytest.raises(ValueError, match=f"^rank 1: {other}: is model [0-9a-f]{{16}}, the worker has "):
             await asyncio.to_thread(Engine.load, config, joining=listener)
         assert await asyncio.to_thread(rank.wait) == 2
         assert f"baton rank: {other}: is model" in rank.text()
-    with started(nursery, tmp_path, "second", model, listener.address, certs) as rank:
+    with started(fork_server, tmp_path, "second", model, listener.address, certs) as rank:
         assert await asyncio.to_thread(rank.wait) == 1, rank.text()
         assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
 

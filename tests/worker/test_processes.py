@@ -25,10 +25,10 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def start(nursery, model, folder, *options: str, env=None) -> list[Process]:
+def start(fork_server, model, folder, *options: str, env=None) -> list[Process]:
     """Both roles; the caller stops them."""
     return [
-        nursery.process(
+        fork_server.process(
             role, [sys.executable, "-m", f"{role}_worker", "--model", str(model), *OPTIONS, *options], folder, env, True
         )
         for role in ("prefill", "decode")
@@ -47,11 +47,11 @@ async def open_pair(processes: list[Process]):
 
 
 @pytest.fixture
-def workers(nursery, model, tmp_path):
+def workers(fork_server, model, tmp_path):
     """Both must go by themselves, with status 0 and clean logs."""
     with Receiver() as receiver:
         env = {"OMP_NUM_THREADS": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-        processes = start(nursery, model, tmp_path, env=env)
+        processes = start(fork_server, model, tmp_path, env=env)
         for process in processes:
             process.arm("engine.step=sleep:0.005")  # what happens in mid-stream must find the stream there
         try:
@@ -160,9 +160,9 @@ def test_a_trace_of_every_ending(workers):
     assert statuses == {ending: ending for ending in statuses}
 
 
-def test_drain(nursery, model, tmp_path):
+def test_drain(fork_server, model, tmp_path):
     """SIGTERM in mid-stream: new requests are refused, the running one ends well, then the process goes."""
-    processes = start(nursery, model, tmp_path)
+    processes = start(fork_server, model, tmp_path)
     processes[1].arm(SLOW_STEPS)
 
     async def main():
@@ -189,8 +189,8 @@ def test_drain(nursery, model, tmp_path):
             process.kill()
 
 
-def test_drain_ends_what_is_too_long(nursery, model, tmp_path):
-    processes = start(nursery, model, tmp_path, "--drain-grace-s", "0.3")
+def test_drain_ends_what_is_too_long(fork_server, model, tmp_path):
+    processes = start(fork_server, model, tmp_path, "--drain-grace-s", "0.3")
 
     async def main():
         async with open_pair(processes) as pair:
@@ -210,9 +210,9 @@ def test_drain_ends_what_is_too_long(nursery, model, tmp_path):
             process.kill()
 
 
-def test_the_source_dies_in_mid_transfer(nursery, model, tmp_path):
+def test_the_source_dies_in_mid_transfer(fork_server, model, tmp_path):
     """kill -9 between Accepted and Done: the taker's key ends with a reason, its blocks come back, it serves on."""
-    processes = start(nursery, model, tmp_path, "--max-num-batched-tokens", "128")
+    processes = start(fork_server, model, tmp_path, "--max-num-batched-tokens", "128")
 
     async def main():
         async with open_pair(processes) as pair:

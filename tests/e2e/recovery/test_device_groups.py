@@ -34,7 +34,7 @@ def test_streams_outlive_a_rank_of_two(run_stack, model, prompts, tmp_path):
     process goes on, with the prompts' KV from the ranks that have read them."""
     engine = bare.load_engine(model, **OPTIONS)
     asked = [(prompts(90 + index), {"seed": index, "temperature": 0.9, "max_tokens": 40}) for index in range(3)]
-    options = {"options": (*FLAGS, "--strict-numerics"), "env": {FOLDER: str(tmp_path)}, "nursery": None}
+    options = {"options": (*FLAGS, "--strict-numerics"), "env": {FOLDER: str(tmp_path)}, "fork_server": None}
     groups = {"prefill_options": RANKS, "decode_options": RANKS, "unlike_decode": [()]}
     with run_stack("groups", DeviceStack, gateway_options=GATEWAY_OPTIONS, **options, **groups) as stack:
         client, lost = Client(stack.target), stack.decode[0]

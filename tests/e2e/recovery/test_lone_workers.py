@@ -74,9 +74,9 @@ def expected_of(stack: Stack, prompt: list[int]) -> list[int]:
         client.close()
 
 
-def test_no_request_fails_while_the_only_worker_starts_again(model, nursery, tmp_path, prompts):
+def test_no_request_fails_while_the_only_worker_starts_again(model, fork_server, tmp_path, prompts):
     prompt = prompts(150)
-    with Stack(model, tmp_path, num_prefill=0, options=OPTIONS, nursery=nursery) as stack:
+    with Stack(model, tmp_path, num_prefill=0, options=OPTIONS, fork_server=fork_server) as stack:
         expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
         with asking.running():
             worker = of_today(stack, "decode0")
@@ -86,10 +86,10 @@ def test_no_request_fails_while_the_only_worker_starts_again(model, nursery, tmp
     asking.check(expected)
 
 
-def test_the_other_role_stands_in(model, nursery, tmp_path, prompts):
+def test_the_other_role_stands_in(model, fork_server, tmp_path, prompts):
     """Answers go on before the killed worker is started again."""
     prompt = prompts(150)
-    options = {"options": OPTIONS, "gateway_options": ["--stand-in", "--split=always"], "nursery": nursery}
+    options = {"options": OPTIONS, "gateway_options": ["--stand-in", "--split=always"], "fork_server": fork_server}
     with Stack(model, tmp_path, failpoints=True, **options) as stack, stack.armed(STEPS):
         expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
         with asking.running():

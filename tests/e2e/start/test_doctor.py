@@ -41,7 +41,7 @@ def fault(output: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def loose(nursery, model, tmp_path_factory):
+def loose(fork_server, model, tmp_path_factory):
     """Workers without a gateway: shared memory only, network only, and another model."""
     folder = tmp_path_factory.mktemp("loose")
     options = ("--num-blocks", "160", "--threads", "1")
@@ -53,7 +53,7 @@ def loose(nursery, model, tmp_path_factory):
             num_decode=0,
             num_gateways=0,
             options=(*options, "--transports", "shm"),
-            nursery=nursery,
+            fork_server=fork_server,
         ),
         "tcp": Stack(
             model,
@@ -61,9 +61,11 @@ def loose(nursery, model, tmp_path_factory):
             num_prefill=0,
             num_gateways=0,
             options=(*options, "--transports", "tcp"),
-            nursery=nursery,
+            fork_server=fork_server,
         ),
-        "other": Stack(other, folder / "other-logs", num_prefill=0, num_gateways=0, options=options, nursery=nursery),
+        "other": Stack(
+            other, folder / "other-logs", num_prefill=0, num_gateways=0, options=options, fork_server=fork_server
+        ),
     }
     for stack in plans.values():
         stack.__enter__()
@@ -81,9 +83,9 @@ def test_a_healthy_stack(stack, receiver):
     assert "clock" in output and "prefix cache on" in output and "attention" in output
 
 
-def test_it_draws_a_worker_of_several_processes(nursery, model, tmp_path):
+def test_it_draws_a_worker_of_several_processes(fork_server, model, tmp_path):
     """And says how fast they add, where they do."""
-    options = {"nursery": nursery, "num_gateways": 0, "options": ("--num-blocks", "160", "--threads", "1")}
+    options = {"fork_server": fork_server, "num_gateways": 0, "options": ("--num-blocks", "160", "--threads", "1")}
     options |= {"prefill_options": ("--tensor-parallel", "2", "--pipeline-parallel", "2")}
     with Stack(model, tmp_path, decode_options=("--pipeline-parallel", "2"), **options) as stack:
         prefill, decode = (stack.address[name] for name in ("prefill0", "decode0"))
@@ -193,14 +195,14 @@ def test_one_document(stack):
     assert json.loads(doctor("--target", NOBODY, "--json")[1])["request_works"] is False
 
 
-def test_a_prefill_slower_than_the_lease_is_no_fault(nursery, model, tmp_path):
+def test_a_prefill_slower_than_the_lease_is_no_fault(fork_server, model, tmp_path):
     """A whole context takes longer to read than its KV would be kept; the prompts that are sent do not."""
     slow = ("--max-num-batched-tokens", "80", "--max-num-seqs", "16", "--lease-ttl-s", "2")
     options = {
         "prefill_options": slow,
         "options": ("--num-blocks", "160", "--threads", "1"),
         "failpoints": True,
-        "nursery": nursery,
+        "fork_server": fork_server,
     }
     with Stack(model, tmp_path, **options) as stack:
         stack.prefill[0].arm("engine.step=sleep:0.2")

@@ -32,8 +32,8 @@ def path(tmp_path_factory) -> Path:
     return path
 
 
-def test_text_and_chat(path, nursery, tmp_path):
-    with Stack(path, tmp_path, options=("--num-blocks", "100", "--threads", "1"), nursery=nursery) as stack:
+def test_text_and_chat(path, fork_server, tmp_path):
+    with Stack(path, tmp_path, options=("--num-blocks", "100", "--threads", "1"), fork_server=fork_server) as stack:
         client = Client(stack.target)
         info = client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
         assert (info.name, info.quantization, info.context) == ("shipped-Q8_0", "int8-g32", 2048)

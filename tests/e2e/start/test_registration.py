@@ -19,10 +19,10 @@ def gateway_address() -> str:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_workers_register_before_and_after_their_gateway_starts(model, nursery, tmp_path, gateway_address, prompts):
+def test_workers_register_before_and_after_their_gateway_starts(model, fork_server, tmp_path, gateway_address, prompts):
     def start(name: str, module: str, *options: str) -> Process:
         argv = [sys.executable, "-m", module, "--model", str(model), *options]
-        make = Process if module == "gateway" else nursery.process
+        make = Process if module == "gateway" else fork_server.process
         return make(name, argv, tmp_path, {"OMP_NUM_THREADS": "1"})
 
     worker = ("--listen", "127.0.0.1:0", "--num-blocks", "160", "--threads", "1", "--gateways", gateway_address)

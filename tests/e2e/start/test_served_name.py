@@ -11,10 +11,10 @@ from tests.support.stack import Stack
 NAME = "acme/small 1"
 
 
-def test_one_name_everywhere(model, nursery, tmp_path):
+def test_one_name_everywhere(model, fork_server, tmp_path):
     own = ("--served-model-name", NAME)
     options = {"options": ("--num-blocks", "160", "--threads", "1", *own), "gateway_options": own}
-    with Stack(model, tmp_path, num_prefill=0, nursery=nursery, **options) as stack:
+    with Stack(model, tmp_path, num_prefill=0, fork_server=fork_server, **options) as stack:
         client = Client(stack.target)
         assert client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10).name == NAME
         with grpc.insecure_channel(stack.target) as channel:

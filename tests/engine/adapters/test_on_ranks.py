@@ -15,7 +15,7 @@ from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 
-pytestmark = pytest.mark.usefixtures("born_ranks")
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 needs_native = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 RANKS, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 SAMPLED = {"temperature": 0.9, "top_k": 50, "logprobs": 2}

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real devices are tested by test_on_gpus.py"),
     pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
-    pytest.mark.usefixtures("born_ranks"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 CPU = torch.device("cpu")
 

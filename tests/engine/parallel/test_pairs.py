@@ -32,7 +32,7 @@ def request(name: str, attempt: int = 0, token_ids=PROMPT, **options):
 
 
 @pytest.fixture(scope="module")
-def roles(born_ranks, tmp_path_factory):
+def roles(forked_ranks, tmp_path_factory):
     """An engine of each shape, of either role; those that decode speculate."""
     folder = make_model(tmp_path_factory.mktemp("model"), replace(TINY, num_layers=3))
 

@@ -21,7 +21,7 @@ from tests.support.native.ranked import collectives_of, depths_of, lose_last_ran
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
-    pytest.mark.usefixtures("born_ranks"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 NUM_TOKENS = 24
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 70, 130)]

@@ -12,7 +12,7 @@ from tests.support.engine.toys import check_handed_over, hand_over, make_request
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
-    pytest.mark.usefixtures("born_ranks"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 SHAPES = {
     "one process": {},

@@ -65,7 +65,7 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
-@pytest.mark.usefixtures("born_ranks")
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_the_first_of_two_ranks(kind, model, heads):
     """They ask all ranks for rows of the embedding and of the head."""

@@ -20,7 +20,7 @@ from kvtransfer.transports.socket_folder import default_parent, socket_path
 from tests.support.abuse.canary import GENERATES, Canary
 from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, HTTPS, QUIET_TENANT, Caller, Cell, Port
 from tests.support.abuse.levels import levels, stayed
-from tests.support.nursery.workers import Nursery
+from tests.support.fork_server.processes import ForkServer
 from tests.support.process import ROOT, Process
 from tests.support.security.installation import install
 from tests.support.stack import Stack
@@ -44,7 +44,7 @@ _PATIENCE_S = 600.0  # for an attacker
 class Ground:
     """`with`: the stack runs. `kv`: the transport that its KV takes; doors of the others are open all the same."""
 
-    def __init__(self, model: Path, folder: Path, kv: str, nursery: Nursery):
+    def __init__(self, model: Path, folder: Path, kv: str, fork_server: ForkServer):
         folder.mkdir(parents=True, exist_ok=True)
         self.kv = kv
         self.certs = install(folder / "certs", "--tenant", QUIET_TENANT).folder
@@ -58,7 +58,7 @@ class Ground:
             model, folder / "stack", options=WORKER_OPTIONS,
             prefill_options=self._tls("prefill"),
             decode_options=[*self._tls("decode"), "--transports", kv],
-            gateway_options=[str(word) for word in gateway], nursery=nursery,
+            gateway_options=[str(word) for word in gateway], fork_server=fork_server,
         )  # fmt: skip
         self.endpoints: dict[str, str] = {}
         self.alone_s: dict[str, float] = {}  # the canary's times without an attack

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.fork_server.processes import ForkServer
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.stacks import FuzzStack, Run, Stacks, stack_plan
-from tests.support.nursery.workers import Nursery
 from tests.support.process import ROOT, Process
 
 OTHERS = {"gateway0", "prefill1", "decode0"}  # at first
@@ -37,13 +37,13 @@ class MixedStack(FuzzStack):
     def __enter__(self) -> "MixedStack":
         self._elsewhere = set(OTHERS)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._other_nursery = _OtherNursery(self.folder, self.other)
-        self._other_nursery.__enter__()
+        self._other_fork_server = _OtherForkServer(self.folder, self.other)
+        self._other_fork_server.__enter__()
         return super().__enter__()
 
     def stop(self) -> dict[str, int]:
         statuses = super().stop()
-        self._other_nursery.__exit__()
+        self._other_fork_server.__exit__()
         return statuses
 
     def swap(self, name: str) -> None:
@@ -54,7 +54,7 @@ class MixedStack(FuzzStack):
         if name not in self._elsewhere:
             return super()._process(name, argv, folder)
         env = {**self.env, "PYTHONPATH": str(self.other)}
-        return self._other_nursery.process(name, argv, folder, env, self.failpoints)
+        return self._other_fork_server.process(name, argv, folder, env, self.failpoints)
 
 
 class MixedRun(Run):
@@ -65,14 +65,14 @@ class MixedRun(Run):
         await self._drain(process, pause_s)
 
 
-class _OtherNursery(Nursery):
+class _OtherForkServer(ForkServer):
     """Our program, whose children read another checkout."""
 
     def __init__(self, folder: Path, other: Path):
-        self._path = folder / "other-nursery"
-        program = ROOT / "tests" / "support" / "nursery" / "program.py"
+        self._path = folder / "other-socket"
+        program = ROOT / "tests" / "support" / "fork_server" / "program.py"
         argv = _within(other, [sys.executable, str(program), str(self._path)])
-        self._process = Process("other-nursery-process", argv, folder, {"OMP_NUM_THREADS": "1"})
+        self._process = Process("other-fork-server", argv, folder, {"OMP_NUM_THREADS": "1"})
 
 
 def _within(other: Path, argv: Sequence[str]) -> list[str]:

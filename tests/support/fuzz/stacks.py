@@ -27,8 +27,8 @@ from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support import bare
 from tests.support.client import make_request, read_error
 from tests.support.faults.world import World
+from tests.support.fork_server.processes import ForkServerStack
 from tests.support.fuzz.shrink import Plan
-from tests.support.nursery.workers import NurseryStack
 from tests.support.pace import patience
 from tests.support.process import Process
 
@@ -129,7 +129,7 @@ class Seen:
             self.seed = message.seed
 
 
-class FuzzStack(NurseryStack):
+class FuzzStack(ForkServerStack):
     """Every worker has options of its own."""
 
     def __init__(self, *args, **options):

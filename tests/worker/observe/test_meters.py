@@ -31,12 +31,12 @@ def samples(address: str) -> dict[tuple, float]:
 
 
 @pytest.fixture(scope="module")
-def stack(nursery, tmp_path_factory):
+def stack(fork_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("meters")
     model = make_model(folder / "model")
     options = ("--num-blocks", "96", "--threads", "1", "--transports", "shm")
     with Stack(
-        model, folder / "logs", options=options, gateway_options=("--split", "always"), nursery=nursery
+        model, folder / "logs", options=options, gateway_options=("--split", "always"), fork_server=fork_server
     ) as stack:
         yield stack
 

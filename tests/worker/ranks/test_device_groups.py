@@ -22,7 +22,7 @@ from tests.worker.test_unlike_workers import generate_with_sources, offered_pref
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="real devices are another test's"),
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),
-    pytest.mark.usefixtures("born_ranks"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 SHAPES = {"stages": {"pipeline_parallel": 2}}  # others are numbers of ranks that share layers
 SEEDED = {"temperature": 1.0, "seed": 7, "n": 2}

@@ -1,5 +1,5 @@
-"""`python -m tests.support.nursery.program SOCKET`: fork a process for each request, see workers.py. It has imported what workers
-import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what others have made: some of a
+"""`python -m tests.support.fork_server.program SOCKET`: fork a process for each request, see processes.py. It has imported what
+workers import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what others have made: some of a
 gateway's own modules draw a number when they are imported. Each child imports baton.failpoints again, which reads its variable
 then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have in common."""
 
@@ -43,19 +43,19 @@ def main() -> None:
         listener.bind(sys.argv[1])
         listener.listen()
         print("ready here=1", flush=True)
-        while (born := _next_born(listener)) is None:
+        while (child := _next_child(listener)) is None:
             pass
-    _live(*born, by_imports)
+    _run_child(*child, by_imports)
 
 
-def _next_born(listener: socket.socket) -> tuple[dict, list[int]] | None:
-    """None in the nursery itself; in the child that was asked for, what it shall be, and its descriptors."""
+def _next_child(listener: socket.socket) -> tuple[dict, list[int]] | None:
+    """None in the server itself; in the child that was asked for, what it shall be, and its descriptors."""
     connection, _ = listener.accept()
     with connection:
         message, given, _, _ = socket.recv_fds(connection, 1 << 17, _MOST_DESCRIPTORS)
-        wish = json.loads(message)
-        if "pid" in wish:
-            ended, status = os.waitpid(wish["pid"], os.WNOHANG)
+        request = json.loads(message)
+        if "pid" in request:
+            ended, status = os.waitpid(request["pid"], os.WNOHANG)
             connection.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
             return None
         if os.fork():
@@ -65,22 +65,22 @@ def _next_born(listener: socket.socket) -> tuple[dict, list[int]] | None:
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
         os.setsid()
         connection.send(str(os.getpid()).encode())
-    return wish, given
+    return request, given
 
 
-def _live(wish: dict, given: list[int], by_imports: dict[str, str]) -> None:
+def _run_child(request: dict, given: list[int], by_imports: dict[str, str]) -> None:
     """`by_imports`: variables that these have set."""
-    beyond = max(wish["numbers"]) + 1
+    beyond = max(request["numbers"]) + 1
     apart = [
         fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, beyond) for each in given
     ]  # what is given may have a number of another's
-    for number, each in zip(wish["numbers"], apart, strict=True):
+    for number, each in zip(request["numbers"], apart, strict=True):
         os.dup2(each, number)
-    for each in {*given, *apart} - {*wish["numbers"]}:
+    for each in {*given, *apart} - {*request["numbers"]}:
         os.close(each)
-    program, *arguments = wish["argv"]
+    program, *arguments = request["argv"]
     os.environ.clear()
-    os.environ.update(by_imports | wish["env"])
+    os.environ.update(by_imports | request["env"])
     importlib.reload(sys.modules["baton.failpoints"])
     if not hasattr(sys.modules.get(program), "__path__"):  # else it is a folder, whose `__main__` nobody has imported
         sys.modules.pop(program, None)
@@ -97,7 +97,7 @@ def _live(wish: dict, given: list[int], by_imports: dict[str, str]) -> None:
 
 
 def _end(status: int) -> None:
-    """As Python does, but without taking apart what it has in common with the nursery: that took each child 0.25 s of CPU."""
+    """As Python does, but without taking apart what it has in common with the server: that took each child 0.25 s of CPU."""
     threading._shutdown()
     atexit._run_exitfuncs()
     gc.collect()
