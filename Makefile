@@ -34,14 +34,14 @@ setup: $(STAMPS)/install
 demo: $(STAMPS)/serve
 	$(PY) -m baton.cli.cluster.demo
 
-# What needs no running: format, lint, types of the core words, the rules of the house, and the pages.
+# What needs no running: format, lint, types of the core words, the rules of the architecture, and the pages.
 check: setup $(STAMPS)/buf
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/basedpyright
 	$(BUF) lint protos
 	$(BUF) breaking protos --against protos/contract.binpb
-	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_house.py tests/test_docs.py
+	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_architecture.py tests/test_docs.py
 	$(MAKE) --no-print-directory docs
 
 # The pages of docs/ and the reference, as a site in build/site; a link that leads nowhere ends it.

@@ -43,7 +43,7 @@ def pytest_configure(config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
-    from tests.running.file_scheduling import LastingFileScheduling
+    from tests.runner.file_scheduling import LastingFileScheduling
 
     return LastingFileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

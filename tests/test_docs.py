@@ -11,7 +11,7 @@ from baton.worker.legs.states import LegEvent, LegState
 from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.transitions import TABLE as GATEWAY_TABLE
 from gateway.request.request_state import RequestState
-from tests.support.folder_map import folder_map
+from tests.support.source_tree import folder_map
 from tests.support.state_table import state_table_markdown
 from tests.support.worker.doubles import TABLE as WORKER_TABLE
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.process import ROOT
-from tests.test_house import sources
+from tests.support.source_tree import sources
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = [Requirement(line) for line in _PROJECT["dependencies"]]

@@ -43,9 +43,9 @@ SLOW = "engine.step=sleep:0.05"  # what runs, runs for seconds
 
 
 class PatientStack(Stack):
-    """Every process runs under tests/support/patient.py."""
+    """Every process runs under tests/support/long_waits.py."""
 
-    launcher = ("-m", "tests.support.patient")
+    launcher = ("-m", "tests.support.long_waits")
 
 
 @pytest.fixture(scope="module")

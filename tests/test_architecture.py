@@ -1,4 +1,4 @@
-"""The house: imports point down and never sideways, no circle among files or folders, both small, no code in data."""
+"""Imports point down and never sideways, no circle among files or folders, both small, no code in data."""
 
 import ast
 import gc
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.process import ROOT
+from tests.support.source_tree import module_name, sources
+
 MAX_LINES = 400
 MAX_FILES = 12  # of a folder, `__init__` and `__main__` aside
 
@@ -253,19 +255,6 @@ FOLDERS = {
         "cluster": "launch launch.placing gpu",
     },
 }
-
-
-def sources() -> dict[str, Path]:
-    tops = ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
-    paths = [
-        path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))
-    ]
-    return {module_name(path): path for path in paths}
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room_of(module: str) -> str | None:

@@ -1,13 +1,29 @@
-"""The folders of the repository, a line each, for docs/architecture.md: `python -m tests.support.folder_map`."""
+"""What stands in the repository: its modules, and its folders, a line each, for docs/architecture.md:
+`python -m tests.support.source_tree`."""
 
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
+
 ROOMS = (
     "baton", "baton/client", "kvtransfer", "gateway", "baton/service", "baton/engine", "baton/worker", "prefill_worker", "decode_worker",
     "baton/training", "baton/quantization", "baton/loadgen", "baton/planning", "baton/cli",
 )  # fmt: skip
+
+
+def sources() -> dict[str, Path]:
+    """Every Python file of what is installed, by name of its module, but generated code."""
+    tops = ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
+    paths = [
+        path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    ]
+    return {module_name(path): path for path in paths}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def folder_map(root: Path) -> str:

@@ -3,7 +3,7 @@ them, and a process that a worker ends says why."""
 
 import pytest
 
-from tests.running.inner_pytest import run_pytest
+from tests.runner.inner_pytest import run_pytest
 from tests.support import pace
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.running.file_scheduling import LastingFileScheduling
-from tests.running.inner_pytest import run_pytest
+from tests.runner.file_scheduling import LastingFileScheduling
+from tests.runner.inner_pytest import run_pytest
 
 DIES = "import os, signal\n\ndef test_{}():\n    os.kill(os.getpid(), signal.SIGABRT)\n"
 PASSES = "def test_{}():\n    pass\n"
