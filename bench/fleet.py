@@ -1,7 +1,7 @@
 """A fleet beyond any machine at hand: python bench/fleet.py [--trace FILE] [--quick] [--json FILE].
 
 1,000 workers and 100 gateways (64 and 8 with --quick) serve a trace in simulated time, as many copies of it as keep half of the prefill
-workers busy; see live_fleet.py for what is modelled. Meanwhile a twentieth of the workers die, Redis fails over, and a tenth of the
+workers busy; see simulation/live_fleet.py for what is modelled. Meanwhile a twentieth of the workers die, Redis fails over, and a tenth of the
 workers are replaced by a version that fails everything. Then the scaler follows a load that doubles and falls. Routing, admission,
 queues, breakers and the scaler's decisions are the product's own.
 """
@@ -20,10 +20,11 @@ from pathlib import Path
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import Machine, copies
 from bench.lib.report import Report, finish, start
 from bench.routing import SLO, TRACE, WORKERS_A_TRACE, busy
+from bench.simulation.autoscaling import Autoscaling
 from bench.simulation.drawn_load import drawn_load
+from bench.simulation.fleet import Machine, copies
 from bench.simulation.live_fleet import LiveFleet, met_between
 from bench.simulation.machine_model import MachineModel
 
@@ -90,9 +91,10 @@ def scaled(report: Report, num_gateways: int, rate: float) -> None:
     bounds = ScalerBounds({"prefill": 1, "decode": 1}, {"prefill": 500, "decode": 500}, 1000)
     size = max(4, int(2 * rate * 0.25))
     fleet = LiveFleet(size, num_gateways, Machine(), SCALER_SLO)
-    fleet.scale_by(Scaler(MachineModel(Machine(), SCALER_SLO), bounds, SCALER_SLO, START_S), START_S)
+    scaler = Scaler(MachineModel(Machine(), SCALER_SLO), bounds, SCALER_SLO, START_S)
+    scaling = Autoscaling(fleet, scaler, START_S)
     asked = fleet.serve(drawn_load(rate_at, 3600, (1000, 60)))
-    totals = [prefill + decode for _, prefill, decode in fleet.sizes]
+    totals = [prefill + decode for _, prefill, decode in scaling.sizes]
     turns = _turns(totals)
     calm = [one for one in asked if not 900 <= one.entry.at_s < 900 + 4 * START_S]
     report.add(

@@ -1,7 +1,7 @@
 """Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE] [--only PART].
 
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
-as many copies as would keep half of the prefill workers busy if nothing were cached; see routing_fleet.py for what is
+as many copies as would keep half of the prefill workers busy if nothing were cached; see simulation/fleet.py for what is
 modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
 of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers, which
 every request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
@@ -26,8 +26,8 @@ from pathlib import Path
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
 from baton.v1 import worker_pb2 as pb
-from bench.arms.routing_fleet import Fleet, Machine, Request, copies, oracle_hits
 from bench.lib.report import Report, finish, start
+from bench.simulation.fleet import Fleet, Machine, Request, copies, oracle_hits
 from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
 from gateway.link.worker_link import LinkState

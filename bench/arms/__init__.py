@@ -1,1 +1,1 @@
-"""Arms that benches compare: engines of ours, peers, simulated fleets."""
+"""Arms that benches compare: engines of ours, and peers."""

@@ -1,7 +1,8 @@
-"""The fleet of routing_fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and the scaler works.
+"""The fleet of fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and workers come
+and go.
 
 Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to LOAD_GAP_S ago and
-what it has sent them since; rates that it learns are those of all. Modelled beside what routing_fleet.py does: workers that die, and
+what it has sent them since; rates that it learns are those of all. Modelled beside what fleet.py does: workers that die, and
 whose requests others continue once that is noticed; a version that fails every request; an index that is gone and comes back
 empty; workers that are added and drained. Not modelled: the network between gateways and workers.
 """
@@ -12,19 +13,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from baton.loadgen.summary import percentile
 from baton.loadgen.trace import TraceEntry
-from baton.planning.scaling.counters import FleetCounters
-from baton.planning.scaling.scaler import DECIDE_S, Scaler
-from baton.protocol import ROLES
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
 from baton.worker.observe.reports import LOAD_GAP_S
-from bench.arms.routing_fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Worker
-from bench.simulation.simulated_gateway import SimulatedGateway
+from bench.simulation.fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Worker
+from bench.simulation.simulated_gateway import LoadReport, SimulatedGateway
 from bench.simulation.simulated_request import Asked, Attempt
 from gateway.fleet.candidates import NUM_SEEN
-from gateway.link.worker_breaker import BreakerState
 from gateway.prefix.prefix_matches import Matches, WorkerBits
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, QueueEntry, rank
@@ -42,41 +38,37 @@ class LiveFleet(Fleet):
     def __init__(self, num_workers: int, num_gateways: int, machine: Machine, slo: Slo, prefill_share: float = 0.5):
         super().__init__(num_workers, machine, "auto", slo, prefill_share)
         self.now = 0.0
-        self._index.masks = defaultdict(int)
-        self._gateways = [SimulatedGateway(number, lambda: self.now) for number in range(num_gateways)]
+        self.gateways = [SimulatedGateway(number, lambda: self.now) for number in range(num_gateways)]
         self._waiting_at: set[SimulatedGateway] = set()
         self._attempts: dict[str, set[Attempt]] = defaultdict(set)
-        self._reports: dict[str, tuple[float, int, int]] = {}
-        self._dead: set[str] = set()
+        self._reports: dict[str, LoadReport] = {}
+        self.dead: set[str] = set()
         self._bad: set[str] = set()
-        self._starting: Counter[str] = Counter()
         self._numbers = itertools.count(num_workers)
         self._index_is_down = False
-        self._minute: list[Asked] = []
+        self._came: list[Asked] = []  # see take_recent
         self._ended: list[Asked] = []
         self.num_failures = Counter[str]()  # attempts that failed, by what of
-        self.worker_s = 0.0
-        self.sizes: list[tuple[float, int, int]] = []  # time, workers of each role
         self._num_open, self._asked_s = 0, 0.0
         self._reservations: dict[int, Reservation] = {}
 
     @property
     def num_workers(self) -> int:
-        return len(self._workers)
+        return len(self.workers)
 
     # ---- what happens ----
 
     def serve(self, entries: Sequence[TraceEntry]) -> list[Asked]:
         """Serve all requests, each through a gateway drawn by chance."""
-        asked = [Asked(entry, number, self._rng.randrange(len(self._gateways))) for number, entry in enumerate(entries)]
+        asked = [Asked(entry, number, self._rng.randrange(len(self.gateways))) for number, entry in enumerate(entries)]
         self._num_open = len(asked)
         arrivals = iter(asked)
 
-        def come(now: float, one: Asked) -> None:
-            self._arrive_next(arrivals, come)
-            self._come(one)
+        def arrive(now: float, one: Asked) -> None:
+            self._arrive_next(arrivals, arrive)
+            self._arrive(one)
 
-        self._arrive_next(arrivals, come)
+        self._arrive_next(arrivals, arrive)
         while self._events and self._num_open:
             self.now, _, event = heapq.heappop(self._events)
             event(self.now)
@@ -84,48 +76,70 @@ class LiveFleet(Fleet):
 
     def _arrive_next(self, arrivals, arrive) -> None:
         if (one := next(arrivals, None)) is not None:
-            self._at(one.entry.at_s, lambda now: arrive(now, one))
+            self.at(one.entry.at_s, lambda now: arrive(now, one))
 
     def kill_at(self, at_s: float, num: int) -> None:
         """As many workers die at once, with all that runs there."""
-        self._at(at_s, lambda now: [self._die(worker) for worker in self._rng.sample(self._workers, num)])
+        self.at(at_s, lambda now: [self._die(worker) for worker in self._rng.sample(self.workers, num)])
 
     def lose_redis_at(self, at_s: float, for_s: float) -> None:
         """The index is gone, and comes back empty."""
-        self._at(at_s, lambda now: setattr(self, "_index_is_down", True))
-        self._at(at_s + for_s, lambda now: self._redis_is_back())
+        self.at(at_s, lambda now: setattr(self, "_index_is_down", True))
+        self.at(at_s + for_s, lambda now: self._redis_is_back())
 
     def roll_out_at(self, at_s: float, num: int, until_s: float) -> None:
         """As many workers are replaced by a version that fails whatever it is asked, until that is rolled back."""
 
         def begin(now: float) -> None:
-            self._bad = {worker.name for worker in self._rng.sample(self._workers, num)}
+            self._bad = {worker.name for worker in self._rng.sample(self.workers, num)}
 
-        self._at(at_s, begin)
-        self._at(until_s, lambda now: self._bad.clear())
+        self.at(at_s, begin)
+        self.at(until_s, lambda now: self._bad.clear())
 
-    def scale_by(self, scaler: Scaler, start_s: float) -> None:
-        """Let the scaler decide each minute, and carry it out."""
-        self._at(DECIDE_S, lambda now: self._scale(scaler, start_s))
+    def add(self, role: str, num: int) -> None:
+        """As many workers of a role serve from now on."""
+        kind, workers = (PrefillWorker, self.prefill) if role == "prefill" else (DecodeWorker, self.decode)
+        for _ in range(num):
+            number = next(self._numbers)
+            worker = kind(number, f"{role[0]}{number:04}", self._machine, self._index, self._pace_estimator)
+            workers.append(worker)
+            self.workers.append(worker)
+            self._named[worker.name] = worker
+            if isinstance(worker, DecodeWorker):
+                worker.at_s = self.now
+        self._place()
+        self._serve_waiting(self.now)
+
+    def drain(self, role: str, num: int) -> None:
+        """The least loaded go; what runs there ends there."""
+        workers = sorted(getattr(self, role), key=lambda worker: worker.num_sequences + worker.num_waiting_tokens)
+        for worker in workers[:num]:
+            self._remove(worker)
+
+    def take_recent(self) -> tuple[list[Asked], list[Asked]]:
+        """Return the requests that came, and those that ended, since this was last called."""
+        taken = self._came, self._ended
+        self._came, self._ended = [], []
+        return taken
 
     # ---- a gateway ----
 
-    def _come(self, one: Asked) -> None:
-        gateway = self._gateways[one.gateway]
-        self._minute.append(one)
+    def _arrive(self, one: Asked) -> None:
+        gateway = self.gateways[one.gateway]
+        self._came.append(one)
         self._reservations[one.number] = gateway.admission.enter(str(one.number), "")
         try:
-            alone_s = self._workers[0].pace_estimator._fleet.pace(self.now).prefill_s(one.entry.num_prompt)
+            alone_s = self._pace_estimator.pace(self.now).prefill_s(one.entry.num_prompt)
             gateway.queues.check(self._queued(one), alone_s)
         except Overloaded as error:
             one.refused = error.reason
-            self._over(one)
+            self._finish(one)
             return
         self._try(one)
 
     def _try(self, one: Asked) -> None:
         """Route, and send; wait in the gateway's queue where the chosen worker is full."""
-        gateway, entry = self._gateways[one.gateway], one.entry
+        gateway, entry = self.gateways[one.gateway], one.entry
         is_waiting = one.queue_entry is not None
         if not is_waiting and not gateway.queues.credit.is_open_to(""):
             self._wait(gateway, one)
@@ -140,10 +154,10 @@ class LiveFleet(Fleet):
                 self._queued(one).check(decision, gateway.queues.prefill.wait_s(self._queued(one)))
             except Overloaded as error:
                 one.refused = error.reason
-                self._over(one)
+                self._finish(one)
                 return
         taker = self._named[decision.decode]
-        if taker.num_sequences >= self._machine.max_sequences and decision.decode not in self._dead | self._bad:
+        if taker.num_sequences >= self._machine.max_sequences and decision.decode not in self.dead | self._bad:
             self._wait(gateway, one)
             return
         self._leave(gateway, one)
@@ -153,13 +167,14 @@ class LiveFleet(Fleet):
         one, decision = attempt.asked, attempt.decision
         one.num_attempts += 1
         names = attempt.names = tuple(name for name in (decision.prefill, decision.decode) if name)
-        if failing := [name for name in names if name in self._dead or name in self._bad]:
-            took_s = NOTICED_S if failing[0] in self._dead else FAILED_S
-            self._at(self.now + took_s, lambda now: self._failed(gateway, attempt, failing[0]))
+        if failing := [name for name in names if name in self.dead or name in self._bad]:
+            took_s = NOTICED_S if failing[0] in self.dead else FAILED_S
+            self.at(self.now + took_s, lambda now: self._failed(gateway, attempt, failing[0]))
             return
         for name in names:
             self._attempts[name].add(attempt)
-            self._count_sent(gateway, name, attempt)
+            at_s = self._reports[name].at_s if name in self._reports else self.now
+            gateway.count_sent(name, at_s, attempt.entry.num_prompt)
         taker = self._named[decision.decode]
         taker.num_sequences += 1
         taker.recent_load.add(decision.decode_s, self.now)
@@ -178,30 +193,30 @@ class LiveFleet(Fleet):
         self._waiting_at.add(gateway)
         if one.queue_entry is None:
             one.queue_entry = gateway.queues.credit.join(
-                self._queued(one), lambda: self._at(self.now + 0.001, lambda now: self._again(one))
+                self._queued(one), lambda: self.at(self.now + 0.001, lambda now: self._retry(one))
             )
-            self._at(
-                self.now + QueuedRequest(0.0).max_wait_s, lambda now, entry=one.queue_entry: self._waited(one, entry)
+            self.at(
+                self.now + QueuedRequest(0.0).max_wait_s, lambda now, entry=one.queue_entry: self._time_out(one, entry)
             )
         else:
             gateway.queues.credit.call_next_tenant(one.queue_entry)
         if not gateway.has_timer:
             gateway.has_timer = True
-            self._at(self.now + RETRY_S, lambda now: self._retry(gateway))
+            self.at(self.now + RETRY_S, lambda now: self._call_first(gateway))
 
-    def _retry(self, gateway: SimulatedGateway) -> None:
+    def _call_first(self, gateway: SimulatedGateway) -> None:
         gateway.has_timer = False
         gateway.queues.credit.call_first()
 
-    def _again(self, one: Asked) -> None:
+    def _retry(self, one: Asked) -> None:
         if one.queue_entry is not None and one.queue_entry.is_open:
             self._try(one)
 
-    def _waited(self, one: Asked, entry: QueueEntry) -> None:
+    def _time_out(self, one: Asked, entry: QueueEntry) -> None:
         """It has waited as long as it may."""
         if entry.is_open:
             one.refused = "QUEUE_WAIT"
-            self._over(one)
+            self._finish(one)
 
     def _leave(self, gateway: SimulatedGateway, one: Asked) -> None:
         if one.queue_entry is not None:
@@ -214,8 +229,8 @@ class LiveFleet(Fleet):
         order = rank(one.entry.at_s, self._slo, 0)
         return QueuedRequest(order, one.entry.num_prompt, self._slo, tenant="", num_expected=self._mean_output)
 
-    def _over(self, one: Asked) -> None:
-        gateway = self._gateways[one.gateway]
+    def _finish(self, one: Asked) -> None:
+        gateway = self.gateways[one.gateway]
         self._leave(gateway, one)
         gateway.admission.leave(str(one.number), self._reservations.pop(one.number), 0)
         self._ended.append(one)
@@ -236,37 +251,27 @@ class LiveFleet(Fleet):
 
         def side(workers: list, kind: type) -> list[Candidate]:
             holders = (worker for worker in itertools.islice(matches, NUM_SEEN) if isinstance(worker, kind))
-            usable = shortlist(holders, workers, lambda worker: self._takes(gateway, worker), self._rng) or workers[:1]
+            usable = (
+                shortlist(holders, workers, lambda worker: gateway.takes(worker.name, self.now), self._rng)
+                or workers[:1]
+            )
             return [self._seen(gateway, worker, worker.in_tokens(matches.get(worker), entry)) for worker in usable]
 
         ask = RoutingRequest(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
         return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
 
-    def _takes(self, gateway: SimulatedGateway, worker: Worker) -> bool:
-        breaker = gateway.breakers.get(worker.name)
-        return breaker is None or breaker.state is BreakerState.CLOSED or breaker.takes(self.now, 0, True)
-
     def _seen(self, gateway: SimulatedGateway, worker: Worker, num_matched: int) -> Candidate:
-        at, num_sequences, num_tokens = self._report(worker)
-        since, own, own_tokens = gateway.sent.get(worker.name, (at, 0, 0))
-        if since < at:
-            own = own_tokens = 0
+        num_sequences, num_tokens = gateway.load_of(worker.name, self._report(worker))
         return worker.candidate(num_matched, self.now)._replace(
-            num_sequences=num_sequences + own, num_waiting_tokens=num_tokens + own_tokens
+            num_sequences=num_sequences, num_waiting_tokens=num_tokens
         )
 
-    def _report(self, worker: Worker) -> tuple[float, int, int]:
+    def _report(self, worker: Worker) -> LoadReport:
         found = self._reports.get(worker.name)
-        if found is None or self.now - found[0] >= LOAD_GAP_S:
-            found = self._reports[worker.name] = self.now, worker.num_sequences, worker.num_waiting_tokens
+        if found is None or self.now - found.at_s >= LOAD_GAP_S:
+            found = LoadReport(self.now, worker.num_sequences, worker.num_waiting_tokens)
+            self._reports[worker.name] = found
         return found
-
-    def _count_sent(self, gateway: SimulatedGateway, name: str, attempt: Attempt) -> None:
-        at = self._reports.get(name, (self.now, 0, 0))[0]
-        since, num, num_tokens = gateway.sent.get(name, (at, 0, 0))
-        if since < at:
-            num = num_tokens = 0
-        gateway.sent[name] = at, num + 1, num_tokens + attempt.entry.num_prompt
 
     # ---- a worker ----
 
@@ -284,16 +289,16 @@ class LiveFleet(Fleet):
         one.num_cached = request.num_cached
         one.last_s, one.num_done = max(now, one.first_s), one.entry.num_output
         for name in request.names:
-            if (breaker := self._gateways[one.gateway].breakers.get(name)) is not None:
+            if (breaker := self.gateways[one.gateway].breakers.get(name)) is not None:
                 breaker.note_success(request.at_s)
-        self._over(one)
+        self._finish(one)
 
     def _forget(self, attempt: Attempt) -> None:
         for name in attempt.names:
             self._attempts[name].discard(attempt)
 
     def _die(self, worker: Worker) -> None:
-        self._dead.add(worker.name)
+        self.dead.add(worker.name)
         worker.keep = lambda hash_ids: None  # nothing more is written there
         if isinstance(worker, DecodeWorker):
             worker.advance(self.now)
@@ -311,14 +316,14 @@ class LiveFleet(Fleet):
                 one.first_s = one.first_s or attempt.first_s
                 done = attempt.entry.num_output - math.ceil(left.get(attempt, attempt.entry.num_output - 1))
                 one.num_done = min(one.num_done + max(1, done), one.entry.num_output - 1)
-        self._at(self.now + NOTICED_S, lambda now: self._notice(worker, lost))
+        self.at(self.now + NOTICED_S, lambda now: self._notice(worker, lost))
 
     def _give_back(self, attempt: Attempt, dead: Worker) -> None:
         """What the attempt has on the worker that lives."""
         self._forget(attempt)
         for name in attempt.names:
             worker = self._named[name]
-            if worker is dead or name in self._dead:
+            if worker is dead or name in self.dead:
                 continue
             if isinstance(worker, DecodeWorker):
                 worker.num_sequences -= 1
@@ -335,78 +340,19 @@ class LiveFleet(Fleet):
 
     def _remove(self, worker: Worker) -> None:
         """It is routed to no more."""
-        for workers in (self.prefill, self.decode, self._workers):
+        for workers in (self.prefill, self.decode, self.workers):
             if worker in workers:
                 workers.remove(worker)
         self._place()
 
     def _place(self) -> None:
-        self._index.places = WorkerBits.of({worker.number: worker for worker in self._workers})
+        self._index.places = WorkerBits.of({worker.number: worker for worker in self.workers})
 
     def _redis_is_back(self) -> None:
         self._index_is_down = False
-        self._index.masks = masks = defaultdict(int)
-
-        def announce(worker: Worker) -> None:
-            for hash_id in worker._blocks:
-                masks[hash_id] |= 1 << worker.number
-
-        for worker in self._workers:
-            worker._index.masks = masks
-            self._at(self.now + self._rng.uniform(0, ANNOUNCE_S), lambda now, worker=worker: announce(worker))
-
-    # ---- the scaler ----
-
-    def _scale(self, scaler: Scaler, start_s: float) -> None:
-        serving = {"prefill": len(self.prefill), "decode": len(self.decode)}
-        self.sizes.append((self.now, *serving.values()))
-        self.worker_s += DECIDE_S * (sum(serving.values()) + self._starting.total())
-        came, self._minute = self._minute, []
-        ended, self._ended = self._ended, []
-        read = [one.entry.num_prompt for one in came]
-        written = [one.entry.num_output for one in came]
-        seen = FleetCounters(
-            self.now, len(came) / DECIDE_S, sum(read) / len(read) if read else math.nan,
-            sum(written) / len(written) if written else math.nan,
-            sum(len(gateway.queues) for gateway in self._gateways),
-            percentile([one.first_s - one.entry.at_s for one in ended if not one.refused], 95),
-            percentile([tpot_s for one in ended if not one.refused and (tpot_s := one.tpot_s) is not None], 95),
-            serving=serving, starting={role: self._starting[role] for role in ROLES},
-        )  # fmt: skip
-        decision = scaler.decide(seen)
-        for change in decision.changes(seen.serving, seen.starting) if decision is not None else ():
-            role = change.next_role or change.role
-            if change.kind != "start":
-                self._drain(change.role, change.number)
-            if change.kind != "drain":
-                self._start(role, change.number, start_s)
-        self._at(self.now + DECIDE_S, lambda now: self._scale(scaler, start_s))
-
-    def _start(self, role: str, num: int, start_s: float) -> None:
-        self._starting[role] += num
-        self._at(self.now + start_s, lambda now: self._join_fleet(role, num))
-
-    def _join_fleet(self, role: str, num: int) -> None:
-        self._starting[role] -= num
-        kind, workers = (PrefillWorker, self.prefill) if role == "prefill" else (DecodeWorker, self.decode)
-        for _ in range(num):
-            number = next(self._numbers)
-            worker = kind(
-                number, f"{role[0]}{number:04}", self._machine, self._index, self._workers[0].pace_estimator._fleet
-            )
-            workers.append(worker)
-            self._workers.append(worker)
-            self._named[worker.name] = worker
-            if isinstance(worker, DecodeWorker):
-                worker.at_s = self.now
-        self._place()
-        self._serve_waiting(self.now)
-
-    def _drain(self, role: str, num: int) -> None:
-        """The least loaded go; what runs there ends there."""
-        workers = sorted(getattr(self, role), key=lambda worker: worker.num_sequences + worker.num_waiting_tokens)
-        for worker in workers[:num]:
-            self._remove(worker)
+        self._index.clear()
+        for worker in self.workers:
+            self.at(self.now + self._rng.uniform(0, ANNOUNCE_S), lambda now, worker=worker: worker.announce())
 
 
 def met_between(asked: Sequence[Asked], slo: Slo, begin_s: float, end_s: float) -> float:

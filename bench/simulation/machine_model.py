@@ -1,7 +1,7 @@
 """What the scaler is told of a worker of the simulated fleet."""
 
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import Machine
+from bench.simulation.fleet import Machine
 
 
 class MachineModel:

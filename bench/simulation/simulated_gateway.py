@@ -1,10 +1,20 @@
-"""A gateway of a simulated fleet: its own admission, queues and breakers."""
+"""A gateway of a simulated fleet: its own admission, queues and breakers, and what it knows of workers."""
 
-from gateway.link.worker_breaker import WorkerBreaker
+from typing import NamedTuple
+
+from gateway.link.worker_breaker import BreakerState, WorkerBreaker
 from gateway.queue.admission import AdmissionControl
 from gateway.queue.waiting_queue import WaitingQueues
 
 MAX_REQUESTS = 100_000  # open in one gateway
+
+
+class LoadReport(NamedTuple):
+    """What a worker has told all gateways of itself."""
+
+    at_s: float
+    num_sequences: int = 0
+    num_waiting_tokens: int = 0
 
 
 class SimulatedGateway:
@@ -15,7 +25,9 @@ class SimulatedGateway:
         self.admission = AdmissionControl(MAX_REQUESTS)
         self.queues = WaitingQueues(MAX_REQUESTS, clock=clock)
         self.breakers: dict[str, WorkerBreaker] = {}
-        self.sent: dict[str, tuple[float, int, int]] = {}  # worker -> the report since when, sequences, tokens
+        self._sent: dict[
+            str, LoadReport
+        ] = {}  # what it has sent each worker since that one's report, of which `at_s` is
         self.has_timer = False  # it asks again soon, for who waits
 
     def breaker(self, name: str) -> WorkerBreaker:
@@ -23,3 +35,21 @@ class SimulatedGateway:
             self.breakers[name] = WorkerBreaker()
             self.breakers[name].note_work(0.0)
         return self.breakers[name]
+
+    def takes(self, name: str, now: float) -> bool:
+        """Say whether its breaker lets a request through to the worker."""
+        breaker = self.breakers.get(name)
+        return breaker is None or breaker.state is BreakerState.CLOSED or breaker.takes(now, 0, True)
+
+    def load_of(self, name: str, report: LoadReport) -> tuple[int, int]:
+        """Return the sequences and waiting tokens of a worker: as reported, and what was sent since."""
+        sent = self._sent_since(name, report.at_s)
+        return report.num_sequences + sent.num_sequences, report.num_waiting_tokens + sent.num_waiting_tokens
+
+    def count_sent(self, name: str, report_at_s: float, num_prompt: int) -> None:
+        sent = self._sent_since(name, report_at_s)
+        self._sent[name] = LoadReport(report_at_s, sent.num_sequences + 1, sent.num_waiting_tokens + num_prompt)
+
+    def _sent_since(self, name: str, report_at_s: float) -> LoadReport:
+        sent = self._sent.get(name)
+        return sent if sent is not None and sent.at_s >= report_at_s else LoadReport(report_at_s)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import Request
+from bench.simulation.fleet import Request
 from gateway.queue.waiting_queue import QueueEntry
 
 

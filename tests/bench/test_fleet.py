@@ -6,8 +6,9 @@ import pytest
 
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import DecodeWorker, Machine
+from bench.simulation.autoscaling import Autoscaling
 from bench.simulation.drawn_load import drawn_load
+from bench.simulation.fleet import DecodeWorker, Machine
 from bench.simulation.live_fleet import NOTICED_S, LiveFleet, met_between
 from bench.simulation.machine_model import MachineModel
 
@@ -28,11 +29,11 @@ def check(fleet: LiveFleet, asked) -> None:
         assert one.ended and not one.queue_entry
         if not one.refused:
             assert one.num_done == one.entry.num_output and one.entry.at_s < one.first_s <= one.last_s
-    for gateway in fleet._gateways:
+    for gateway in fleet.gateways:
         assert not gateway.admission.key_ids and not len(gateway.queues)
-    for worker in fleet._workers:
-        assert not worker.num_waiting_tokens or worker.name in fleet._dead
-        if isinstance(worker, DecodeWorker) and worker.name not in fleet._dead:
+    for worker in fleet.workers:
+        assert not worker.num_waiting_tokens or worker.name in fleet.dead
+        if isinstance(worker, DecodeWorker) and worker.name not in fleet.dead:
             assert not worker.num_sequences and not worker.ends and not worker.reading
 
 
@@ -116,12 +117,12 @@ def test_the_same_seed_gives_the_same_fleet():
 def test_the_scaler_follows_a_load_and_nothing_is_lost():
     fleet = fleet_of(2, 2)
     bounds = ScalerBounds({"prefill": 1, "decode": 1}, {"prefill": 30, "decode": 30})
-    fleet.scale_by(Scaler(MachineModel(MACHINE, SLO), bounds, SLO, 30.0), 30.0)
+    scaling = Autoscaling(fleet, Scaler(MachineModel(MACHINE, SLO), bounds, SLO, 30.0), 30.0)
     asked = fleet.serve(
         drawn_load(lambda second: 4 if second < 600 else 12 if second < 1200 else 0.5, 2700.0, (1500, 30))
     )
     check(fleet, asked)
-    sizes = {at_s: prefill + decode for at_s, prefill, decode in fleet.sizes}
+    sizes = {at_s: prefill + decode for at_s, prefill, decode in scaling.sizes}
     assert sizes[600.0] < sizes[900.0] and sizes[2640.0] == 2
     assert met_between(asked, SLO, 800, 2700) > 0.99
     moves = [

@@ -6,7 +6,7 @@ import pytest
 
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
-from bench.arms.routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits
+from bench.simulation.fleet import BLOCK, Fleet, Machine, copies, oracle_hits
 from tests.support.process import ROOT
 
 TRACE = read_trace(ROOT / "bench" / "traces" / "conversation.jsonl")[:150]

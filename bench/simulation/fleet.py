@@ -9,7 +9,7 @@ how attention grows with the context, and reports that are late (the gateway cou
 import heapq
 import itertools
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -80,13 +80,16 @@ class Index:
     """Block -> the workers that have it, one bit each."""
 
     def __init__(self) -> None:
-        self.masks: dict[int, int] = {}
+        self.masks: dict[int, int] = defaultdict(int)
         self.places = NOWHERE
         self.rng = random.Random(1)
 
     def lookup(self, hash_ids: Sequence[int]) -> Matches:
         """In blocks of the trace, where gateways count spans."""
         return Matches((self.masks.get(hash_id, 0) for hash_id in hash_ids), self.places, self.rng)
+
+    def clear(self) -> None:
+        self.masks = defaultdict(int)
 
 
 class Worker:
@@ -120,9 +123,14 @@ class Worker:
                 blocks.move_to_end(hash_id)
             else:
                 blocks[hash_id] = None
-                masks[hash_id] = masks.get(hash_id, 0) | bit
+                masks[hash_id] |= bit
         while len(blocks) > self.machine.cached_tokens // BLOCK:
             masks[blocks.popitem(last=False)[0]] &= ~bit
+
+    def announce(self) -> None:
+        """Tell an index that has come back empty what is here."""
+        for hash_id in self._blocks:
+            self._index.masks[hash_id] |= self._bit
 
     def candidate(self, num_matched: int, now: float) -> Candidate:
         machine = self.machine
@@ -187,14 +195,15 @@ class Fleet:
     ):
         """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one that goes
         the other way than the one that is chosen for it."""
-        index, fleet = Index(), PaceEstimator()
+        self._index, self._pace_estimator = Index(), PaceEstimator()  # of all workers
+        common = machine, self._index, self._pace_estimator
         half = round(num_workers * prefill_share)
-        self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
-        self.decode = [DecodeWorker(i, f"d{i:04}", machine, index, fleet) for i in range(half, num_workers)]
-        self._workers: list[Worker] = [*self.prefill, *self.decode]
-        index.places = WorkerBits.of({worker.number: worker for worker in self._workers})
-        self._named = {worker.name: worker for worker in self._workers}
-        self._machine, self._split, self._slo, self._index = machine, split, slo, index
+        self.prefill = [PrefillWorker(i, f"p{i:04}", *common) for i in range(half)]
+        self.decode = [DecodeWorker(i, f"d{i:04}", *common) for i in range(half, num_workers)]
+        self.workers: list[Worker] = [*self.prefill, *self.decode]
+        self._index.places = WorkerBits.of({worker.number: worker for worker in self.workers})
+        self._named = {worker.name: worker for worker in self.workers}
+        self._machine, self._split, self._slo = machine, split, slo
         self._rng = random.Random(0)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
@@ -219,9 +228,9 @@ class Fleet:
 
     def _arrive_next(self, arrivals, arrive) -> None:
         if (request := next(arrivals, None)) is not None:
-            self._at(request.at_s, lambda now: arrive(now, request))
+            self.at(request.at_s, lambda now: arrive(now, request))
 
-    def _at(self, when: float, event: Callable[[float], None]) -> None:
+    def at(self, when: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
     # ---- routing ----
@@ -285,9 +294,9 @@ class Fleet:
             arrived = max(now, self._move(source, taker, missing * self._machine.token_bytes, began))
             num_late = max(0.0, arrived - now) / self._machine.byte_s
             taker.pace_estimator.note_transfer(int(num_late), arrived + self._machine.hop_s - now, now)
-            self._at(arrived + self._machine.hop_s, lambda now: self._join(request, taker, now))
+            self.at(arrived + self._machine.hop_s, lambda now: self._join(request, taker, now))
 
-        self._at(pulled_s, lambda now: self._enqueue(request, source, read, now))
+        self.at(pulled_s, lambda now: self._enqueue(request, source, read, now))
 
     def _enqueue(self, request: Request, source: PrefillWorker, read, now: float) -> None:
         source.queue.append((request, read))
@@ -308,7 +317,7 @@ class Fleet:
             read(now, end)
             self._read_next(source, end)
 
-        self._at(now + seconds, done)
+        self.at(now + seconds, done)
 
     def _move(self, source: Worker, taker: Worker, num_bytes: float, now: float) -> float:
         """Move KV, and return when it arrives."""
@@ -346,7 +355,7 @@ class Fleet:
             times.append(max(0.0, worker.reading[0][0]) / tokens_per_s)
         if times:
             worker.version = version = worker.version + 1
-            self._at(now + min(times), lambda now: self._step(worker, version, now))
+            self.at(now + min(times), lambda now: self._step(worker, version, now))
 
     def _step(self, worker: DecodeWorker, version: int, now: float) -> None:
         if version != worker.version:
