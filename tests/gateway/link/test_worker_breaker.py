@@ -16,7 +16,8 @@ from gateway.link.worker_breaker import BreakerState, WorkerBreaker
 from gateway.orchestration import failures
 from tests.gateway.calls import PROMPT, ids_of, read
 from tests.support.client import make_request
-from tests.support.gateway.fake_worker import MANNERS, tokens_of
+from tests.support.gateway.fake_worker import tokens_of
+from tests.support.gateway.misbehavior import MANNERS, Misbehavior
 from tests.support.pace import patience
 
 DEADLINE_S = patience(3)
@@ -35,7 +36,7 @@ def link_of(c, worker):
 
 async def misbehave(c, worker, manner: str) -> None:
     """From the gateway's first word with it on."""
-    worker.manner = manner
+    worker.misbehavior = Misbehavior(manner)
     if manner == "capabilities":
         worker.hello.MergeFrom(
             pb.Hello(

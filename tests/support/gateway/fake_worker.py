@@ -17,12 +17,9 @@ from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from tests.support.gateway.misbehavior import Misbehavior
 
 IDENTITY = hashlib.sha256(b"fake model").digest()
-# Of workers that take part and do not do their part: what they do when they are asked for something.
-MANNERS = (
-    "silent", "twice", "capabilities", "load zero", "load garbage", "huge", "ended", "failed", "key index", "columns",
-)  # fmt: skip
 GATES = ("hello", "admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
 _leases: dict[bytes, "_Lease"] = {}
 _lease_ids = itertools.count(1)
@@ -65,13 +62,15 @@ class _Session:
         self.decoding: set[tuple] = set()
         self.says_all_twice = False
         self.instance = b""  # as the gateway names it
-        self.spans_sent = 0
         self.seq = None
 
     def send(self, **event) -> None:
-        self.outbox.put_nowait(pb.Event(**event))
-        if self.says_all_twice and "hello" not in event:
-            self.outbox.put_nowait(pb.Event(**event))
+        self.send_event(pb.Event(**event))
+
+    def send_event(self, event: pb.Event) -> None:
+        self.outbox.put_nowait(event)
+        if self.says_all_twice and not event.HasField("hello"):
+            self.outbox.put_nowait(event)
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -112,7 +111,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_silent = False
         self.is_cut_off = False  # from takers: no KV of it comes to any
         self.pull_failure = KV_TRANSFER_FAILED  # as a taker tells it then
-        self.manner = ""  # one of MANNERS: what is wrong with it
+        self.misbehavior = Misbehavior()
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
         self.holds_at: int | None = None  # output tokens of a choice with which it closes its gate "decode"
         # Tokens of every answer, which token 0 ends, or what says them of a prompt.
@@ -180,17 +179,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _send_loads(self, session: _Session) -> None:
         while True:
-            load = pb.Load(state=self.state, num_running=len(self.held))
-            if self.manner == "load zero":
-                load = pb.Load()
-            elif self.manner == "load garbage":
-                most = (1 << 32) - 1
-                load = pb.Load(
-                    step=(1 << 64) - 1, num_running=0, num_waiting=0, num_blocks_free=most, num_blocks_total=1,
-                    tokens_per_s=float("nan"), state="\x1b[2J" * 50, blocks_by_holder=[most] * 40,
-                    num_draft_tokens=(1 << 64) - 1,
-                )  # fmt: skip
-            session.send(load=load)
+            session.send(load=self.misbehavior.load(pb.Load(state=self.state, num_running=len(self.held))))
             await asyncio.sleep(0.25)
 
     def _obey(self, session: _Session, command: pb.Command) -> None:
@@ -201,31 +190,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             for older in [each for each in self._sessions if each.instance == message.instance]:
                 older.stream.cancel()
             session.instance = message.instance
-            session.says_all_twice = self.manner == "twice"
+            session.says_all_twice = self.misbehavior.says_all_twice
             session.tasks["load",] = asyncio.create_task(self._greet(session))
         elif kind == "subscribe":
             session.seq = 0
             self._send_spans(session, list(self.spans), snapshot=True)
-        elif self.manner not in ("", "twice") and kind in ("admit", "prefill", "offer", "attach"):
-            self._misbehave(session, kind, message)
+        elif self.misbehavior.is_of(kind):
+            for event in self.misbehavior.events(kind, message, lambda spec: self._draw(spec, 0, 0)[0]):
+                session.send_event(event)
         elif not self.is_silent:
             getattr(self, f"_{kind}", lambda *_: None)(session, key_from_proto(message.key), message)
-
-    def _misbehave(self, session: _Session, kind: str, message) -> None:
-        """In place of an answer."""
-        key = message.key
-        if self.manner == "huge":
-            session.send(ended=pb.Ended(key=key, code=13, message="x" * (8 << 20)))
-        elif self.manner in ("ended", "failed"):
-            code, reason = (13, "BROKEN") if self.manner == "failed" else (0, "")
-            session.send(ended=pb.Ended(key=key, code=code, reason=reason))
-        elif self.manner in ("key index", "columns") and kind in ("admit", "prefill"):
-            session.send(granted=pb.Granted(key=key, num_cached_tokens=(1 << 32) - 1))
-            nan, (first_id, _) = float("nan"), self._draw(message.spec, 0, 0)
-            first = pb.FirstToken(token_id=first_id)
-            session.send(done=pb.Done(key=key, first_tokens=[first], queue_s=nan, prefill_s=-nan))
-            rows = dict(key_index=[7] if self.manner == "key index" else [0, 0, 0], choice=[0], first_index=[1])
-            session.send(step_output=pb.StepOutput(keys=[key], num_ids=[1], token_ids=[9], **rows))
 
     def _send_spans(self, session: _Session, sealed: list[bytes], snapshot: bool = False) -> None:
         events = pb.BlockEvents(epoch=self.epoch, seq=session.seq, snapshot=snapshot, sealed=sealed)
