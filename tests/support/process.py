@@ -118,13 +118,6 @@ class Process:
     def is_frozen(self) -> bool:
         return self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
-    def wait_frozen(self, timeout_s: float = 30) -> None:
-        """Until something, a failpoint for instance, has stopped it."""
-        deadline = time.monotonic() + patience(timeout_s)
-        while not self.is_frozen:
-            assert self.alive and time.monotonic() < deadline, f"{self.name} does not freeze\n{self.tail()}"
-            time.sleep(0.005)
-
     def wait(self, timeout_s: float = 30) -> int:
         return self.popen.wait(patience(timeout_s))
 

@@ -28,7 +28,6 @@ from tests.support.stack import SLOW_STEPS, Stack
 
 LEASE_S = 2.0  # a fraction of the default, as are the waits of the cases
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", f"{LEASE_S:g}")
-ALL_ENDINGS = ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED")
 NUM_CANARIES = 5
 _PATIENCE_S = patience(60.0)  # for what must come: a hang, if it does not
 _VOCAB = 1000
@@ -91,7 +90,6 @@ class World:
         self.reference = reference
         self.probes: dict[str, Probe] = {}
         self.edges: list[FaultProxy] = []  # that a case has put up beside those of the stack
-        self.num_restarts = 0
         self._seed = seed
         self._numbers = itertools.count(1)
         self._threads = ThreadPoolExecutor(8)
@@ -162,7 +160,6 @@ class World:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def restart(self, process: Process) -> Process:
-        self.num_restarts += 1
         reborn = self.stack.restart(process)
         if process.name in self.probes:
             self.probes.pop(process.name).close()
