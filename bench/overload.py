@@ -82,6 +82,7 @@ def goodput(outcomes: Sequence[Outcome]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
+    """The value of this rank, not between two as in baton.loadgen.summary: so is every result of this bench."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from baton.engine.core import cpu
 from baton.lines import one_line
+from baton.loadgen.summary import percentile
 
 Measured = TypeVar("Measured")
 
@@ -154,12 +155,11 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in values.items()}
 
 
-def percentile_ms(seconds: Sequence[float], percentile: int) -> float:
+def percentile_ms(seconds: Sequence[float], percent: int) -> float:
     """Return milliseconds, never more than the largest value; also of a single one: on a busy machine few come. Raises ValueError where there is none."""
-    values = list(seconds) * (2 if len(seconds) == 1 else 1)
-    if not values:
+    if not seconds:
         raise ValueError("nothing came while this was measured")
-    return 1e3 * statistics.quantiles(values, n=100, method="inclusive")[percentile - 1]
+    return 1e3 * percentile(seconds, percent)
 
 
 def machine() -> dict[str, str | int | float]:
