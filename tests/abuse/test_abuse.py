@@ -102,7 +102,7 @@ async def test_attacks_arrive(grounds, attackers):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cell", list(filter(is_chosen, cells())), ids=str)
-async def test_50_of_each_method(grounds, attackers, cell, record_property):
+async def test_50_attackers_a_method_go_unnoticed(grounds, attackers, cell, record_property):
     count = 50 if cell.abuse.calls == 1 else 50 * len(cell.methods)
     await nobody_else_notices(grounds, attackers, cell, count, record_property)
 
@@ -111,7 +111,7 @@ async def test_50_of_each_method(grounds, attackers, cell, record_property):
 @pytest.mark.alone  # beside two processes of tests, others waited 60 s during attacks that take 26 s by themselves
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cell", list(cells()), ids=str)
-async def test_10_000(grounds, attackers, cell, record_property):
+async def test_10_000_attackers_go_unnoticed(grounds, attackers, cell, record_property):
     """Or as many connections as a port takes: it has a third of the descriptors, and there are no bounds by address."""
     port_takes = resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 3 - 500
     count = min(LARGE, port_takes) if cell.abuse.calls == 1 else LARGE

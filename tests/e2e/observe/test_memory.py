@@ -19,13 +19,13 @@ def test_refused_calls_leave_no_memory_behind():
     """They grew a gateway by 80 MiB: circles of gRPC's objects that nobody looked for."""
     with fleet(worker=("--full",), gateway=("--max-queued-requests", "0")) as made:
         process = psutil.Process(made.gateways[0].pid)
-        asyncio.run(refused(made.targets[0], NUM_FIRST))  # what is loaded with the first ones is not theirs
+        asyncio.run(ask_and_be_refused(made.targets[0], NUM_FIRST))  # what is loaded with the first ones is not theirs
         before = process.memory_info().rss
-        asyncio.run(refused(made.targets[0], NUM_CALLS))
+        asyncio.run(ask_and_be_refused(made.targets[0], NUM_CALLS))
         assert process.memory_info().rss - before < 16 * MIB
 
 
-async def refused(target: str, num_calls: int) -> None:
+async def ask_and_be_refused(target: str, num_calls: int) -> None:
     async with grpc.aio.insecure_channel(target) as channel:
         stub, waiting = inference_pb2_grpc.InferenceStub(channel), iter(range(num_calls))
 

@@ -16,7 +16,7 @@ CANARY = "Xyzzy-plugh-canary"
 LONG = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
 
 
-def told(stack, receiver) -> dict[str, str]:
+def published_texts(stack, receiver) -> dict[str, str]:
     """All that can be read of the stack from outside the call."""
     pages = {}
     for process in stack.processes:
@@ -64,6 +64,6 @@ def test_a_canary_is_seen_nowhere(stack, client, receiver, slow):
         time.sleep(0.1)
     spelled = ", ".join(map(str, secret_ids[:6]))
     words = {CANARY, "canary", spelled, spelled.replace(", ", " ")} | {answer.text.strip() for answer in answers}
-    for where, text in told(stack, receiver).items():
+    for where, text in published_texts(stack, receiver).items():
         assert text, where
         assert not [word for word in words if word in text], where

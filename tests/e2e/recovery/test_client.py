@@ -38,8 +38,8 @@ def targets(stack: Stack) -> list[str]:
     return [stack.address[gateway.name] for gateway in stack.gateways]
 
 
-def asked(stack: Stack, client: Client | AsyncClient):
-    """Return the gateway that the client has drawn."""
+def drawn_gateway(stack: Stack, client: Client | AsyncClient):
+    """Return the one that the client asks."""
     return stack.gateways[client._addresses.current()[0]]
 
 
@@ -54,7 +54,7 @@ def test_streams_of_a_killed_gateway(stack, prompts):
         options = [{"max_tokens": MAX_TOKENS, "ignore_eos": True, **SAMPLINGS[name]} for name in SAMPLINGS]
         streams = [client.stream(prompt, **each) for each in options]
         received = [[next(stream) for _ in range(5)] for stream in streams]
-        asked(stack, client).kill()
+        drawn_gateway(stack, client).kill()
         for stream, messages in zip(streams, received, strict=True):
             messages += stream
             assert stream.num_resumed, "it was not in mid-stream"
@@ -70,7 +70,7 @@ async def test_asyncio_streams_and_whole_answers_of_a_killed_gateway(stack, prom
             whole = asyncio.create_task(client.generate(prompt, **options))
             stream = client.stream(prompt, **options)
             messages = [await anext(stream) for _ in range(5)]
-            asked(stack, client).kill()
+            drawn_gateway(stack, client).kill()
             messages += [message async for message in stream]
             answer = await whole
         undisturbed = [message async for message in client.stream(prompt, **options)]

@@ -20,7 +20,7 @@ def idle(probes, slow):
         probe.wait_idle()
 
 
-def is_served(client: Client, prompts) -> None:
+def assert_served(client: Client, prompts) -> None:
     reply = client.generate(prompts(70), temperature=0.0, max_tokens=3, ignore_eos=True)
     assert len(reply.token_ids) == 3
 
@@ -35,17 +35,17 @@ def is_served(client: Client, prompts) -> None:
         *(pytest.param(each, marks=pytest.mark.long) for each in (0.001, 0.002, 0.01, 0.02, 0.08, 0.15)),
     ],
 )
-def test_after_a_while(client, prompts, idle, delay_s):
+def test_cancel_at_any_phase(client, prompts, idle, delay_s):
     """Sweeps from tokenize through admit, prefill and transfer to decode, whatever the machine's speed."""
     calls = [client.stream(prompts(400), n=n, **LONG) for n in (1, 2)]
     time.sleep(delay_s)
     for call in calls:
         call.cancel()
-    is_served(client, prompts)
+    assert_served(client, prompts)
 
 
 @pytest.mark.parametrize("num_messages", [1, 2, 20])
-def test_in_mid_stream(client, prompts, idle, num_messages):
+def test_a_cancelled_stream_ends_as_cancelled(client, prompts, idle, num_messages):
     call = client.stream(prompts(100), **LONG)
     for _ in range(num_messages):
         next(call)
@@ -75,9 +75,9 @@ def test_the_connection_drops(stack, prompts, idle):
     client.close()
 
 
-def test_complete(client, prompts, idle):
+def test_cancel_of_complete(client, prompts, idle):
     for delay_s in (0.01, 0.1):
         future = client.stub.Complete.future(make_request(prompts(200), **LONG))
         time.sleep(delay_s)
         future.cancel()
-    is_served(client, prompts)
+    assert_served(client, prompts)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import redis
 
-from tests.faults.network.test_redis import A_HINT, ask_some, known
+from tests.faults.network.test_redis import A_HINT, ask_some, warm_prompts
 from tests.support.faults.checker import Counters
 from tests.support.faults.limits import full_disk, limited
 from tests.support.process import ROOT
@@ -26,7 +26,7 @@ KIB = 1 << 10
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 async def test_the_disk_of_redis_is_full(case, fsync):
     async with case(f"E9 {fsync}", A_HINT) as c:
-        prompts, server = await known(c), c.world.redis
+        prompts, server = await warm_prompts(c), c.world.redis
         server.client.config_set("appendfsync", fsync)
         server.client.config_set("appendonly", "yes")
         while server.client.info("persistence")["aof_rewrite_in_progress"]:

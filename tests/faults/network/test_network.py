@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.processes.test_death import NOBODY_NOTICES, told
+from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
 from tests.support.faults.proxy import FaultProxy
 from tests.support.faults.world import World
 
@@ -26,7 +26,7 @@ async def test_a_connection_is_reset(case):
             asks, edge = await running(c)
             edge.reset()
             await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.long
@@ -38,7 +38,7 @@ async def test_a_silent_stall(case, ways):
             asks, edge = await running(c, max_tokens=100)
             edge.stall(ways)
             await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.long
@@ -62,7 +62,7 @@ async def test_an_idle_stream_lives(case):
         with c.slow("engine.step=sleep:2"):
             await asyncio.sleep(20)
         await c.ended()
-        told(c, [ask])
+        record_gaps(c, [ask])
 
 
 @pytest.mark.faults
@@ -161,7 +161,7 @@ async def test_kv_is_cut_off(case, edge_world, num_bytes):
             await asyncio.sleep(0.01)
         edge.heal()
         await c.ended()
-        told(c, [ask])
+        record_gaps(c, [ask])
 
 
 @pytest.mark.long

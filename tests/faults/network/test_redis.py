@@ -19,11 +19,11 @@ async def ask_some(c, prompts, count: int = 6) -> list:
     return asks
 
 
-def ttft(c, asks) -> None:
+def record_ttft(c, asks) -> None:
     c.figures["ttft_max_s"] = round(max(ask.times[0] - ask.began for ask in asks), 3)
 
 
-async def known(c, count: int = 2) -> list[list[int]]:
+async def warm_prompts(c, count: int = 2) -> list[list[int]]:
     prompts = [c.world.prompt(260) for _ in range(count)]
     await c.ended(*(c.ask(prompt, 4) for prompt in prompts))
     return prompts
@@ -31,9 +31,9 @@ async def known(c, count: int = 2) -> list[list[int]]:
 
 async def test_it_dies_and_comes_back_empty(case):
     async with case("E1 E2", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         c.world.redis.kill()
-        ttft(c, await ask_some(c, prompts))
+        record_ttft(c, await ask_some(c, prompts))
         await c.world.aside(c.world.redis.start)
         began = time.monotonic()
         while not c.world.redis.client.keys("baton:slot:*"):
@@ -44,21 +44,21 @@ async def test_it_dies_and_comes_back_empty(case):
 
 
 @pytest.mark.long
-async def test_it_freezes(case):
+async def test_frozen_redis_fails_no_request(case):
     async with case("E3", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         c.world.redis.freeze()
-        ttft(c, await ask_some(c, prompts))
+        record_ttft(c, await ask_some(c, prompts))
         await asyncio.sleep(3.0)
         await ask_some(c, prompts)
         c.world.redis.thaw()
 
 
 @pytest.mark.long
-async def test_it_lies(case):
+async def test_wrong_entries_fail_no_request(case):
     """E4-E6: entries of workers that are gone, of blocks that are gone, and of prefixes that no worker has."""
     async with case("E4 E5 E6", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         client = c.world.redis.client
         client.set("baton:slot:250", b"x" * 24)  # an unknown worker
         for key in client.keys("kv:*"):
@@ -72,7 +72,7 @@ async def test_it_lies(case):
 @pytest.mark.long
 async def test_garbage_stands_in_it(case):
     async with case("E7", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         client = c.world.redis.client
         for index, key in enumerate(client.keys("kv:*")):
             client.delete(key)
@@ -87,7 +87,7 @@ async def test_garbage_stands_in_it(case):
 @pytest.mark.long
 async def test_it_is_flushed_under_load(case):
     async with case("E11", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         for _ in range(5):
             asks = [c.ask(prompts[index % 2], 8) for index in range(4)]
             c.world.redis.client.flushall()
@@ -102,7 +102,7 @@ async def test_its_memory_is_full(case, policy):
         client.config_set("maxmemory-policy", policy)
         client.config_set("maxmemory", str(int(client.info("memory")["used_memory"]) + 20_000))
         try:
-            prompts = await known(c, 6)
+            prompts = await warm_prompts(c, 6)
             await ask_some(c, prompts)
         finally:
             client.config_set("maxmemory", "0")
@@ -113,7 +113,7 @@ async def test_it_becomes_a_replica(case):
     """E10: READONLY to every write."""
     async with case("E10", A_HINT) as c:
         c.world.redis.client.replicaof("127.0.0.1", "1")
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         await ask_some(c, prompts)
         c.world.redis.client.replicaof("NO", "ONE")
 
@@ -122,16 +122,16 @@ async def test_it_becomes_a_replica(case):
 async def test_it_is_slow(case):
     """E12: half a second each way."""
     async with case("E12", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         c.world.redis_proxy.delay(0.25)
-        ttft(c, await ask_some(c, prompts, 10))
+        record_ttft(c, await ask_some(c, prompts, 10))
 
 
 @pytest.mark.faults
 async def test_it_lets_nobody_in(case):
     """E13: no connection is left, then no right is."""
     async with case("E13", A_HINT) as c:
-        prompts = await known(c)
+        prompts = await warm_prompts(c)
         client = c.world.redis.client
         client.config_set("maxclients", "1")
         c.world.redis_proxy.reset()

@@ -9,7 +9,7 @@ from tests.support.faults.history import percentile
 NOBODY_NOTICES = "answered to the end, token for token"
 
 
-def told(c, asks) -> None:
+def record_gaps(c, asks) -> None:
     """The longest pause of each answer that was begun."""
     gaps = [ask.gap_s for ask in asks if ask.times]
     c.figures["gap_p50_s"], c.figures["gap_max_s"] = round(percentile(gaps, 50), 3), round(max(gaps, default=0), 3)
@@ -23,7 +23,7 @@ async def kill_at(c, role: str, text: str, num_prompt: int = 200) -> None:
     dead = await c.doomed(*workers)
     await c.ended()
     c.figures["killed"] = dead.name
-    told(c, asks)
+    record_gaps(c, asks)
 
 
 async def test_a_decode_worker_dies_in_mid_stream(case):
@@ -33,7 +33,7 @@ async def test_a_decode_worker_dies_in_mid_stream(case):
             await asyncio.gather(*(ask.got(20) for ask in asks))
             (await c.busy("decode")).kill()
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.long
@@ -45,7 +45,7 @@ async def test_a_decode_worker_dies_at_a_token(case, nth):
         ask = c.ask(200, 40)
         await c.doomed(*c.stack.decode)
         await c.ended()
-        told(c, [ask])
+        record_gaps(c, [ask])
 
 
 @pytest.mark.long
@@ -136,7 +136,7 @@ async def test_every_worker_is_restarted_under_load(case):
             stop.set()
             await asyncio.gather(*clients)
         c.figures["rolls"] = 1
-        told(c, c.history.asks)
+        record_gaps(c, c.history.asks)
 
 
 @pytest.mark.faults
@@ -155,7 +155,7 @@ async def test_decode_workers_die_one_after_another(case):
         for process in c.stack.workers:
             process.arm("")
         await c.ended()
-        told(c, [ask])
+        record_gaps(c, [ask])
 
 
 @pytest.mark.faults
@@ -196,7 +196,7 @@ async def test_a_stream_is_longer_than_the_grace(case, make_world):
                 assert await c.world.aside(going.wait, 30) == 0
                 going.killed = True
             await c.ended()
-            told(c, [ask])
+            record_gaps(c, [ask])
 
 
 @pytest.mark.faults
@@ -211,4 +211,4 @@ async def test_sigterm_finds_leases(case):
         assert await c.world.aside(going.wait, 30) == 0
         going.killed = True
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)

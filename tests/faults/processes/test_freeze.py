@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.processes.test_death import NOBODY_NOTICES, told
+from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
 from tests.support.faults.history import percentile
 
 
@@ -24,7 +24,7 @@ async def test_a_decode_worker_freezes_and_wakes_late(case):
             c.figures["frozen_until_moved_s"] = round(max(ask.gap_s for ask in asks), 2)
             frozen.thaw()
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.long
@@ -39,7 +39,7 @@ async def test_a_short_freeze_moves_nothing(case):
             frozen.thaw()
             await c.ended()
         assert c.world.counters().num_migrations == c._before.num_migrations
-        told(c, [ask])
+        record_gaps(c, [ask])
 
 
 @pytest.mark.long
@@ -70,7 +70,7 @@ async def test_an_engine_wedges_while_its_process_answers(case):
                 await asyncio.sleep(0.05)
             c.figures["not_serving_after_s"] = round(time.monotonic() - began, 2)
             await c.ended()
-        told(c, [ask])
+        record_gaps(c, [ask])
         wedged.kill()  # its thread never comes back
 
 
@@ -84,7 +84,7 @@ async def test_the_event_loop_of_a_worker_is_blocked(case):
             blocked = await c.busy("decode")
             blocked.arm("decode.tokens=sleep:2@1")
             await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.faults
@@ -98,7 +98,7 @@ async def test_the_gateway_freezes(case):
             c.world.gateway.thaw()
             await c.ended()
         c.figures["migrations"] = int(c.world.counters().num_migrations - c._before.num_migrations)
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.faults

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from baton.engine import native
-from tests.faults.processes.test_death import NOBODY_NOTICES, told
+from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
 from tests.support.pace import patience
 from tests.support.process import Process, children
 
@@ -70,7 +70,7 @@ async def test_a_rank_is_lost_while_it_decodes(case, groups, how):
             await running(asks, 5)
             await lose(c, c.stack.decode[0], how)
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -80,7 +80,7 @@ async def test_a_rank_is_lost_while_it_prefills(case, groups, how):
             asks = c.ask_many(4, 500, max_tokens=8)
             await lose(c, await c.busy("prefill"), how)
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 async def test_a_rank_is_lost_while_kv_is_taken_from_it(case, groups):
@@ -90,7 +90,7 @@ async def test_a_rank_is_lost_while_kv_is_taken_from_it(case, groups):
         asks = c.ask_many(3, 500, max_tokens=8)
         await lose(c, await c.busy("prefill"), signal.SIGKILL)
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 async def test_a_rank_is_lost_while_its_worker_drains(case, groups):
@@ -103,7 +103,7 @@ async def test_a_rank_is_lost_while_its_worker_drains(case, groups):
             await asyncio.sleep(0.3)
             await lose(c, going, signal.SIGKILL)
         await c.ended()
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 async def test_a_rank_has_no_memory_left_for_a_prompt(case, groups):
@@ -120,7 +120,7 @@ async def test_a_rank_has_no_memory_left_for_a_prompt(case, groups):
             else:
                 seen.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
             c.figures["ended"] = worker.killed
-        told(c, asks)
+        record_gaps(c, asks)
 
 
 # ---- before it serves ----
