@@ -1,4 +1,4 @@
-"""A process of HTTP clients for bench/doors.py: python -m bench.processes.http_client TARGET NUMBER SECONDS OUTPUT.
+"""A process of HTTP clients for bench/http_api.py: python -m bench.processes.http_client TARGET NUMBER SECONDS OUTPUT.
 
 NUMBER streams of /v1/completions at once, each on a connection that it keeps, as gateway_client's `closed` sends them.
 Prints one JSON object, of the same fields.

@@ -12,7 +12,7 @@ from tests.support.process import ROOT
 
 # Others have peers to build first, a GPU, or minutes of simulation even so.
 BENCHES = (
-    "adapters", "constraints", "doors", "gateway", "handoff", "hybrid", "index", "ladder", "loadgen", "overload", "routing",
+    "adapters", "constraints", "gateway", "handoff", "http_api", "hybrid", "index", "ladder", "loadgen", "overload", "routing",
     "speculation", "stack", "starts", "telemetry",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Measure what the HTTP API costs beside gRPC: python bench/doors.py [--quick] [--json FILE] [--only PART ...].
+"""Measure what the HTTP API costs beside gRPC: python bench/http_api.py [--quick] [--json FILE] [--only PART ...].
 
 One gateway serves both, before a worker that computes nothing, and clients of both come in turn: gRPC, HTTP, gRPC
 again, whose distance from the first is the noise. All send the same load. Prompts are 256 token ids; an HTTP stream
@@ -82,7 +82,7 @@ def streams(report: Report, is_quick: bool) -> None:
 
 
 def main() -> int:
-    arguments, report = start("doors", "What the HTTP API costs beside gRPC.", PARTS)
+    arguments, report = start("http_api", "What the HTTP API costs beside gRPC.", PARTS)
     for part in arguments.only:
         globals()[part](report, arguments.quick)
     return finish(arguments, report)

@@ -1,11 +1,11 @@
-"""bench/doors.py sends the same load to both doors, and counts what came while all of it was there."""
+"""bench/http_api.py sends the same load over HTTP as over gRPC, and counts what came while all of it was there."""
 
 import asyncio
 import contextlib
 
 import pytest
 
-from bench import doors
+from bench import http_api
 from bench.lib.report import Report
 from bench.processes import gateway_client, http_client
 
@@ -14,10 +14,10 @@ def test_tokens_a_second_are_those_of_the_time_in_which_all_streams_are_open(mon
     """Answers go on when no further one begins: their tokens are of a time that nobody counts."""
     arrivals = [(7, number / 100) for number in range(400)]
     found = {"ttft_s": [0.1], "num_tokens": len(arrivals), "arrivals": arrivals, "steady": (0.5, 2.0)}
-    monkeypatch.setattr(doors, "fleet", lambda **options: contextlib.nullcontext())
-    monkeypatch.setattr(doors, "asks", lambda made: {doors.HTTP: lambda number, seconds, output: found})
-    report = Report("python bench/doors.py", True)
-    doors.streams(report, True)
+    monkeypatch.setattr(http_api, "fleet", lambda **options: contextlib.nullcontext())
+    monkeypatch.setattr(http_api, "asks", lambda made: {http_api.HTTP: lambda number, seconds, output: found})
+    report = Report("python bench/http_api.py", True)
+    http_api.streams(report, True)
     assert report.rows[-1].value == pytest.approx(100)
 
 
