@@ -137,7 +137,7 @@ class OutboxDouble:
         return found[0]
 
 
-class Bench:
+class LifecycleHarness:
     """The keys of a worker among doubles, and commands to give them. `engine`: a real one instead of the double."""
 
     def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):

@@ -13,7 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.support.worker.doubles import LEASE_ID, Bench, make_spec
+from tests.support.worker.doubles import LEASE_ID, LifecycleHarness, make_spec
 
 KEY, OTHER = Key("one", 1), Key("one", 2)  # of two attempts at the same request
 REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -42,68 +42,67 @@ def attach(key: Key = OTHER, **fields) -> pb.Attach:
     return pb.Attach(key=named, **{"next_index": [0], "budget_ms": 60_000, **fields})
 
 
-def let(bench: Bench, event: LegEvent) -> None:
-    """Makes the event happen the way it does."""
-    key, commands = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), bench.commands
-    taker = pb.Prefill(key=key, spec=make_spec())
-    taker.taker.instance = b"taker"
-    offer = pb.Offer(key=key, budget_ms=60_000)
-    offer.spans.hashes.append(b"h" * 32)
-    by_command = {
-        LegEvent.ADMIT: {"admit": pb.Admit(key=key, spec=make_spec())},
-        LegEvent.PREFILL: {"prefill": taker},
-        LegEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=key, spec=make_spec())},
-        LegEvent.FETCH: {"fetch": pb.Fetch(key=key, handle=b"handle", ticket=b"ticket")},
-        LegEvent.START: {"start": pb.Start(key=key, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
-        LegEvent.OFFER: {"offer": offer},
-        LegEvent.ATTACH: {"attach": attach()},
-        LegEvent.RENEW: {"renew_lease": pb.RenewLease(key=key, lease_id=LEASE_ID)},
-        LegEvent.CANCEL: {"cancel": pb.Cancel(key=key)},
-    }
-    leg = bench.leg(KEY)
-    if event is LegEvent.ATTACH:
-        bench.obey(bench.other, **by_command[event])
-    elif event in by_command:
-        bench.obey(**by_command[event])
-    elif event is LegEvent.PROGRESS:
-        commands.on_outputs([Progress(KEY, 64, 2)])
-    elif event is LegEvent.PREFILL_DONE:
-        commands.on_outputs([DONE])
-    elif event is LegEvent.ENGINE_ENDED:
-        bench.engine_ends(KEY)
-    elif event is LegEvent.STREAM_LOST:
-        commands.on_stream_lost(bench.outbox)
-    elif event is LegEvent.GRACE_OVER:
-        commands.on_grace_over()
-    elif event is LegEvent.UNREAD:
-        bench.outbox.has_room = False
-        commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
-        bench.outbox.has_room = True
-    elif event is LegEvent.TOKENS:
-        commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
-    elif event is LegEvent.STOP and leg is not None:
-        bench.lifecycle.stop(leg, FAILED)
-    elif event is LegEvent.READ:
-        commands.on_read(KEY)
-    elif event is LegEvent.FETCHED and KEY in bench.intake.running:
-        bench.intake.end(KEY, REPORT)
-    elif event is LegEvent.FETCH_FAILED and KEY in bench.intake.running:
-        bench.intake.end(KEY, FAILED)
-    elif event is LegEvent.LEASE_OVER and KEY in bench.handoff.leased:
-        bench.handoff.end(KEY)
-    elif leg is not None:  # cannot happen by itself in this state; the table still says what would follow
-        bench.lifecycle.happen(leg, event, None)
+_NAMED = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
+_COMMANDS = {
+    LegEvent.ADMIT: {"admit": pb.Admit(key=_NAMED, spec=make_spec())},
+    LegEvent.PREFILL: {"prefill": pb.Prefill(key=_NAMED, spec=make_spec(), taker={"instance": b"taker"})},
+    LegEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=_NAMED, spec=make_spec())},
+    LegEvent.FETCH: {"fetch": pb.Fetch(key=_NAMED, handle=b"handle", ticket=b"ticket")},
+    LegEvent.START: {"start": pb.Start(key=_NAMED, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
+    LegEvent.OFFER: {"offer": pb.Offer(key=_NAMED, budget_ms=60_000, spans={"hashes": [b"h" * 32]})},
+    LegEvent.ATTACH: {"attach": attach()},
+    LegEvent.RENEW: {"renew_lease": pb.RenewLease(key=_NAMED, lease_id=LEASE_ID)},
+    LegEvent.CANCEL: {"cancel": pb.Cancel(key=_NAMED)},
+}
+
+
+def make_happen(harness: LifecycleHarness, event: LegEvent) -> None:
+    """In the way in which the event does happen."""
+    leg, commands, intake = harness.leg(KEY), harness.commands, harness.intake
+    match event:
+        case LegEvent.ATTACH:
+            harness.obey(harness.other, **_COMMANDS[event])
+        case _ if event in _COMMANDS:
+            harness.obey(**_COMMANDS[event])
+        case LegEvent.PROGRESS:
+            commands.on_outputs([Progress(KEY, 64, 2)])
+        case LegEvent.PREFILL_DONE:
+            commands.on_outputs([DONE])
+        case LegEvent.ENGINE_ENDED:
+            harness.engine_ends(KEY)
+        case LegEvent.STREAM_LOST:
+            commands.on_stream_lost(harness.outbox)
+        case LegEvent.GRACE_OVER:
+            commands.on_grace_over()
+        case LegEvent.UNREAD:
+            harness.outbox.has_room = False
+            commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
+            harness.outbox.has_room = True
+        case LegEvent.TOKENS:
+            commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
+        case LegEvent.STOP if leg is not None:
+            harness.lifecycle.stop(leg, FAILED)
+        case LegEvent.READ:
+            commands.on_read(KEY)
+        case LegEvent.FETCHED if KEY in intake.running:
+            intake.end(KEY, REPORT)
+        case LegEvent.FETCH_FAILED if KEY in intake.running:
+            intake.end(KEY, FAILED)
+        case LegEvent.LEASE_OVER if KEY in harness.handoff.leased:
+            harness.handoff.end(KEY)
+        case _ if leg is not None:  # cannot happen by itself in this state; the table still says what would follow
+            harness.lifecycle.happen(leg, event, None)
 
 
 def run(check) -> None:
-    bench = Bench()
+    harness = LifecycleHarness()
 
     async def main():
-        check(bench)
+        check(harness)
 
     asyncio.run(main())
 
 
-def bring_to(bench: Bench, state: LegState) -> None:
+def bring_to(harness: LifecycleHarness, state: LegState) -> None:
     for step in PATHS[state]:
-        let(bench, step)
+        make_happen(harness, step)

@@ -12,7 +12,7 @@ from baton.worker.observe import reports
 from baton.worker.observe.reports import COMPILED_WITHIN_S, HUNG_AFTER, STALLED_AFTER_S, Reports
 
 
-class Bench:
+class ReportsHarness:
     """A worker that has work and has not stepped for a while, as its reports see it."""
 
     def __init__(self, silent_s: float, device: str = "cuda", compiling_s: float | None = None):
@@ -47,19 +47,19 @@ def left(monkeypatch) -> list[float]:
     ],
 )
 def test_a_worker_that_compiles_is_not_stalled(silent_s, compiling_s, state):
-    bench = Bench(silent_s, compiling_s=compiling_s)
-    assert bench.reports.state == state
-    bench.reports._set_health()
-    assert set(bench.health.values()) == {state != "stalled"}
+    harness = ReportsHarness(silent_s, compiling_s=compiling_s)
+    assert harness.reports.state == state
+    harness.reports._set_health()
+    assert set(harness.health.values()) == {state != "stalled"}
 
 
 def test_a_worker_whose_loop_has_died_is_stalled_though_nothing_is_asked_of_it():
-    bench = Bench(0.0)
-    bench.engine.has_work = lambda: False
-    bench.loop.is_alive = False
-    assert bench.reports.state == "stalled"
-    bench.reports._set_health()
-    assert bench.health and not any(bench.health.values())
+    harness = ReportsHarness(0.0)
+    harness.engine.has_work = lambda: False
+    harness.loop.is_alive = False
+    assert harness.reports.state == "stalled"
+    harness.reports._set_health()
+    assert harness.health and not any(harness.health.values())
 
 
 def test_a_ledger_that_does_not_add_up_is_told_of_when_the_engine_is_idle(monkeypatch, caplog):
@@ -70,14 +70,14 @@ def test_a_ledger_that_does_not_add_up_is_told_of_when_the_engine_is_idle(monkey
 
     monkeypatch.setattr(reports, "INTEGRITY_INTERVAL_S", 0.0)
     caplog.set_level(logging.ERROR)
-    bench = Bench(0.0)
-    bench.engine.check_integrity = fail
-    bench.reports._check_integrity()
+    harness = ReportsHarness(0.0)
+    harness.engine.check_integrity = fail
+    harness.reports._check_integrity()
     assert not caplog.records, "it has work"
-    bench.engine.has_work = lambda: False
+    harness.engine.has_work = lambda: False
     for step_number, num_told in ((3, 1), (3, 1), (4, 2)):
-        bench.engine.step_number = step_number
-        bench.reports._check_integrity()
+        harness.engine.step_number = step_number
+        harness.reports._check_integrity()
         assert len(caplog.records) == num_told
     assert "LEDGER BROKEN" in caplog.text and "3 blocks of nobody" in caplog.text
 
@@ -92,5 +92,5 @@ def test_a_ledger_that_does_not_add_up_is_told_of_when_the_engine_is_idle(monkey
     ],
 )
 def test_a_gpu_that_hangs_ends_its_worker(left, device, silent_s, compiling_s, ends):
-    Bench(silent_s, device, compiling_s).reports.leave_if_hung()
+    ReportsHarness(silent_s, device, compiling_s).reports.leave_if_hung()
     assert bool(left) == ends

@@ -12,8 +12,8 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.observe.spans import Spans
 from baton.worker.wire.outbox import Outbox
-from tests.support.worker.doubles import Bench
-from tests.support.worker.key_paths import DONE, KEY, bring_to, let
+from tests.support.worker.doubles import LifecycleHarness
+from tests.support.worker.key_paths import DONE, KEY, bring_to, make_happen
 
 
 class Emitted(NamedTuple):
@@ -36,28 +36,28 @@ def emitted(monkeypatch) -> dict[str, Emitted]:
     return spans
 
 
-def emit(bench: Bench) -> None:
+def emit(harness: LifecycleHarness) -> None:
     """Draw the leg that has ended."""
-    (leg,) = bench.ended
+    (leg,) = harness.ended
     leg.outbox = Outbox(cast(Any, None))
     leg.traceparent = f"00-{'1' * 32}-{'2' * 16}-01"
     Spans("tiny").emit(leg)
 
 
-def cancel(bench: Bench, is_answered: bool) -> None:
-    bench.obey(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
+def cancel(harness: LifecycleHarness, is_answered: bool) -> None:
+    harness.obey(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
 
 
 async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(emitted, monkeypatch):
-    bench = Bench()
+    harness = LifecycleHarness()
     for event in (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED):
-        let(bench, event)
+        make_happen(harness, event)
     fetched_at = time.monotonic() + 5.0
     monkeypatch.setattr(time, "monotonic", lambda: fetched_at)
     for event in (LegEvent.PREFILL_HERE, LegEvent.PREFILL_DONE):
-        let(bench, event)
-    bench.engine_ends(KEY)
-    emit(bench)
+        make_happen(harness, event)
+    harness.engine_ends(KEY)
+    emit(harness)
     launched_at = fetched_at + DONE.queue_s
     begin, launched, end = map(CLOCK.wall_ns, (fetched_at, launched_at, launched_at + DONE.prefill_s))
     found = {name: span.window for name, span in emitted.items() if name.startswith("prefill")}
@@ -74,14 +74,14 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, ending):
     """By a stop string it ends at the gateway, which cancels what goes on here."""
-    bench = Bench()
-    bring_to(bench, LegState.RUNNING)
+    harness = LifecycleHarness()
+    bring_to(harness, LegState.RUNNING)
     if ending == "deadline":
-        let(bench, LegEvent.DEADLINE)
+        make_happen(harness, LegEvent.DEADLINE)
     else:
-        cancel(bench, ending == "answered")
-    bench.commands.on_outputs([RequestEnded(KEY, "cancelled", report=DecodeReport(num_steps=3))])
-    emit(bench)
+        cancel(harness, ending == "answered")
+    harness.commands.on_outputs([RequestEnded(KEY, "cancelled", report=DecodeReport(num_steps=3))])
+    emit(harness)
     told = {name: (span.status, span.error_type) for name, span in emitted.items()}
     assert told["decode"] == told["decode.steps"] == ENDINGS[ending]
     assert told["decode.queue"] == told["kv.transfer"] == ("ok", None)
@@ -89,10 +89,10 @@ async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, end
 
 async def test_a_fetch_that_the_end_of_the_answer_stops_is_no_cancelled_one(emitted):
     """As where the first token is the last."""
-    bench = Bench()
-    bring_to(bench, LegState.FETCHING)
-    cancel(bench, is_answered=True)
-    bench.engine_ends(KEY, "cancelled")
-    let(bench, LegEvent.FETCH_FAILED)
-    emit(bench)
+    harness = LifecycleHarness()
+    bring_to(harness, LegState.FETCHING)
+    cancel(harness, is_answered=True)
+    harness.engine_ends(KEY, "cancelled")
+    make_happen(harness, LegEvent.FETCH_FAILED)
+    emit(harness)
     assert emitted["kv.transfer"].status == "ok"

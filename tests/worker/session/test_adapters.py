@@ -50,7 +50,7 @@ class Reader:
         return dict(self.known)
 
 
-class Bench:
+class AdaptersHarness:
     def __init__(self, root: Path, **model):
         self.engine: Any = Reader(root)
         vars(self.engine).update(model)
@@ -65,19 +65,19 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-def ready(root: Path, **model) -> Bench:
+def ready(root: Path, **model) -> AdaptersHarness:
     """A worker that reads at once."""
-    bench = Bench(root, **model)
-    bench.engine.may_read.set()
-    return bench
+    harness = AdaptersHarness(root, **model)
+    harness.engine.may_read.set()
+    return harness
 
 
 async def restored(root: Path, **model) -> dict[str, bytes]:
     """What a worker holds that starts now."""
-    bench = ready(root, **model)
-    await bench.adapters.restore()
-    assert names(bench.hello) == list(bench.engine.known)
-    return bench.engine.known
+    harness = ready(root, **model)
+    await harness.adapters.restore()
+    assert names(harness.hello) == list(harness.engine.known)
+    return harness.engine.known
 
 
 async def until(condition) -> None:
@@ -91,20 +91,20 @@ def names(hello: pb.Hello) -> list[str]:
 
 
 async def test_what_was_read_is_told_though_its_call_was_given_up(root):
-    bench = Bench(root)
+    harness = AdaptersHarness(root)
     outbox = Outbox(write=None)
-    bench.sessions.open(b"gateway", outbox)
-    given_up = asyncio.create_task(bench.adapters.load("first", "a"))
-    await until(lambda: bench.engine.reading)
+    harness.sessions.open(b"gateway", outbox)
+    given_up = asyncio.create_task(harness.adapters.load("first", "a"))
+    await until(lambda: harness.engine.reading)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    second = asyncio.create_task(bench.adapters.load("second", "b"))
+    second = asyncio.create_task(harness.adapters.load("second", "b"))
     await asyncio.sleep(0.05)
-    assert bench.engine.reading == ["first"], "one is read at a time"
-    bench.engine.may_read.set()
+    assert harness.engine.reading == ["first"], "one is read at a time"
+    harness.engine.may_read.set()
     assert await second == b"b"
-    assert names(bench.hello) == ["first", "second"] and outbox.num_unwritten == 2
+    assert names(harness.hello) == ["first", "second"] and outbox.num_unwritten == 2
 
 
 class Context:
@@ -124,10 +124,10 @@ class Context:
 
 
 async def test_a_gateway_that_is_being_greeted_is_told(root):
-    bench, context = Bench(root), Context()
-    bench.engine.may_read.set()
+    harness, context = AdaptersHarness(root), Context()
+    harness.engine.may_read.set()
     commands: Any = SimpleNamespace(on_read=None, on_stream_lost=lambda outbox: None)
-    service = WorkerService(commands, bench.sessions, None, bench.adapters, bench.hello)
+    service = WorkerService(commands, harness.sessions, None, harness.adapters, harness.hello)
 
     async def sent():
         yield pb.Command(hello=pb.Hello(protocol_min=1, protocol_max=1, instance=b"gateway"))
@@ -135,7 +135,7 @@ async def test_a_gateway_that_is_being_greeted_is_told(root):
 
     session = asyncio.create_task(service.Session(sent(), context))
     await asyncio.sleep(0.05)
-    await bench.adapters.load("bot", "a")
+    await harness.adapters.load("bot", "a")
     context.reads.set()
     await until(lambda: context.events and names(context.events[-1].hello) == ["bot"])
     assert names(context.events[0].hello) == []
@@ -147,7 +147,7 @@ async def test_a_gateway_that_is_being_greeted_is_told(root):
 async def test_a_path_that_is_none_is_the_callers_fault(tmp_path, path):
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(InvalidRequest, match="path"):
-        await Bench(tmp_path).adapters.load("bot", path)
+        await AdaptersHarness(tmp_path).adapters.load("bot", path)
 
 
 async def test_a_worker_that_starts_later_holds_what_was_loaded_and_not_unloaded(root):
@@ -190,9 +190,9 @@ async def test_notes_that_are_away_for_a_moment_take_no_adapter_away(root, monke
     """A share that is not mounted has no notes at all, and looks like one where nothing was loaded."""
     monkeypatch.setattr(adapters, "LOOKS_S", (0.005,) * 100_000)
     await ready(root).adapters.load("bot", "a")
-    bench = ready(root)
-    await bench.adapters.restore()
-    following = asyncio.create_task(bench.adapters.catch_up())
+    harness = ready(root)
+    await harness.adapters.restore()
+    following = asyncio.create_task(harness.adapters.catch_up())
     notes = root / ".loaded"
     if away == "all":
         notes.rename(root / "elsewhere")
@@ -201,20 +201,20 @@ async def test_notes_that_are_away_for_a_moment_take_no_adapter_away(root, monke
         note.rename(root / "elsewhere")
         note.mkdir()  # reading it is an OSError, whoever reads
     await asyncio.sleep(0.1)
-    assert names(bench.hello) == ["bot"]
+    assert names(harness.hello) == ["bot"]
     following.cancel()
 
 
 async def test_what_could_not_be_read_is_read_at_the_next_look(root, monkeypatch):
     monkeypatch.setattr(adapters, "LOOKS_S", (0.005,) * 100_000)
     await ready(root).adapters.load("bot", "a")
-    bench = ready(root)
-    bench.engine.failures["bot"] = OSError("the share is slow")
-    await bench.adapters.restore()
-    assert names(bench.hello) == []
-    following = asyncio.create_task(bench.adapters.catch_up())
-    del bench.engine.failures["bot"]
-    await until(lambda: names(bench.hello) == ["bot"])
+    harness = ready(root)
+    harness.engine.failures["bot"] = OSError("the share is slow")
+    await harness.adapters.restore()
+    assert names(harness.hello) == []
+    following = asyncio.create_task(harness.adapters.catch_up())
+    del harness.engine.failures["bot"]
+    await until(lambda: names(harness.hello) == ["bot"])
     following.cancel()
 
 
@@ -247,9 +247,9 @@ async def test_any_name_is_restored(root, name):
 
 
 async def test_what_cannot_be_restored_is_logged_and_its_record_goes_with_unload(root, caplog):
-    bench = ready(root)
-    await bench.adapters.load("bot", "a")
-    await bench.adapters.load("gone", "b")
+    harness = ready(root)
+    await harness.adapters.load("bot", "a")
+    await harness.adapters.load("gone", "b")
     (root / "b").rmdir()
     assert await restored(root) == {"bot": b"a"}
     assert "an adapter that was loaded before is not held" in caplog.text and "name=gone" in caplog.text
@@ -260,9 +260,9 @@ async def test_what_cannot_be_restored_is_logged_and_its_record_goes_with_unload
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no memory"), OSError("no such share"), KeyError("rank")])
 async def test_one_that_fails_in_any_way_keeps_no_worker_from_its_start(root, caplog, failure):
-    bench = ready(root)
+    harness = ready(root)
     for name, path in {"bot": "a", "large": "b", "other": "a"}.items():
-        await bench.adapters.load(name, path)
+        await harness.adapters.load(name, path)
     assert set(await restored(root, failures={"large": failure})) == {"bot", "other"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "not held name=large path=b" in said and "\n" not in said
@@ -321,11 +321,11 @@ async def test_a_name_that_never_was_is_not_found_though_notes_cannot_be_looked_
         raise OSError("the share is away")
 
     monkeypatch.setattr(AdapterRecords, "forget", forget)
-    bench = ready(root)
+    harness = ready(root)
     with pytest.raises(NotFound):
-        await bench.adapters.unload("never")
-    await bench.adapters.load("bot", "a")
-    await bench.adapters.unload("bot")
+        await harness.adapters.unload("never")
+    await harness.adapters.load("bot", "a")
+    await harness.adapters.unload("bot")
     assert "workers that start later may hold this adapter name=bot" in caplog.text
 
 
@@ -344,8 +344,8 @@ async def test_the_event_loop_waits_for_no_file(root, monkeypatch):
 
 
 async def test_records_lead_to_nothing_beyond_the_root(root, tmp_path_factory, caplog):
-    bench = ready(root)
-    await bench.adapters.load("bot", "a")
+    harness = ready(root)
+    await harness.adapters.load("bot", "a")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for index, path in enumerate((elsewhere, "../elsewhere", 3)):
         record = {"model": "chat", "identity": b"weights".hex(), "name": f"x{index}", "path": path}
@@ -356,8 +356,8 @@ async def test_records_lead_to_nothing_beyond_the_root(root, tmp_path_factory, c
 
 async def test_what_cannot_be_recorded_is_loaded_all_the_same(root, caplog):
     (root / FOLDER).write_text("a file where the folder belongs, for want of a disk without room")
-    bench = ready(root)
-    assert await bench.adapters.load("bot", "a") == b"a"
+    harness = ready(root)
+    assert await harness.adapters.load("bot", "a") == b"a"
     assert "workers that start later will not hold this adapter" in caplog.text
-    await bench.adapters.unload("bot")
-    assert names(bench.hello) == []
+    await harness.adapters.unload("bot")
+    assert names(harness.hello) == []

@@ -20,7 +20,7 @@ from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.toys import ROOT, VOCAB, Collector, copy_kv, make_request, toy_answer, toy_engine
-from tests.support.worker.doubles import Bench, make_spec
+from tests.support.worker.doubles import LifecycleHarness, make_spec
 
 NUM_TOKENS = 70
 FETCHED = FetchReport(NUM_TOKENS, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -120,7 +120,7 @@ def firsts(draw) -> list[pb.FirstToken]:
     return draw(st.lists(made, max_size=4))
 
 
-class ToyBench(Bench):
+class ToyHarness(LifecycleHarness):
     """Commands with a real engine over a toy model, and a key in it that is not one of the bad one's business."""
 
     def __init__(self):
@@ -165,9 +165,9 @@ SETTINGS = settings(max_examples=75, suppress_health_check=list(HealthCheck))
 @given(specs(), st.sampled_from(("prefill", "admit")))
 def test_any_numbers_in_a_request(caplog, spec, kind):
     async def main():
-        bench = ToyBench()
-        bench.obey(**{kind: getattr(pb, kind.capitalize())(key=ONE, spec=spec)})
-        bench.check(caplog)
+        harness = ToyHarness()
+        harness.obey(**{kind: getattr(pb, kind.capitalize())(key=ONE, spec=spec)})
+        harness.check(caplog)
 
     caplog.clear()
     asyncio.run(main())
@@ -180,18 +180,18 @@ def test_any_numbers_in_a_request(caplog, spec, kind):
 @example([pb.FirstToken(choice=7, token_id=3)])
 def test_any_numbers_in_first_tokens(caplog, tokens):
     async def main():
-        bench = ToyBench()
+        harness = ToyHarness()
         key, source = Key("bad"), toy_engine()
-        bench.obey(admit=pb.Admit(key=ONE, spec=good_spec()))
+        harness.obey(admit=pb.Admit(key=ONE, spec=good_spec()))
         acceptance = source.admission.accept(request_of(key, good_spec(), VOCAB))
         source.step()
-        copy_kv(source, acceptance.blocks, bench.engine, bench.engine.admission.set_aside(key, NUM_TOKENS))
-        bench.engine.admission.verify(key, NUM_TOKENS)
-        bench.engine.admission.fetch_settled(key)
-        bench.obey(fetch=pb.Fetch(key=ONE))
-        bench.intake.end(key, FETCHED)
-        bench.obey(start=pb.Start(key=ONE, first_tokens=tokens))
-        bench.check(caplog)
+        copy_kv(source, acceptance.blocks, harness.engine, harness.engine.admission.set_aside(key, NUM_TOKENS))
+        harness.engine.admission.verify(key, NUM_TOKENS)
+        harness.engine.admission.fetch_settled(key)
+        harness.obey(fetch=pb.Fetch(key=ONE))
+        harness.intake.end(key, FETCHED)
+        harness.obey(start=pb.Start(key=ONE, first_tokens=tokens))
+        harness.check(caplog)
 
     caplog.clear()
     asyncio.run(main())
@@ -227,36 +227,36 @@ def test_what_would_fail_a_step_is_refused_by_name(field, change):
 
 async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
     """Its tokens still come by the engine's name, which no other key may have until then."""
-    bench, key = Bench(), Key("one", 1)
+    harness, key = LifecycleHarness(), Key("one", 1)
     first, second = key_to_proto(key), pb.Key(request_id="one", attempt=2)
-    bench.obey(admit=pb.Admit(key=first, spec=make_spec()))
-    bench.obey(fetch=pb.Fetch(key=first))
-    bench.intake.end(key, FETCHED)
-    bench.obey(start=pb.Start(key=first, first_tokens=[pb.FirstToken(token_id=7)]))
-    bench.obey(bench.other, attach=pb.Attach(key=second, next_index=[1], budget_ms=60_000))
-    bench.engine.answer["admit"] = ValueError("in use")  # what an engine says
-    bench.obey(admit=pb.Admit(key=first, spec=make_spec()))
-    assert bench.outbox.only("refused").reason == "in_use"
-    bench.commands.on_outputs([TokenRun(key, 0, 1, (8,))])
-    assert bench.other.runs[-1] == TokenRun(Key("one", 2), 0, 1, (8,))
-    bench.commands.on_outputs([RequestEnded(key)])
-    assert bench.other.only("ended").code == 0 and not bench.commands.legs
-    bench.engine.answer["admit"] = 0
-    bench.obey(admit=pb.Admit(key=first, spec=make_spec()))  # free again
-    assert bench.leg(key).state is LegState.ADMITTED
+    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))
+    harness.obey(fetch=pb.Fetch(key=first))
+    harness.intake.end(key, FETCHED)
+    harness.obey(start=pb.Start(key=first, first_tokens=[pb.FirstToken(token_id=7)]))
+    harness.obey(harness.other, attach=pb.Attach(key=second, next_index=[1], budget_ms=60_000))
+    harness.engine.answer["admit"] = ValueError("in use")  # what an engine says
+    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))
+    assert harness.outbox.only("refused").reason == "in_use"
+    harness.commands.on_outputs([TokenRun(key, 0, 1, (8,))])
+    assert harness.other.runs[-1] == TokenRun(Key("one", 2), 0, 1, (8,))
+    harness.commands.on_outputs([RequestEnded(key)])
+    assert harness.other.only("ended").code == 0 and not harness.commands.legs
+    harness.engine.answer["admit"] = 0
+    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))  # free again
+    assert harness.leg(key).state is LegState.ADMITTED
 
 
 async def test_a_token_that_cannot_be_told_ends_its_key_alone():
-    bench = Bench()
+    harness = LifecycleHarness()
     keys = [Key(name) for name in ("bad", "good")]
     for key in keys:
-        bench.obey(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))
+        harness.obey(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))
     for key in keys:
-        leg = bench.leg(key)
+        leg = harness.leg(key)
         leg.record = None if key.request_id == "bad" else _Record()
-    bench.commands.on_outputs([TokenRun(key, 0, 1, (8,)) for key in keys])
-    assert [run.key for run in bench.outbox.runs] == [Key("good")]
-    assert bench.leg(keys[0]).state is LegState.ENDING and ("cancel", keys[0]) in bench.engine.calls
+    harness.commands.on_outputs([TokenRun(key, 0, 1, (8,)) for key in keys])
+    assert [run.key for run in harness.outbox.runs] == [Key("good")]
+    assert harness.leg(keys[0]).state is LegState.ENDING and ("cancel", keys[0]) in harness.engine.calls
 
 
 class _Record:

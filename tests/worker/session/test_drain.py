@@ -16,7 +16,7 @@ from baton.worker.session.drain import Drain
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.worker.doubles import Bench
+from tests.support.worker.doubles import LifecycleHarness
 from tests.support.worker.key_paths import bring_to
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
 from tests.worker.session.test_parking import PROMPT, begin, decode_worker, spec_of, whole
@@ -208,10 +208,10 @@ def test_what_cannot_be_asked(model, request_, field):
 
 
 async def test_a_sequence_that_nobody_reads_is_not_waited_for():
-    bench, ended = Bench(), []
-    bring_to(bench, LegState.ORPHANED)
-    drain = Drain(bench.commands, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
-    assert drain.ask("", 0) == 0 and bench.commands.legs
+    harness, ended = LifecycleHarness(), []
+    bring_to(harness, LegState.ORPHANED)
+    drain = Drain(harness.commands, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
+    assert drain.ask("", 0) == 0 and harness.commands.legs
     async with asyncio.timeout(patience(2)):
         await drain.run()
     assert ended

@@ -18,19 +18,19 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from tests.support.engine.toys import toy_engine
-from tests.support.worker.doubles import Bench, OutboxDouble, make_spec
-from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, let, run
+from tests.support.worker.doubles import LifecycleHarness, OutboxDouble, make_spec
+from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run
 
 
 def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
-    def check(bench):
-        let(bench, LegEvent.ADMIT)
-        bench.commands.start_draining()
+    def check(harness):
+        make_happen(harness, LegEvent.ADMIT)
+        harness.commands.start_draining()
         other = pb.Key(request_id="other")
-        bench.obey(admit=pb.Admit(key=other, spec=make_spec()))
-        assert bench.outbox.events[-1].refused.reason == "draining"
-        let(bench, LegEvent.PREFILL_HERE)
-        assert bench.commands.legs[KEY].state is LegState.RUNNING
+        harness.obey(admit=pb.Admit(key=other, spec=make_spec()))
+        assert harness.outbox.events[-1].refused.reason == "draining"
+        make_happen(harness, LegEvent.PREFILL_HERE)
+        assert harness.commands.legs[KEY].state is LegState.RUNNING
 
     run(check)
 
@@ -42,34 +42,34 @@ def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
     (make_spec(max_tokens=0), "max_tokens"),
 ])  # fmt: skip
 def test_a_bad_command_ends_its_key_only(spec, names):
-    def check(bench):
+    def check(harness):
         if not names:
             del spec.span_hashes[:]
-        bench.obey(admit=pb.Admit(key=pb.Key(request_id="bad"), spec=spec))
-        ended = bench.outbox.only("ended")
+        harness.obey(admit=pb.Admit(key=pb.Key(request_id="bad"), spec=spec))
+        ended = harness.outbox.only("ended")
         assert (ended.code, ended.reason) == (3, "BAD_COMMAND") and names in ended.message
-        assert not bench.engine.calls and not bench.commands.legs
+        assert not harness.engine.calls and not harness.commands.legs
 
     run(check)
 
 
 def test_a_budget_that_is_used_up_costs_nothing():
-    def check(bench):
-        bench.obey(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
-        assert bench.outbox.only("ended").code == 4
-        assert not bench.engine.calls
+    def check(harness):
+        harness.obey(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
+        assert harness.outbox.only("ended").code == 4
+        assert not harness.engine.calls
 
     run(check)
 
 
 def test_a_grant_that_is_not_used_lapses():
     async def main():
-        bench = Bench()
-        bench.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
-        while not bench.engine.count("cancel"):
+        harness = LifecycleHarness()
+        harness.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
+        while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
-        bench.come_home(KEY)
-        assert bench.outbox.only("ended").code == 4
+        harness.come_home(KEY)
+        assert harness.outbox.only("ended").code == 4
 
     asyncio.run(main())
 
@@ -79,15 +79,15 @@ def test_a_grant_that_is_not_used_lapses():
 def test_blocks_are_given_back_when_their_lease_is_over(state, event):
     """A rank that has not heard yet could confirm what another request has written there."""
 
-    def check(bench):
-        bench.handoff.cancel = lambda leg: None  # the ranks have not answered
-        bring_to(bench, state)
-        let(bench, event)
-        assert not bench.engine.count("cancel")
-        bench.handoff.end(KEY, "cancelled")
-        assert bench.engine.count("cancel") == 1
-        bench.come_home(KEY)
-        assert bench.outbox.only("ended").code and not bench.commands.legs
+    def check(harness):
+        harness.handoff.cancel = lambda leg: None  # the ranks have not answered
+        bring_to(harness, state)
+        make_happen(harness, event)
+        assert not harness.engine.count("cancel")
+        harness.handoff.end(KEY, "cancelled")
+        assert harness.engine.count("cancel") == 1
+        harness.come_home(KEY)
+        assert harness.outbox.only("ended").code and not harness.commands.legs
 
     run(check)
 
@@ -95,13 +95,13 @@ def test_blocks_are_given_back_when_their_lease_is_over(state, event):
 def test_a_prompt_that_is_not_answered_is_granted_once_it_is_taken():
     """Its gateway lets the next in line ask; its end is not the first that it hears."""
 
-    def check(bench):
+    def check(harness):
         spec = make_spec()
         spec.pooling.SetInParent()
         key = pb.Key(request_id=KEY[0], attempt=KEY[1])
-        bench.obey(prefill=pb.Prefill(key=key, spec=spec))
-        assert bench.outbox.kinds() == ["granted"] and bench.outbox.only("granted").key == key
-        assert bench.engine.count("submit") == 1
+        harness.obey(prefill=pb.Prefill(key=key, spec=spec))
+        assert harness.outbox.kinds() == ["granted"] and harness.outbox.only("granted").key == key
+        assert harness.engine.count("submit") == 1
 
     run(check)
 
@@ -116,40 +116,40 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
         engine = toy_engine()
         monkeypatch.setattr(engine.adapters, "find", find)
         monkeypatch.setattr(engine.adapters, "wait", lambda identity: pytest.fail("the event loop waits"))
-        bench, spec = Bench(engine=engine), make_spec(adapter=bytes(32))
+        harness, spec = LifecycleHarness(engine=engine), make_spec(adapter=bytes(32))
         spec.pooling.SetInParent()
-        bench.obey(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
-        assert bench.outbox.only("refused").reason == "adapter_loading" and not bench.commands.legs
+        harness.obey(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
+        assert harness.outbox.only("refused").reason == "adapter_loading" and not harness.commands.legs
 
     run(check)
 
 
 def test_another_gateways_key_is_not_touched():
-    def check(bench):
-        let(bench, LegEvent.ADMIT)
+    def check(harness):
+        make_happen(harness, LegEvent.ADMIT)
         stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
-        bench.obey(stranger, admit=pb.Admit(key=key, spec=make_spec()))
-        bench.obey(stranger, cancel=pb.Cancel(key=key))
-        bench.obey(stranger, start=pb.Start(key=key))
+        harness.obey(stranger, admit=pb.Admit(key=key, spec=make_spec()))
+        harness.obey(stranger, cancel=pb.Cancel(key=key))
+        harness.obey(stranger, start=pb.Start(key=key))
         assert stranger.kinds() == ["refused"] and stranger.only("refused").reason == "in_use"
-        assert bench.commands.legs[KEY].state is LegState.ADMITTED
-        bench.commands.on_stream_lost(stranger)
-        assert bench.commands.legs[KEY].state is LegState.ADMITTED
+        assert harness.commands.legs[KEY].state is LegState.ADMITTED
+        harness.commands.on_stream_lost(stranger)
+        assert harness.commands.legs[KEY].state is LegState.ADMITTED
 
     run(check)
 
 
 def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
-    def check(bench):
-        let(bench, LegEvent.ADMIT)
-        let(bench, LegEvent.FETCH)
-        bench.engine.calls.clear()
-        let(bench, LegEvent.CANCEL)
-        assert bench.engine.calls == [("cancel", KEY)] and bench.intake.stopped == [KEY]
-        bench.engine_ends(KEY, "cancelled")
-        assert "ended" not in bench.outbox.kinds(), "bytes may still land"
-        bench.intake.end(KEY, Status(1, "CANCELLED"))
-        assert bench.outbox.only("ended").code == 1
+    def check(harness):
+        make_happen(harness, LegEvent.ADMIT)
+        make_happen(harness, LegEvent.FETCH)
+        harness.engine.calls.clear()
+        make_happen(harness, LegEvent.CANCEL)
+        assert harness.engine.calls == [("cancel", KEY)] and harness.intake.stopped == [KEY]
+        harness.engine_ends(KEY, "cancelled")
+        assert "ended" not in harness.outbox.kinds(), "bytes may still land"
+        harness.intake.end(KEY, Status(1, "CANCELLED"))
+        assert harness.outbox.only("ended").code == 1
 
     run(check)
 
@@ -157,94 +157,94 @@ def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
 def test_the_engine_says_why_a_fetch_had_no_place():
     """The loop ended the key (its deadline) while bytes were on their way."""
 
-    def check(bench):
-        let(bench, LegEvent.ADMIT)
-        let(bench, LegEvent.FETCH)
-        bench.intake.end(KEY, None)
-        bench.engine_ends(KEY, "deadline")
-        assert bench.outbox.only("ended").code == 4
+    def check(harness):
+        make_happen(harness, LegEvent.ADMIT)
+        make_happen(harness, LegEvent.FETCH)
+        harness.intake.end(KEY, None)
+        harness.engine_ends(KEY, "deadline")
+        assert harness.outbox.only("ended").code == 4
 
     run(check)
 
 
 def test_start_after_the_engine_ended_it():
-    def check(bench):
+    def check(harness):
         for step in PATHS[LegState.FETCHED]:
-            let(bench, step)
-        bench.engine.answer["start"] = LookupError("gone")
-        let(bench, LegEvent.START)
-        bench.engine_ends(KEY, "deadline")
-        assert bench.outbox.only("ended").code == 4
+            make_happen(harness, step)
+        harness.engine.answer["start"] = LookupError("gone")
+        make_happen(harness, LegEvent.START)
+        harness.engine_ends(KEY, "deadline")
+        assert harness.outbox.only("ended").code == 4
 
     run(check)
 
 
 def test_a_failed_offer_gives_the_blocks_back():
-    def check(bench):
+    def check(harness):
         def refuse(*args):
             raise ValueError("a taker of another shape")
 
-        bench.handoff.lease_prompt = refuse
-        let(bench, LegEvent.PREFILL)
-        assert ("cancel", KEY) in bench.engine.calls
-        bench.engine_ends(KEY, "cancelled")
-        assert bench.outbox.only("ended").code == 3
+        harness.handoff.lease_prompt = refuse
+        make_happen(harness, LegEvent.PREFILL)
+        assert ("cancel", KEY) in harness.engine.calls
+        harness.engine_ends(KEY, "cancelled")
+        assert harness.outbox.only("ended").code == 3
 
     run(check)
 
 
 def test_not_here_is_the_whole_answer():
-    def check(bench):
+    def check(harness):
         offer = pb.Offer(key=pb.Key(request_id="chain"), budget_ms=1000)
         offer.spans.hashes.extend([b"h" * 32, b"i" * 32])
-        bench.obey(offer=offer)
-        assert not bench.outbox.events, "its blocks are still leased"
-        bench.engine_ends(Key("chain"), "cancelled")
-        assert bench.outbox.only("not_here").num_matched_tokens == 64 and bench.outbox.kinds() == ["not_here"]
+        harness.obey(offer=offer)
+        assert not harness.outbox.events, "its blocks are still leased"
+        harness.engine_ends(Key("chain"), "cancelled")
+        assert harness.outbox.only("not_here").num_matched_tokens == 64 and harness.outbox.kinds() == ["not_here"]
 
     run(check)
 
 
 def test_done_goes_out_before_the_tokens_and_ended_after_them():
-    def check(bench):
-        let(bench, LegEvent.PREFILL_HERE)
+    def check(harness):
+        make_happen(harness, LegEvent.PREFILL_HERE)
         run_ = TokenRun(KEY, 0, 1, (4, 5))
         report = DecodeReport(0.1, 0.2, 0.3, 4, 5, waits=Waits(0.02, 0.01))
-        bench.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
-        assert bench.outbox.kinds() == ["done", "ended"] and bench.outbox.runs == [run_]
-        decode = bench.outbox.only("ended").decode
+        harness.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
+        assert harness.outbox.kinds() == ["done", "ended"] and harness.outbox.runs == [run_]
+        decode = harness.outbox.only("ended").decode
         assert (decode.num_steps, decode.num_preemptions) == (4, 5)
         assert (decode.waits.place_s, decode.waits.block_s) == (0.02, 0.01)
-        assert bench.ended[0].num_output_tokens == 3
+        assert harness.ended[0].num_output_tokens == 3
 
     run(check)
 
 
 def test_tokens_of_a_step_that_was_under_way_are_not_lost():
-    def check(bench):
-        bring_to(bench, LegState.ORPHANED)
-        bench.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
-        assert not bench.outbox.runs
-        bench.obey(bench.other, attach=attach(next_index=[1]))
-        bench.commands.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
-        runs = [(run.key, run.first_index, run.token_ids) for run in bench.other.runs]
+    def check(harness):
+        bring_to(harness, LegState.ORPHANED)
+        harness.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
+        assert not harness.outbox.runs
+        harness.obey(harness.other, attach=attach(next_index=[1]))
+        harness.commands.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
+        runs = [(run.key, run.first_index, run.token_ids) for run in harness.other.runs]
         assert runs == [(OTHER, 1, (5, 6)), (OTHER, 3, (8,))]
-        assert bench.other.only("ended").code == 0 and not bench.commands.legs
+        assert harness.other.only("ended").code == 0 and not harness.commands.legs
 
     run(check)
 
 
 def test_a_sequence_that_had_ended_is_read_to_its_end():
-    def check(bench):
-        bring_to(bench, LegState.ORPHANED)
+    def check(harness):
+        bring_to(harness, LegState.ORPHANED)
         last = TokenRun(KEY, 0, 1, (5,), finish_reason=FinishReason.LENGTH)
-        bench.commands.on_outputs([last, RequestEnded(KEY)])
-        assert bench.leg(KEY).state is LegState.ORPHANED
-        bench.obey(bench.other, attach=attach())
-        (told,) = bench.other.runs
+        harness.commands.on_outputs([last, RequestEnded(KEY)])
+        assert harness.leg(KEY).state is LegState.ORPHANED
+        harness.obey(harness.other, attach=attach())
+        (told,) = harness.other.runs
         assert (told.token_ids, told.finish_reason) == ((7, 5), FinishReason.LENGTH)
-        assert bench.other.only("ended").code == 0
-        assert not bench.engine.count("resume") and not bench.commands.legs
+        assert harness.other.only("ended").code == 0
+        assert not harness.engine.count("resume") and not harness.commands.legs
 
     run(check)
 
@@ -257,45 +257,45 @@ def test_a_sequence_that_had_ended_is_read_to_its_end():
     {"key": Key("two", 2)},
 ], ids=str)  # fmt: skip
 def test_only_the_same_request_is_gone_on_with(fields):
-    def check(bench):
-        bring_to(bench, LegState.ORPHANED)
-        bench.obey(bench.other, attach=attach(**fields))
-        assert bench.other.kinds() == ["not_here"]
-        assert bench.leg(KEY).state is LegState.ORPHANED
+    def check(harness):
+        bring_to(harness, LegState.ORPHANED)
+        harness.obey(harness.other, attach=attach(**fields))
+        assert harness.other.kinds() == ["not_here"]
+        assert harness.leg(KEY).state is LegState.ORPHANED
 
     run(check)
 
 
 def test_nobody_comes():
     async def main():
-        bench = Bench(resume_window_s=0.05)
-        bring_to(bench, LegState.ORPHANED)
-        while not bench.engine.count("cancel"):
+        harness = LifecycleHarness(resume_window_s=0.05)
+        bring_to(harness, LegState.ORPHANED)
+        while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
-        bench.engine_ends(KEY, "cancelled")
-        assert not bench.commands.legs and bench.ended[0].status.reason == "STREAM_LOST"
+        harness.engine_ends(KEY, "cancelled")
+        assert not harness.commands.legs and harness.ended[0].status.reason == "STREAM_LOST"
 
     asyncio.run(main())
 
 
 def test_a_prompt_that_is_still_read_here_is_not_parked():
-    def check(bench):
-        let(bench, LegEvent.PREFILL_HERE)
-        let(bench, LegEvent.STREAM_LOST)
-        assert bench.leg(KEY).state is LegState.ENDING and not bench.engine.count("park")
+    def check(harness):
+        make_happen(harness, LegEvent.PREFILL_HERE)
+        make_happen(harness, LegEvent.STREAM_LOST)
+        assert harness.leg(KEY).state is LegState.ENDING and not harness.engine.count("park")
 
     run(check)
 
 
 def test_a_parked_sequence_meets_the_deadline_of_who_attached():
     async def main():
-        bench = Bench()
-        bring_to(bench, LegState.ORPHANED)
-        bench.obey(bench.other, attach=attach(budget_ms=30))
-        while not bench.engine.count("cancel"):
+        harness = LifecycleHarness()
+        bring_to(harness, LegState.ORPHANED)
+        harness.obey(harness.other, attach=attach(budget_ms=30))
+        while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
-        bench.engine_ends(KEY, "cancelled")
-        assert bench.other.only("ended").code == 4
+        harness.engine_ends(KEY, "cancelled")
+        assert harness.other.only("ended").code == 4
 
     asyncio.run(main())
 
@@ -304,11 +304,11 @@ def test_a_parked_sequence_meets_the_deadline_of_who_attached():
 def test_what_a_leg_waited_for_is_forgotten_when_it_waits_for_something_else(event):
     """The deadline before it was lost, or the window in which a gateway may come back."""
 
-    def check(bench):
-        bring_to(bench, LegState.RUNNING if event is LegEvent.STREAM_LOST else LegState.ORPHANED)
-        before = bench.leg(KEY).timer
-        let(bench, event)
-        assert before.cancelled() and not bench.leg(KEY).timer.cancelled()
+    def check(harness):
+        bring_to(harness, LegState.RUNNING if event is LegEvent.STREAM_LOST else LegState.ORPHANED)
+        before = harness.leg(KEY).timer
+        make_happen(harness, event)
+        assert before.cancelled() and not harness.leg(KEY).timer.cancelled()
 
     run(check)
 
@@ -316,20 +316,20 @@ def test_what_a_leg_waited_for_is_forgotten_when_it_waits_for_something_else(eve
 def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
     """What came with its output for other keys was lost."""
 
-    def check(bench):
+    def check(harness):
         other = Key("other", 1)
         for key in (KEY, other):
             name = pb.Key(request_id=key.request_id, attempt=key.attempt)
-            bench.obey(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
-            bench.commands.on_outputs([replace(DONE, key=key)])
-        bench.engine.answer["cancel"] = RuntimeError("a block that nobody holds")
-        bench.leg(KEY).record = None  # its tokens find no place
+            harness.obey(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
+            harness.commands.on_outputs([replace(DONE, key=key)])
+        harness.engine.answer["cancel"] = RuntimeError("a block that nobody holds")
+        harness.leg(KEY).record = None  # its tokens find no place
         runs = [TokenRun(key, 0, 1, (7,), (), None) for key in (KEY, other)]
-        bench.commands.on_outputs(runs)
-        assert bench.outbox.runs == runs[1:]
-        assert bench.leg(KEY).state is LegState.ENDING and "a block that nobody holds" in caplog.text
-        bench.engine_ends(KEY)
-        assert bench.outbox.only("ended").key.request_id == KEY.request_id
-        bench.come_home(other)
+        harness.commands.on_outputs(runs)
+        assert harness.outbox.runs == runs[1:]
+        assert harness.leg(KEY).state is LegState.ENDING and "a block that nobody holds" in caplog.text
+        harness.engine_ends(KEY)
+        assert harness.outbox.only("ended").key.request_id == KEY.request_id
+        harness.come_home(other)
 
     run(check)

@@ -17,8 +17,8 @@ from baton.worker.session.endings import ignore, refuse_in_use
 from baton.worker.session.lifecycle import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
-from tests.support.worker.doubles import TABLE, Bench, make_spec
-from tests.support.worker.key_paths import KEY, OTHER, PATHS, let
+from tests.support.worker.doubles import TABLE, LifecycleHarness, make_spec
+from tests.support.worker.key_paths import KEY, OTHER, PATHS, make_happen
 
 ROOT = Path(__file__).resolve().parents[3]
 OPENED_BY = {
@@ -48,65 +48,65 @@ def test_cell(state, event):
 
 
 async def _check_cell(state: LegState, event: LegEvent) -> None:
-    bench, cell = Bench(), TABLE[state, event]
+    harness, cell = LifecycleHarness(), TABLE[state, event]
     if event is LegEvent.REFUSED and state in OPENED_BY:
-        _check_refused(bench, OPENED_BY[state])
+        _check_refused(harness, OPENED_BY[state])
         return
     for step in PATHS[state]:
-        let(bench, step)
-    leg = bench.leg(KEY)
+        make_happen(harness, step)
+    leg = harness.leg(KEY)
     assert (leg.state if leg else LegState.ABSENT) is state
-    num_events = len(bench.outbox.events)
-    let(bench, event)
+    num_events = len(harness.outbox.events)
+    make_happen(harness, event)
 
-    leg = bench.leg(KEY)
+    leg = harness.leg(KEY)
     if leg is not None:
         assert leg.state in (cell.state, *cell.others)
     else:  # nothing of it was out any more
         assert {LegState.ENDING, LegState.ABSENT} & {cell.state, *cell.others}
     if cell.action is ignore:
-        assert len(bench.outbox.events) == num_events, "an ignored event was answered"
+        assert len(harness.outbox.events) == num_events, "an ignored event was answered"
     if cell.action is refuse_in_use:
-        assert bench.outbox.events[-1].refused.reason == "in_use"
+        assert harness.outbox.events[-1].refused.reason == "in_use"
 
     was_heard = leg is None or not leg.is_stream_lost
     if leg is not None and leg.state is not LegState.ENDING:
-        bench.lifecycle.happen(leg, LegEvent.CANCEL, pb.Cancel())
-    bench.come_home(KEY)
-    assert not bench.commands.legs, "something of it is still out"
-    assert not bench.handoff.leased and not bench.intake.running
+        harness.lifecycle.happen(leg, LegEvent.CANCEL, pb.Cancel())
+    harness.come_home(KEY)
+    assert not harness.commands.legs, "something of it is still out"
+    assert not harness.handoff.leased and not harness.intake.running
     opened = state is not LegState.ABSENT or event in OPENING
-    assert len(bench.ended) == opened
+    assert len(harness.ended) == opened
     if cell.action is attach_action:
-        _check_attached(bench, state)
+        _check_attached(harness, state)
     elif event is LegEvent.ATTACH and state is not LegState.ENDING:
-        assert bench.other.kinds() == ["not_here"]
+        assert harness.other.kinds() == ["not_here"]
     if state is LegState.ORPHANED or (event is LegEvent.STREAM_LOST and state is not LegState.ENDING) or not was_heard:
-        assert "ended" not in bench.outbox.kinds()
+        assert "ended" not in harness.outbox.kinds()
     elif opened and event is not LegEvent.STREAM_LOST and cell.action is not attach_action:
-        _check_ended(bench.outbox.only("ended"), state, event, cell)
+        _check_ended(harness.outbox.only("ended"), state, event, cell)
 
 
-def _check_refused(bench: Bench, opening: LegEvent) -> None:
+def _check_refused(harness: LifecycleHarness, opening: LegEvent) -> None:
     """The answer is all that is left of it: it was in this state only while its command was obeyed."""
     for call in ("admit", "accept", "submit", "offer"):
-        bench.engine.answer[call] = Refusal("kv_full", 0.25)
-    let(bench, opening)
-    refused = bench.outbox.only("refused")
+        harness.engine.answer[call] = Refusal("kv_full", 0.25)
+    make_happen(harness, opening)
+    refused = harness.outbox.only("refused")
     assert (refused.reason, refused.retry_after_ms) == ("kv_full", 250)
-    assert bench.outbox.kinds() == ["refused"] and not bench.commands.legs and not bench.ended
+    assert harness.outbox.kinds() == ["refused"] and not harness.commands.legs and not harness.ended
 
 
-def _check_attached(bench: Bench, state: LegState) -> None:
+def _check_attached(harness: LifecycleHarness, state: LegState) -> None:
     """Its output so far moves to the new key; the old key, if it lives, is notified."""
-    assert bench.other.kinds() == ["granted", "ended"]
-    for event in bench.other.events:
+    assert harness.other.kinds() == ["granted", "ended"]
+    for event in harness.other.events:
         assert getattr(event, event.WhichOneof("kind")).key.attempt == OTHER.attempt
     known = (7, 5) if state is LegState.PARKED else (7,)
-    assert [(run.key, run.first_index, run.token_ids) for run in bench.other.runs] == [(OTHER, 0, known)]
-    assert bench.engine.calls[-2:] == [("resume", KEY, ANY), ("cancel", KEY)]
+    assert [(run.key, run.first_index, run.token_ids) for run in harness.other.runs] == [(OTHER, 0, known)]
+    assert harness.engine.calls[-2:] == [("resume", KEY, ANY), ("cancel", KEY)]
     if state is not LegState.ORPHANED:
-        assert bench.outbox.only("ended").reason == "ATTACHED" and bench.outbox.forgotten == [KEY]
+        assert harness.outbox.only("ended").reason == "ATTACHED" and harness.outbox.forgotten == [KEY]
 
 
 def _check_ended(ended: pb.Ended, state: LegState, event: LegEvent, cell) -> None:
@@ -132,35 +132,37 @@ async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     for path in (*PATHS.values(), (LegEvent.PREFILL_HERE,), (*PATHS[LegState.ORPHANED], LegEvent.ENGINE_ENDED)):
         for event in set(LegEvent) - {LegEvent.REFUSED, LegEvent.ALL_BACK}:  # which are part of another event
             for is_gone in (False, True):
-                bench = Bench(table={place: _watched(place, cell, reached) for place, cell in TABLE.items()})
+                harness = LifecycleHarness(
+                    table={place: _watched(place, cell, reached) for place, cell in TABLE.items()}
+                )
                 for step in path:
-                    let(bench, step)
-                _let_with(bench, event, is_gone)
+                    make_happen(harness, step)
+                _let_with(harness, event, is_gone)
     listed = {(*place, state) for place, cell in TABLE.items() for state in (cell.state, *cell.others)}
     assert reached <= listed, reached - listed
     others = {(*place, state) for place, cell in TABLE.items() for state in cell.others}
     assert others <= reached, others - reached
 
 
-def _let_with(bench: Bench, event: LegEvent, is_gone: bool) -> None:
+def _let_with(harness: LifecycleHarness, event: LegEvent, is_gone: bool) -> None:
     if is_gone:
-        bench.engine.answer |= dict.fromkeys(("start", "resume", "compute_rest"), LookupError("it has ended"))
-        bench.engine.answer["offer"] = Acceptance((), 0)
+        harness.engine.answer |= dict.fromkeys(("start", "resume", "compute_rest"), LookupError("it has ended"))
+        harness.engine.answer["offer"] = Acceptance((), 0)
     key = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
     if event is LegEvent.ADMIT:
-        bench.obey(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
+        harness.obey(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
     elif is_gone and event is LegEvent.ENGINE_ENDED:
-        bench.engine_ends(KEY, "failed")
+        harness.engine_ends(KEY, "failed")
     elif is_gone and event is LegEvent.TOKENS:
-        let(bench, LegEvent.UNREAD)
+        make_happen(harness, LegEvent.UNREAD)
     elif is_gone and event is LegEvent.PREFILL:
-        bench.intake.begin_prefix = lambda *args: False
+        harness.intake.begin_prefix = lambda *args: False
         message = pb.Prefill(key=key, spec=make_spec())
         message.taker.instance = b"taker"
         message.sources.add(handle=b"handle", ticket=b"ticket")
-        bench.obey(prefill=message)
+        harness.obey(prefill=message)
     else:
-        let(bench, event)
+        make_happen(harness, event)
 
 
 def _watched(place, cell: LegTransition, reached: set) -> LegTransition:
