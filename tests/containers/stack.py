@@ -100,7 +100,7 @@ class Stack:
         """A client of the gateways whose published ports are named, with the tenant's key."""
         target = ",".join(f"127.0.0.1:{self.ports[name]}" for name in names or ("PORT",))
         key = (self.secrets / "api-key").read_text().strip()
-        return Client(target, **{"api_key": key, "tls_ca": self.secrets / "ca.crt", "timeout_s": 120, **more})
+        return Client(target, **{"api_key": key, "tls_ca": self.secrets / "ca.crt", "timeout_s": patience(120), **more})
 
     def metric(self, name: str, port: str = "ADMIN_PORT") -> float:
         """Return the sum of a gateway's metric over its labels."""

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from baton.client import CallError
 from tests.containers import images
 from tests.containers.stack import Stack, total, wait_for
+from tests.support.pace import patience
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 PROMPT = "def read_lines(path):\n    "
@@ -108,23 +110,22 @@ def test_a_worker_that_is_killed_in_mid_stream(stack, record):
 
 
 def at_once(client, prompts: list[str], max_tokens: int, when_begun: Callable[[], object] = bool) -> list[str]:
-    """Return what all prompts together are answered; `when_begun` is called while each is in mid-stream."""
-    texts, begun = [""] * len(prompts), threading.Barrier(len(prompts) + 1)
+    """Return what all prompts together are answered; `when_begun` is called while each is in mid-stream. Raises CallError."""
+    begun = threading.Barrier(len(prompts) + 1, timeout=patience(60))
 
-    def ask(index: int) -> None:
-        for count, message in enumerate(client.stream(prompts[index], max_tokens=max_tokens, **GREEDY)):
-            texts[index] += message.text
-            if count == 0:
-                begun.wait(60)
+    def ask(prompt: str) -> str:
+        texts = []
+        for message in client.stream(prompt, max_tokens=max_tokens, **GREEDY):
+            if not texts:
+                begun.wait()
+            texts.append(message.text)
+        return "".join(texts)
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    begun.wait(60)
-    when_begun()
-    for thread in threads:
-        thread.join(120)
-    return texts
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(ask, prompt) for prompt in prompts]
+        begun.wait()
+        when_begun()
+        return [answer.result() for answer in answers]
 
 
 def workers(stack: Stack) -> int:
