@@ -34,17 +34,33 @@
 
 namespace baton {
 
-inline float from_bf16(uint16_t bits) {
-  uint32_t wide = uint32_t(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
+constexpr int64_t LINE = 64;  // bytes of a cache line
+
+// x, or the next multiple of `unit`.
+inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+// Four bytes as they lie in memory, wherever they begin.
+inline int32_t word_at(const void* from) {
+  int32_t word;
+  std::memcpy(&word, from, 4);
+  return word;
 }
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
 
 // Round to nearest even; a NaN stays one.
 inline uint16_t to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
+  const uint32_t bits = to_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16) | 0x40;
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -63,12 +79,12 @@ struct Scratch {
 // Memory of the calling thread that only grows, aligned to a cache line.
 inline char* scratch(Scratch& memory, size_t num_bytes) {
   std::vector<char>& bytes = memory.bytes;
-  if (bytes.size() < num_bytes + 64) {
+  if (bytes.size() < num_bytes + LINE) {
     scratch_bytes -= bytes.capacity();
-    bytes.resize(num_bytes + 64);
+    bytes.resize(num_bytes + LINE);
     scratch_bytes += bytes.capacity();
   }
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) & ~uintptr_t(63));
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + LINE - 1) & ~uintptr_t(LINE - 1));
 }
 
 #ifdef BATON_AVX512

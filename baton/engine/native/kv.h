@@ -41,6 +41,9 @@ struct Pool {
   int64_t row(int64_t layer, int64_t kind, int64_t head) const {  // of a block; kind: 0 keys, 1 values
     return ((layer * num_kinds + kind % num_kinds) * heads_of_block + first_head + head) * block_size;
   }
+  int64_t slot(const int64_t* block_ids, int64_t position) const {
+    return block_ids[position / block_size] * block_size + position % block_size;
+  }
   uint8_t* values(int64_t block_id, int64_t row) const { return bytes + block_id * block_bytes + row * row_bytes; }
   uint16_t* scales(int64_t block_id, int64_t row) const {
     const int64_t rows = num_layers * num_kinds * heads_of_block * block_size;
@@ -55,9 +58,7 @@ struct Pool {
 template <int64_t F>
 inline __m256 stored8(const uint8_t* row, int64_t index) {
   if constexpr (F == FORM_INT4) {
-    int32_t packed;
-    std::memcpy(&packed, row + index / 2, 4);
-    const __m128i both = _mm_cvtsi32_si128(packed), low = _mm_set1_epi8(15);
+    const __m128i both = _mm_cvtsi32_si128(word_at(row + index / 2)), low = _mm_set1_epi8(15);
     const __m128i bytes = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
   } else {
@@ -135,11 +136,10 @@ inline void store_scaled(int64_t form, const float* x, int64_t size, uint8_t* ro
   const float scale = scale_fp16(is_int8 ? (high > -low ? high : -low) / 127 : (high - low) / 15, scales);
   const float zero = is_int8 ? 0 : scale_fp16(low, scales + 1);
   const float least = is_int8 ? -127 : 0, most = is_int8 ? 127 : 15;
-  const float magic = 12582912;  // 1.5 * 2^23: adding it rounds to an integer, half to even
   for (int64_t i = 0; i < size; i += 16) {
     V16 q{};
     if (scale != 0) q = min16(max16((load16(x + i) - zero) / scale, all16(least)), all16(most));
-    q = (q + magic) - magic;
+    q = (q + ROUNDER) - ROUNDER;
     if (is_int8)
       for (int j = 0; j < 16; j++) row[i + j] = uint8_t(int8_t(q[j]));
     else
@@ -150,10 +150,7 @@ inline void store_scaled(int64_t form, const float* x, int64_t size, uint8_t* ro
 // One token of one head, x [size], a multiple of 16, to its place.
 inline void store_row(int64_t form, const float* x, int64_t size, uint8_t* row, uint16_t* scales) {
   if (has_scales(form)) return store_scaled(form, x, size, row, scales);
-  if (form <= FORM_FP16) {
-    for (int64_t i = 0; i < size; i += 16) write16(form, row, i, load16(x + i));
-    return;
-  }
+  if (form <= FORM_FP16) return write_row(form, x, size, row, 0);
   for (int64_t i = 0; i < size; i++)
     row[i] = form == FORM_E4M3 ? to_fp8(x[i], 3, 7, 448) : to_fp8(x[i], 2, 15, 57344);
 }

@@ -18,7 +18,6 @@
 namespace baton {
 namespace {
 
-constexpr int64_t LINE = 64;
 constexpr int SPINS = 4000;  // about 40 us, more than two ranks of equal work are apart
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;
 
@@ -92,12 +91,6 @@ bool meet(Ranks& ranks, const void* own, int64_t num_bytes) {
   return true;
 }
 
-// Of `count` ranks from `first` on, a power of two.
-V16 tree(int64_t kind, const char* const* parts, int64_t first, int64_t count, int64_t at) {
-  if (count == 1) return read16(kind, parts[first], at);
-  return tree(kind, parts, first, count / 2, at) + tree(kind, parts, first + count / 2, count / 2, at);
-}
-
 }  // namespace
 }  // namespace baton
 
@@ -106,7 +99,7 @@ using namespace baton;
 int64_t baton_sum_ranks(Ranks* ranks, const void* part, int64_t part_kind, int64_t num_rows, int64_t size,
                         const float* bias, int64_t kind, void* to, int64_t num_threads) {
   constexpr int64_t MAX_DEGREE = 8;
-  const int64_t part_bytes = size * (part_kind == FP32 ? 4 : 2), width = kind == FP32 ? 4 : 2;
+  const int64_t part_bytes = size * bytes_of(part_kind), width = bytes_of(kind);
   const int64_t most_rows = ranks->capacity / part_bytes;
   for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
     const int64_t rows = std::min(most_rows, num_rows - begin);
@@ -118,7 +111,8 @@ int64_t baton_sum_ranks(Ranks* ranks, const void* part, int64_t part_kind, int64
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (parallel)
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < size; i += 16) {
-        const V16 sum = tree(part_kind, parts, 0, ranks->degree, row * size + i);
+        const auto part_of = [&](int64_t rank) { return read16(part_kind, parts[rank], row * size + i); };
+        const V16 sum = sum_by_tree(0, ranks->degree, part_of);
         write16(kind, target, row * size + i, bias ? sum + load16(bias + i) : sum);
       }
   }

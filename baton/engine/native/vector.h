@@ -10,6 +10,7 @@ namespace baton {
 
 // Elements of activations, as attention/native.py numbers them.
 enum Kind : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+constexpr int64_t bytes_of(int64_t kind) { return kind == FP32 ? 4 : 2; }  // an element
 
 using V16 = float __attribute__((vector_size(64)));
 using I16 = int32_t __attribute__((vector_size(64)));
@@ -95,16 +96,6 @@ inline float max_of16(V16 x) {
   return joined16(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline uint32_t to_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
 inline float from_fp16(uint16_t x) { return _cvtsh_ss(x); }
 inline uint16_t to_fp16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
@@ -137,6 +128,18 @@ inline void write16(int64_t kind, void* to, int64_t index, V16 x) {
   }
 #endif
 }
+inline float read1(int64_t kind, const void* from, int64_t index) {
+  if (kind == FP32) return ((const float*)from)[index];
+  const uint16_t half = ((const uint16_t*)from)[index];
+  return kind == BF16 ? from_bf16(half) : from_fp16(half);
+}
+// Elements [index, index + size), whole vectors of them, to floats, and back.
+inline void read_row(int64_t kind, const void* from, int64_t index, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; i += 16) store16(to + i, read16(kind, from, index + i));
+}
+inline void write_row(int64_t kind, const float* from, int64_t size, void* to, int64_t index) {
+  for (int64_t i = 0; i < size; i += 16) write16(kind, to, index + i, load16(from + i));
+}
 inline V16 rounded16(int64_t kind, V16 x) {
   if (kind == FP32) return x;
   uint16_t halves[16];
@@ -144,16 +147,36 @@ inline V16 rounded16(int64_t kind, V16 x) {
   return read16(kind, halves, 0);
 }
 
+inline float sum_of_squares(const float* x, int64_t size) {
+  V16 sum{};
+  for (int64_t i = 0; i < size; i += 16) sum = fma16(load16(x + i), load16(x + i), sum);
+  return sum16(sum);
+}
+
+// The sum of part(first) to part(first + count - 1), a power of two of them, by the tree of leaves and ranks: neighbours are
+// added, their sums, and so on.
+template <class Part>
+inline auto sum_by_tree(int64_t first, int64_t count, const Part& part) -> decltype(part(first)) {
+  if (count == 1) return part(first);
+  return sum_by_tree(first, count / 2, part) + sum_by_tree(first + count / 2, count / 2, part);
+}
+
+constexpr float LOG2_E = 1.44269504f;
+constexpr float ROUNDER = 12582912;  // 1.5 * 2^23: adding it rounds to an integer, half to even, which stands in the low bits
+
 // 2^x for x <= 127; exactly 1 at 0, exactly 0 below -126.
 inline V16 power_of_two(V16 x) {
-  const float magic = 12582912;
   x = max16(x, all16(-127.0f));
-  const V16 shifted = x + magic, whole = shifted - magic, rest = x - whole;
+  const V16 shifted = x + ROUNDER, whole = shifted - ROUNDER, rest = x - whole;
   V16 y = all16(1.5403530e-4f);  // exp(rest * ln 2), |rest| <= 0.5
   for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
     y = fma16(y, rest, all16(c));
-  const I16 bits = ((I16)shifted - (I16)all16(magic) + 127) << 23;
+  const I16 bits = ((I16)shifted - (I16)all16(ROUNDER) + 127) << 23;
   return y * (V16)bits;
 }
+
+// x / (1 + 2^power): x times the sigmoid of z, where power is -z times LOG2_E.
+inline V16 gated16(V16 x, V16 power) { return x / (power_of_two(min16(power, all16(127.0f))) + 1.0f); }
+inline V16 silu16(V16 x) { return gated16(x, x * -LOG2_E); }
 
 }  // namespace baton

@@ -35,7 +35,7 @@ inline void expand(const uint8_t* row, int64_t size, uint16_t* to) {
 }
 
 inline void take(int64_t kind, const void* from, int64_t index, int64_t size, float* to) {
-  for (int64_t i = 0; i < size; i += 16) store16(to + i, read16(kind, from, index + i));
+  read_row(kind, from, index, size, to);
 }
 inline void take(int64_t, const void* from, int64_t index, int64_t size, uint16_t* to) {
   std::memcpy(to, (const uint16_t*)from + index, size * 2);
@@ -205,16 +205,16 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
     const int64_t token = (first + r) / group, which = head * group + (first + r) % group;
     take(call.shape.kind, call.q, (seq.query_start + token) * call.q_stride + which * size, size, q + r * size);
     rows[r] = {seq.kv_len - seq.query_len + token, 0, UNSEEN, 0, 0};
-    if (sinks) rows[r].maximum = 1.44269504f * sinks[which], rows[r].total = 1;
+    if (sinks) rows[r].maximum = LOG2_E * sinks[which], rows[r].total = 1;
     if (has_zeros(F))
       for (int64_t d = 0; d < size; d++) rows[r].query_sum += as_float(q[r * size + d]);
   }
   Span<T> span;
   span.keys = parts + 3 * words, span.values = parts + 4 * words;
   const Shape& shape = call.shape;
-  Scale scale{1.44269504f / std::sqrt(float(size)), 0};
-  if (shape.scale > 0) scale.scale = 1.44269504f * float(shape.scale);
-  if (shape.softcap > 0) scale = {scale.scale * 2 / float(shape.softcap), 1.44269504f * float(shape.softcap)};
+  Scale scale{LOG2_E / std::sqrt(float(size)), 0};
+  if (shape.scale > 0) scale.scale = LOG2_E * float(shape.scale);
+  if (shape.softcap > 0) scale = {scale.scale * 2 / float(shape.softcap), LOG2_E * float(shape.softcap)};
   for (int64_t begin = first_seen(window, rows[0].position) / SPAN * SPAN; begin <= rows[count - 1].position; begin += SPAN) {
     unpack<F>(pool, seq, call.layer, head, begin, unpacked, span);
     prefetch(pool, seq, call.layer, head, begin + SPAN);

@@ -48,7 +48,7 @@ inline void transpose(const uint32_t* rows, int64_t words, uint32_t* to) {
 }
 
 #ifdef BATON_VNNI_BF16
-inline __m512 dot2(__m512 sum, uint32_t pair, const uint32_t* pairs) {
+inline __m512 dot2(__m512 sum, int32_t pair, const uint32_t* pairs) {
   return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(pairs));
 }
 #endif
@@ -94,8 +94,7 @@ inline void mix(const float* weights, const uint32_t* values, int64_t size, cons
     for (int i = 0; i < C; i++) sums[r][i] = load16(to + r * size + i * 16) * kept[r];
   for (int j = 0; j < SPAN; j++)
     for (int r = 0; r < R; r++)
-      for (int i = 0; i < C; i++)
-        {
+      for (int i = 0; i < C; i++) {
         const V16 value = load16((const float*)values + j * size + i * 16);
         sums[r][i] = fma16(all16(weights[r * SPAN + j]), value, sums[r][i]);
       }
@@ -130,8 +129,7 @@ inline void score(const uint16_t* q, int64_t size, const uint32_t* keys, float* 
   __m512 sums[R][4] = {};
   for (int64_t d = 0; d < size / 2; d++)
     for (int r = 0; r < R; r++) {
-      uint32_t pair;
-      std::memcpy(&pair, q + r * size + d * 2, 4);
+      const int32_t pair = word_at(q + r * size + d * 2);
       for (int i = 0; i < 4; i++) sums[r][i] = dot2(sums[r][i], pair, keys + d * SPAN + i * 16);
     }
   for (int r = 0; r < R; r++)
@@ -145,8 +143,7 @@ inline void mix(const uint16_t* weights, const uint32_t* values, int64_t size, c
     for (int i = 0; i < C; i++) sums[r][i] = (__m512)(load16(to + r * size + i * 16) * kept[r]);
   for (int j = 0; j < SPAN / 2; j++)
     for (int r = 0; r < R; r++) {
-      uint32_t pair;
-      std::memcpy(&pair, weights + r * SPAN + j * 2, 4);
+      const int32_t pair = word_at(weights + r * SPAN + j * 2);
       for (int i = 0; i < C; i++) sums[r][i] = dot2(sums[r][i], pair, values + j * size + i * 16);
     }
   for (int r = 0; r < R; r++)

@@ -50,8 +50,7 @@ void widen(int64_t kind, float scale, const void* logits, int64_t at, int64_t si
     if (size - i >= 16)
       wide = read16(kind, logits, at + i);
     else
-      for (int64_t j = i; j < size; j++)
-        wide[j - i] = kind == FP32 ? ((const float*)logits)[at + j] : from_bf16(((const uint16_t*)logits)[at + j]);
+      for (int64_t j = i; j < size; j++) wide[j - i] = read1(kind, logits, at + j);
     store16(scores + i, scale == 1 ? wide : wide * scale);
   }
 }
@@ -97,11 +96,11 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
   const Model& model = *decoder->model;
   int64_t num_rows = num_seqs;
   for (int64_t s = 0; s < num_seqs; s++) num_rows += seqs[s].num_drafts;
-  const int64_t kind = model.kind, size = kind == FP32 ? 4 : 2, num_out = decoder->head->num_out;
-  const int64_t bytes = model.hidden_size * size, num_scores = (num_out + 15) / 16 * 16;
+  const int64_t kind = model.kind, size = bytes_of(kind), num_out = decoder->head->num_out;
+  const int64_t bytes = model.hidden_size * size, num_scores = rounded_up(num_out, 16);
   char* x = scratch(memory, num_rows * (bytes + num_out * size) + num_seqs * num_scores * 4 + 256);
-  char* logits = x + (num_rows * bytes + 63) / 64 * 64;
-  char* scores = logits + (num_rows * num_out * size + 63) / 64 * 64;
+  char* logits = x + rounded_up(num_rows * bytes, LINE);
+  char* scores = logits + rounded_up(num_rows * num_out * size, LINE);
   token_ids.resize(num_rows), positions.resize(num_rows), slots.resize(num_rows);
   slices.resize(num_seqs), ended.resize(num_seqs);
   // Of this thread: those that draw beside it have vectors of their own.
@@ -117,7 +116,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
       for (int64_t i = 0; i <= num_drafts; i++, num_rows++) {
         const int64_t at = seq.num_tokens - 1 + i;
         token_ids[num_rows] = i ? seq.draft_ids[i - 1] : seq.token_id, positions[num_rows] = at;
-        slots[num_rows] = seq.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
+        slots[num_rows] = pool->slot(seq.block_ids, at);
       }
       slices[s] = {first_row, 1 + num_drafts, seq.num_tokens + num_drafts, seq.block_ids};
     }
@@ -129,7 +128,7 @@ extern "C" int64_t baton_decode(const Decoder* decoder, const Pool* pool, Decodi
     if (hidden && !step) std::memcpy(hidden, x, num_rows * bytes);
     baton_norm(&model, x, decoder->norm, x, num_rows, num_threads);
     baton_linear(decoder->head, x, nullptr, logits, num_rows, num_threads);
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_seqs * num_out > 1 << 15)
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_seqs * num_out > SERIAL_LOGITS)
     for (int64_t s = 0; s < num_seqs; s++) {
       float* own = (float*)scores + s * num_scores;
       for (int64_t i = 0; i < parts[s].query_len; i++) {

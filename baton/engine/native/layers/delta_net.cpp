@@ -81,18 +81,12 @@ void scan_head(const DeltaNet& layer, const Segment& segment, const Work& work, 
   }
 }
 
-inline V16 squares_of(const float* x, int64_t size) {
-  V16 sum{};
-  for (int64_t i = 0; i < size; i += 16) sum = fma16(load16(x + i), load16(x + i), sum);
-  return sum;
-}
-
 // Queries and keys of a convolved row to length one; queries over the root of their size as well.
 void to_length_one(const DeltaNet& layer, float* row) {
   const float root = std::sqrt(float(layer.key_dim));
   for (int64_t head = 0; head < 2 * layer.num_key_heads; head++) {
     float* x = row + head * layer.key_dim;
-    float scale = 1.0f / std::sqrt(sum16(squares_of(x, layer.key_dim)) + float(layer.length_eps));
+    float scale = 1.0f / std::sqrt(sum_of_squares(x, layer.key_dim) + float(layer.length_eps));
     if (head < layer.num_key_heads) scale = scale / root;
     for (int64_t i = 0; i < layer.key_dim; i += 16) store16(x + i, load16(x + i) * all16(scale));
   }
@@ -106,7 +100,7 @@ void prepare_row(const DeltaNet& layer, const Work& work, int64_t t) {
   const int64_t heads = layer.num_heads;
   const float *written = work.inputs.scalars + t * 2 * heads, *steps = written + heads;
   for (int64_t h = 0; h < heads; h++) {
-    const float x = steps[h] + layer.step_bias[h], step = x > 20 ? x : std::log1p(std::exp(x));
+    const float step = softplus(steps[h] + layer.step_bias[h]);
     work.written[t * heads + h] = 1.0f / (1.0f + std::exp(-written[h]));
     work.kept[t * heads + h] = std::exp(step * layer.decay[h]);
   }
@@ -118,7 +112,7 @@ void sum_row(const DeltaNet&, const void*, int64_t, float*, float*) {}
 void finish_row(const DeltaNet& layer, const void* rows, int64_t row, float* y, const float*, void* out) {
   const int64_t kind = layer.conv.kind, inner = layer.inner(), size = layer.value_dim;
   for (int64_t begin = 0; begin < inner; begin += size) {
-    const float scale = 1.0f / std::sqrt(sum16(squares_of(y + begin, size)) / float(size) + float(layer.eps));
+    const float scale = 1.0f / std::sqrt(sum_of_squares(y + begin, size) / float(size) + float(layer.eps));
     for (int64_t i = 0; i < size; i += 16) {
       const V16 gates = silu16(read16(kind, rows, row * layer.conv.row_size + begin + i));
       const V16 normed = load16(y + begin + i) * all16(scale) * load16(layer.norm_weight + i);

@@ -42,24 +42,27 @@ struct Heads {
 int64_t likeliest(int64_t kind, const char* logits, int64_t count) {
   V16 most = all16(-INFINITY);
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    most = max16(read16(kind, logits, i), most);
-  }
-  const auto at = [&](int64_t j) {
-    return kind == FP32 ? ((const float*)logits)[j] : from_bf16(((const uint16_t*)logits)[j]);
-  };
+  for (; i + 16 <= count; i += 16) most = max16(read16(kind, logits, i), most);
   float best = max_of16(most);
-  for (; i < count; i++) best = std::max(best, at(i));
+  for (; i < count; i++) best = std::max(best, read1(kind, logits, i));
   for (int64_t j = 0; j < count; j++)
-    if (at(j) == best) return j;
+    if (read1(kind, logits, j) == best) return j;
   return 0;
+}
+
+// Rows of a and b, of `bytes` each, side by side -> to.
+void join(const char* a, const char* b, int64_t num_rows, int64_t bytes, char* to) {
+  for (int64_t t = 0; t < num_rows; t++) {
+    std::memcpy(to + 2 * t * bytes, a + t * bytes, bytes);
+    std::memcpy(to + (2 * t + 1) * bytes, b + t * bytes, bytes);
+  }
 }
 
 // token_ids, and for a layer of its own features [rows][hidden_size], to x; `memory` holds 3 rows of each.
 void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const void* features, bool are_hidden,
            char* memory, void* x, int64_t threads) {
   const Model& model = *draft.model;
-  const int64_t size = model.hidden_size, bytes = size * (model.kind == FP32 ? 4 : 2);
+  const int64_t size = model.hidden_size, bytes = size * bytes_of(model.kind);
   char* embedded = draft.project ? memory : (char*)x;
   embed(draft.table, *draft.head, size, bytes, rows, token_ids, embedded);
   if (!draft.project) return;
@@ -70,10 +73,7 @@ void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const voi
     features = normed;
   }
   baton_norm(&model, features, draft.features_norm, normed, rows, threads);
-  for (int64_t t = 0; t < rows; t++) {
-    std::memcpy(joined + 2 * t * bytes, embedded + t * bytes, bytes);
-    std::memcpy(joined + (2 * t + 1) * bytes, normed + t * bytes, bytes);
-  }
+  join(embedded, normed, rows, bytes, joined);
   baton_linear(draft.project, joined, nullptr, x, rows, threads);
 }
 
@@ -93,8 +93,8 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Unread* 
   const Model& model = *draft->model;
   int64_t rows = 0;
   for (int64_t s = 0; s < num_seqs; s++) rows += unread[s].num_tokens;
-  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2), num_out = draft->head->num_out;
-  const int64_t logit_bytes = num_out * (model.kind == FP32 ? 4 : 2);
+  const int64_t bytes = model.hidden_size * bytes_of(model.kind), num_out = draft->head->num_out;
+  const int64_t logit_bytes = num_out * bytes_of(model.kind);
   char* x = scratch(memory, 4 * rows * bytes + num_seqs * (bytes + logit_bytes));
   char *entering = x + rows * bytes, *features = entering + 3 * rows * bytes, *logits = features + num_seqs * bytes;
   positions.resize(rows), slots.resize(rows), guesses.resize(num_seqs), seqs.resize(num_seqs);
@@ -108,7 +108,7 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Unread* 
       for (int64_t i = 0; i < count; i++, row++) {
         const int64_t at = end - count + i;
         positions[row] = first + i;
-        slots[row] = own.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
+        slots[row] = pool->slot(own.block_ids, at);
       }
     }
     enter(*draft, row, pass ? guesses.data() : token_ids, pass ? features : hidden, !pass, entering, x, num_threads);
@@ -129,7 +129,7 @@ extern "C" void baton_heads(const Heads* all, const void* hidden, const int64_t*
   static thread_local Scratch memory;
   const Model& model = *all->model;
   const int64_t kind = model.kind, size = model.hidden_size, num_out = all->output->num_out;
-  const int64_t element = kind == FP32 ? 4 : 2, bytes = size * element, rows_bytes = num_seqs * bytes;
+  const int64_t element = bytes_of(kind), bytes = size * element, rows_bytes = num_seqs * bytes;
   char* normed = scratch(memory, (7 + width) * rows_bytes + width * num_seqs * num_out * element);
   char *embedded = normed + rows_bytes, *joined = embedded + rows_bytes, *entered = joined + 2 * rows_bytes;
   char *inner = entered + 2 * rows_bytes, *features = inner + rows_bytes, *logits = features + width * rows_bytes;
@@ -137,10 +137,7 @@ extern "C" void baton_heads(const Heads* all, const void* hidden, const int64_t*
   baton_norm(&model, normed, all->ones, normed, num_seqs, num_threads);
   embed(all->table, *all->output, size, bytes, num_seqs, token_ids, embedded);
   baton_norm(&model, embedded, all->ones, embedded, num_seqs, num_threads);
-  for (int64_t s = 0; s < num_seqs; s++) {
-    std::memcpy(joined + 2 * s * bytes, normed + s * bytes, bytes);
-    std::memcpy(joined + (2 * s + 1) * bytes, embedded + s * bytes, bytes);
-  }
+  join(normed, embedded, num_seqs, bytes, joined);
   for (int64_t h = 0; h < width; h++) {
     const Head& head = all->heads[h];
     char* y = features + h * rows_bytes;

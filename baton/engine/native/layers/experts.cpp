@@ -13,12 +13,12 @@ namespace {
 void clamped_swiglu(const Model& model, const Step& step, int64_t size, const void* from, void* to) {
   const int64_t kind = model.kind;
   const V16 limit = all16(float(model.swiglu_limit));
-  const float factor = -1.44269504f * float(model.swiglu_alpha);
+  const float factor = -LOG2_E * float(model.swiglu_alpha);
   each_row(step, size, [&](int64_t t) {
     for (int64_t i = 0; i < size; i += 16) {
       const V16 gate = min16(read16(kind, from, t * 2 * size + i), limit);
       const V16 up = min16(max16(read16(kind, from, t * 2 * size + size + i), -limit), limit);
-      write16(kind, to, t * size + i, (up + 1.0f) * gate / (power_of_two(min16(gate * factor, all16(127.0f))) + 1.0f));
+      write16(kind, to, t * size + i, gated16((up + 1.0f) * gate, gate * factor));
     }
   });
 }
@@ -33,9 +33,9 @@ void activate(const Model& model, const Step& step, int64_t size, const void* fr
     for (int64_t i = 0; i < size; i += 16) {
       const V16 gate = read16(kind, from, t * width + i);
       // gelu_tanh(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-      V16 power = gate * -1.44269504f;
-      if (!is_silu) power = (gate + gate * gate * gate * 0.044715f) * (-1.44269504f * 1.59576912f);
-      V16 y = gate / (power_of_two(min16(power, all16(127.0f))) + 1.0f);
+      V16 power = gate * -LOG2_E;
+      if (!is_silu) power = (gate + gate * gate * gate * 0.044715f) * (-LOG2_E * 1.59576912f);
+      V16 y = gated16(gate, power);
       if (model.gated) y = y * read16(kind, from, t * width + size + i);
       write16(kind, to, t * size + i, y);
     }
@@ -66,7 +66,7 @@ void choose(const Experts& experts, const float* scores, int32_t* chosen, float*
 
 // The rows between the products of an MLP on rows [step.num_tokens], in `between`.
 void* enter_mlp(const Model& model, const Step& step, const Linear* gate_up, int64_t size, const void* x, char* between) {
-  char* activated = between + step.num_tokens * 2 * size * (model.kind == FP32 ? 4 : 2);
+  char* activated = between + step.num_tokens * 2 * size * bytes_of(model.kind);
   baton_linear(gate_up, x, nullptr, between, step.num_tokens, step.num_threads);
   activate(model, step, size, between, activated);
   return activated;
@@ -87,7 +87,7 @@ constexpr int64_t TOGETHER = 512;
 void ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
                  int64_t last, char* between, char* said) {
   thread_local std::vector<Product> ups, downs;
-  const int64_t width = model.kind == FP32 ? 4 : 2, bytes = model.hidden_size * width;
+  const int64_t width = bytes_of(model.kind), bytes = model.hidden_size * width;
   const int64_t size = experts.intermediate_size, gated = model.gated ? 2 * size : size;
   Step own = step;
   for (int64_t e = first; e < last;) {
@@ -112,7 +112,7 @@ void ask_experts(const Model& model, const Step& step, const Experts& experts, c
 // As ask_experts, of experts that this rank has a part of each: parts of what they say. False: a rank is lost.
 bool ask_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
                int64_t said_bytes, char* said) {
-  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const int64_t bytes = model.hidden_size * bytes_of(model.kind);
   Step own = step;
   for (int64_t e = 0; e < experts.num_experts; e++) {
     const int64_t begin = sorted.begin(e);
@@ -143,7 +143,7 @@ bool sum_parts(const Model& model, const Step& step, const Experts& experts, con
 bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sorted, char* spoken) {
   thread_local Scratch memory;
   const int64_t degree = model.ranks->degree, each = experts.num_experts / degree;
-  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const int64_t bytes = model.hidden_size * bytes_of(model.kind);
   const auto begin = [&](int64_t rank) { return sorted.begin(rank * each) * bytes; };
   const auto size = [&](int64_t rank) { return sorted.ends[(rank + 1) * each - 1] * bytes - begin(rank); };
   int64_t most = 0;
@@ -158,7 +158,7 @@ bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sor
 // What each row's experts say of it, on all ranks; where sums are fast, what those of this rank say. False: a rank is lost.
 bool speak(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
            char* spoken) {
-  const int64_t count = experts.num_experts, bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const int64_t count = experts.num_experts, bytes = model.hidden_size * bytes_of(model.kind);
   const bool fast = model.ranks && model.ranks->fast;
   if (model.ranks && experts.are_whole) {
     const int64_t each = count / model.ranks->degree, first = model.ranks->rank * each;
@@ -181,22 +181,26 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
   static thread_local Scratch memory;
   static thread_local std::vector<int64_t> starts, places;  // of an expert's rows; of a row's slot among all
   const int64_t rows = step.num_tokens, hidden = model.hidden_size, count = experts.num_chosen, kind = model.kind;
-  const int64_t bytes = hidden * (kind == FP32 ? 4 : 2), num_scores = experts.router->num_out;
+  const int64_t bytes = hidden * bytes_of(kind), num_scores = experts.router->num_out;
   const int64_t widest = std::max(experts.intermediate_size, experts.shared_size);
   const int64_t sizes[] = {rows * hidden * 4, rows * num_scores * 4, rows * count * 4, rows * count * 4,
                            rows * count * bytes, rows * count * bytes, rows * bytes, rows * count * 3 * widest * 4};
   int64_t total = 0;
-  for (const int64_t size : sizes) total += (size + 63) / 64 * 64;
+  for (const int64_t size : sizes) total += rounded_up(size, LINE);
   char* at = scratch(memory, total);
   int part = 0;
-  const auto take = [&] { return at += (sizes[part] + 63) / 64 * 64, at - (sizes[part++] + 63) / 64 * 64; };
+  const auto take = [&] {
+    char* const taken = at;
+    at += rounded_up(sizes[part++], LINE);
+    return taken;
+  };
   float *wide = (float*)take(), *scores = (float*)take();
   int32_t* chosen = (int32_t*)take();
   float* weights = (float*)take();
   char *sorted = take(), *spoken = take(), *shared = take(), *between = take();
 
   each_row(step, hidden, [&](int64_t t) {
-    for (int64_t i = 0; i < hidden; i += 16) store16(wide + t * hidden + i, read16(kind, x, t * hidden + i));
+    read_row(kind, x, t * hidden, hidden, wide + t * hidden);
   });
   baton_linear(experts.router, wide, nullptr, scores, rows, step.num_threads);
   starts.assign(experts.num_experts + 1, 0), places.resize(rows * count);

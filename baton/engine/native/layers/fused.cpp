@@ -9,9 +9,7 @@ namespace {
 
 // from[at..] scaled to a root mean square of one, times weight.
 void norm(const float* from, const void* weight, int64_t kind, int64_t size, float eps, float* to) {
-  V16 squares{};
-  for (int64_t i = 0; i < size; i += 16) squares = fma16(load16(from + i), load16(from + i), squares);
-  const float scale = 1 / std::sqrt(sum16(squares) / float(size) + eps);
+  const float scale = 1 / std::sqrt(sum_of_squares(from, size) / float(size) + eps);
   for (int64_t i = 0; i < size; i += 16) store16(to + i, load16(from + i) * scale * read16(kind, weight, i));
 }
 
@@ -25,7 +23,7 @@ void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row) {
     const float mean = sum16(sum) / float(size);
     for (int64_t i = 0; i < size; i += 16) store16(row + i, load16(row + i) - mean);
   }
-  norm(row, (const char*)of.weight + index * (of.kind == FP32 ? 4 : 2), of.kind, size, eps, row);
+  norm(row, (const char*)of.weight + index * bytes_of(of.kind), of.kind, size, eps, row);
   if (of.bias)
     for (int64_t i = 0; i < size; i += 16) store16(row + i, load16(row + i) + load16(of.bias + index + i));
 }
@@ -43,7 +41,7 @@ void add_norm(const Model& model, const Step& step, const void* delta, const Nor
     float* row = (float*)scratch(memory, size * 8);
     float* added = row + size;
     if (of_delta.weight) {
-      for (int64_t i = 0; i < size; i += 16) store16(added + i, read16(kind, delta, t * size + i));
+      read_row(kind, delta, t * size, size, added);
       norm(of_delta, 0, size, float(model.eps), added);
     }
     for (int64_t i = 0; i < size; i += 16) {
@@ -58,7 +56,7 @@ void add_norm(const Model& model, const Step& step, const void* delta, const Nor
     }
     if (!of_row.weight) return;
     norm(of_row, 0, size, float(model.eps), row);
-    for (int64_t i = 0; i < size; i += 16) write16(kind, normed, t * size + i, load16(row + i));
+    write_row(kind, row, size, normed, t * size);
   });
 }
 
@@ -66,9 +64,9 @@ void add_norm(const Model& model, const Step& step, const void* delta, const Nor
 void norm_heads(const Model& model, const Norm& of, void* qkv, int64_t at, int64_t size) {
   thread_local Scratch memory;
   float* row = (float*)scratch(memory, size * 4);
-  for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, qkv, at + i));
+  read_row(model.kind, qkv, at, size, row);
   norm(of, 0, size, float(model.eps), row);
-  for (int64_t i = 0; i < size; i += 16) write16(model.kind, qkv, at + i, load16(row + i));
+  write_row(model.kind, row, size, qkv, at);
 }
 
 // Rotates the queries of qkv where they are; keys, rotated, and values go to the pool.
@@ -89,14 +87,13 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
     for (int64_t h = 0; h < num_heads + 2 * num_kv_heads; h++) {
       const int64_t at = (t * (num_heads + 2 * num_kv_heads) + h) * size;
       const bool is_query = h < num_heads, is_value = h >= num_heads + num_kv_heads;
-      for (int64_t i = 0; i < size; i += 16) store16(head + i, read16(kind, qkv, at + i));
+      read_row(kind, qkv, at, size, head);
       if (const Norm& of = is_query ? layer.q_norm : layer.k_norm;
           of.weight && !is_value && model.norm_of_heads != OF_ALL_HEADS) {
         const int64_t which = model.norm_of_heads == OF_EACH_HEAD ? (is_query ? h : h - num_heads) : 0;
         norm(of, which * size, size, float(model.eps), head);
         for (int64_t i = 0; i < size; i += 16) store16(head + i, rounded16(kind, load16(head + i)));
-        if (is_query && !layer.cos)
-          for (int64_t i = 0; i < size; i += 16) write16(kind, qkv, at + i, load16(head + i));
+        if (is_query && !layer.cos) write_row(kind, head, size, qkv, at);
       }
       if (!is_value && layer.cos) {
         std::memcpy(head + size, head, size * 4);
@@ -134,15 +131,15 @@ using namespace baton;
 int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
   thread_local Scratch memory;
   const Pool& pool = *step->pool;
-  const int64_t rows = step->num_tokens, threads = step->num_threads, width = model->kind == FP32 ? 4 : 2;
+  const int64_t rows = step->num_tokens, threads = step->num_threads, width = bytes_of(model->kind);
   const int64_t query_size = model->shape->num_heads * pool.head_dim;
   const int64_t qkv_size = query_size + 2 * pool.num_kv_heads * pool.head_dim;
   // Buffers, used in turn; the last one where attention and MLP read the same rows.
   const int64_t wide = std::max(qkv_size, 2 * model->intermediate_size) * rows * width;
   const int64_t narrow = std::max(query_size, model->intermediate_size) * rows * width;
   const int64_t stream = rows * model->hidden_size * width;
-  char* a = scratch(memory, wide + narrow + (1 + model->parallel) * (stream + 64) + 128);
-  char *b = a + (wide + 63) / 64 * 64, *c = b + (narrow + 63) / 64 * 64, *d = c + (stream + 63) / 64 * 64;
+  char* a = scratch(memory, wide + narrow + (1 + model->parallel) * (stream + LINE) + 2 * LINE);
+  char *b = a + rounded_up(wide, LINE), *c = b + rounded_up(narrow, LINE), *d = c + rounded_up(stream, LINE);
   const Norm none{};
   const auto normed = [&](const Norm& of) { return of.weight ? (const void*)c : step->x; };
   add_norm(*model, *step, nullptr, none, model->layers[first].input_norm, c);

@@ -51,7 +51,7 @@ void fetch(const char* from, int64_t num_bytes) {
 // Sums of a TILE of ranks; those behind the last rank, of zeros, are not kept.
 template <int64_t KIND, int ROWS>
 void go_down(const Task& task, const void* x, int64_t first) {
-  constexpr int64_t WIDTH = KIND == FP32 ? 4 : 2, BYTES = TILE * INPUTS * WIDTH;
+  constexpr int64_t WIDTH = bytes_of(KIND), BYTES = TILE * INPUTS * WIDTH;
   const LowRank& pair = *task.run.pair;
   const int64_t size = pair.num_in, num_blocks = (size + INPUTS - 1) / INPUTS;
   const char* weights = (const char*)pair.down + task.rank / TILE * num_blocks * BYTES;
@@ -100,7 +100,7 @@ void go_up(const Run& run, const Up& up, int64_t block, int64_t end, int64_t fir
   int64_t weights[TILE];
   for (int64_t v = 0; v < TILE; v++) weights[v] = (block + std::min(v, num_blocks - 1)) * up.rank * 16;
   const float* narrow = run.sums + first * run.pair->rank + up.first_rank;
-  constexpr int64_t WIDTH = KIND == FP32 ? 4 : 2;
+  constexpr int64_t WIDTH = bytes_of(KIND);
   if (first == 0) fetch((const char*)up.values + weights[0] * WIDTH, std::min(AHEAD, num_blocks * up.rank * 16 * WIDTH));
   V16 sums[ROWS][TILE] = {};
   for (int64_t r = 0; r < up.rank; r++) {

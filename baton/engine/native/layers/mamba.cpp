@@ -32,7 +32,7 @@ void scan_channels(const Mamba& layer, const Segment& segment, const Selected& s
   for (int64_t t = 0; t < segment.num_rows(); t++) {
     const V16 x = load16(selected.x + (first + t) * width + at), step = load16(selected.steps + (first + t) * width + at);
     const float *written = selected.written + (first + t) * size, *read = selected.read + (first + t) * size;
-    const V16 in = step * x, base2 = step * all16(1.44269504f);
+    const V16 in = step * x, base2 = step * all16(LOG2_E);
     V16 y = x * load16(layer.skip + at);
     for (int64_t n = 0; n < size; n++) {
       const V16 kept = load16(state + n * 16) * power_of_two(base2 * load16(layer.decay + n * width + at));

@@ -73,12 +73,10 @@ void gate(const Mamba2& layer, const void* rows, int64_t row, float* y) {
     store16(y + i, load16(y + i) * silu16(read16(layer.conv.kind, rows, row * layer.conv.row_size + i)));
 }
 
-// The sum of squares by a tree of as many equal leaves, a power of two.
+// The sum of squares by as many equal leaves, a power of two.
 float squares(const float* y, int64_t size, int64_t leaves) {
-  if (leaves > 1) return squares(y, size / 2, leaves / 2) + squares(y + size / 2, size / 2, leaves / 2);
-  V16 sum{};
-  for (int64_t i = 0; i < size; i += 16) sum = fma16(load16(y + i), load16(y + i), sum);
-  return sum16(sum);
+  const int64_t of_leaf = size / leaves;
+  return sum_by_tree(0, leaves, [&](int64_t leaf) { return sum_of_squares(y + leaf * of_leaf, of_leaf); });
 }
 
 // y, of one row, as its norm finds it, and its squares.
@@ -98,12 +96,11 @@ void finish_row(const Mamba2& layer, const void* rows, int64_t row, float* y, co
       store16(y + i, load16(y + i) * all16(scale) * load16(layer.norm_weight + i));
   }
   if (layer.norm_first) gate(layer, rows, row, y);
-  for (int64_t i = 0; i < inner; i += 16) write16(layer.conv.kind, out, row * inner + i, load16(y + i));
+  write_row(layer.conv.kind, y, inner, out, row * inner);
 }
 
 float step_of(const Mamba2& layer, int64_t head, float raw) {
-  const float x = raw + layer.step_bias[head];
-  const float step = x > 20 ? x : std::log1p(std::exp(x));
+  const float step = softplus(raw + layer.step_bias[head]);
   return std::min(std::max(step, float(layer.least_step)), float(layer.largest_step));
 }
 

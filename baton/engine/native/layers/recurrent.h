@@ -63,30 +63,19 @@ struct Meeting {
     std::copy_n(span > 1 ? sums : own, count, own);
     if (baton_gather_ranks(ranks, own, count * 4, all)) return 1;
     for (int64_t row = 0; span > 1 && row < num_rows; row++)
-      sums[row] = tree(all + ranks->rank / span * span * count + row, count, span);
+      sums[row] = sum_by_tree(ranks->rank / span * span, span, [&](int64_t rank) { return all[rank * count + row]; });
     return 0;
-  }
-
-  static float tree(const float* parts, int64_t stride, int64_t count) {
-    if (count == 1) return parts[0];
-    return tree(parts, stride, count / 2) + tree(parts + count / 2 * stride, stride, count / 2);
   }
 };
 
-inline float read1(int64_t kind, const void* from, int64_t index) {
-  if (kind == FP32) return ((const float*)from)[index];
-  const uint16_t half = ((const uint16_t*)from)[index];
-  return kind == BF16 ? from_bf16(half) : from_fp16(half);
-}
-
-inline V16 silu16(V16 x) { return x / (power_of_two(min16(x * -1.44269504f, all16(127.0f))) + 1.0f); }
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // A segment's inputs in fp32: the tail, then its rows; and the scalars of its rows.
 struct Inputs {
   float *channels, *scalars;  // [taps - 1 + num_rows][size], [num_rows][num_scalars], null where rows have none
 
   static int64_t floats(const Convolution& conv, const Segment& segment) {
-    return (conv.taps - 1 + segment.num_rows()) * conv.size + (segment.num_rows() * conv.num_scalars + 15) / 16 * 16;
+    return (conv.taps - 1 + segment.num_rows()) * conv.size + rounded_up(segment.num_rows() * conv.num_scalars, 16);
   }
 
   void read(const Convolution& conv, const Segment& segment, const void* rows) const {
@@ -101,7 +90,7 @@ struct Inputs {
         continue;
       }
       const int64_t at = (segment.query_start + t - segment.num_pending) * conv.row_size;
-      for (int64_t i = 0; i < conv.size; i += 16) store16(to + i, read16(conv.kind, rows, at + conv.first + i));
+      read_row(conv.kind, rows, at + conv.first, conv.size, to);
       for (int64_t i = 0; i < conv.num_scalars; i++) scalar[i] = read1(conv.kind, rows, at + conv.first_scalar + i);
     }
   }
@@ -156,11 +145,10 @@ int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segm
   const int64_t num_rows = last.query_start + last.query_len;
   thread_local Scratch memory;
   thread_local std::vector<Work> works;
-  const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
-  int64_t total = rounded(num_rows * num_sums);
+  int64_t total = rounded_up(num_rows * num_sums, 16);
   for (int64_t s = 0; s < num_segments; s++) {
     const int64_t count = segments[s].num_rows();
-    total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
+    total += Inputs::floats(conv, segments[s]) + 2 * rounded_up(count * heads, 16) + count * (conv.size + inner);
   }
   float* at = (float*)scratch(memory, total * 4);
   works.resize(num_segments);
@@ -169,11 +157,11 @@ int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segm
     const int64_t count = segments[s].num_rows();
     Work& work = works[s];
     work.inputs.channels = take((conv.taps - 1 + count) * conv.size);
-    work.inputs.scalars = take(rounded(count * conv.num_scalars));
-    work.written = take(rounded(count * heads)), work.kept = take(rounded(count * heads));
+    work.inputs.scalars = take(rounded_up(count * conv.num_scalars, 16));
+    work.written = take(rounded_up(count * heads, 16)), work.kept = take(rounded_up(count * heads, 16));
     work.convolved = take(count * conv.size), work.y = take(count * inner);
   }
-  float* const sums = take(rounded(num_rows * num_sums));
+  float* const sums = take(rounded_up(num_rows * num_sums, 16));
   const Work* own = works.data();  // threads would each find their own vector
   // f(row, its y) of each new row of a segment, shared out among threads.
   const auto each_row = [&](int64_t s, const auto& f) {

@@ -12,7 +12,7 @@ const float* largest_of_rows(const Model& model, const Step& step, const Linear&
   float* own = (float*)scratch(memory, (rows * (1 + degree) + size) * 4);
   float *all = own + rows, *row = all + rows * degree;
   for (int64_t t = 0; t < rows; t++) {
-    for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, x, t * size + i));
+    read_row(model.kind, x, t * size, size, row);
     for (int64_t i = 0; i < linear.num_outliers; i++) row[linear.outlier_columns[i]] = 0;
     V16 largest{};
     for (int64_t i = 0; i < size; i += 16) largest = max16(largest, max16(load16(row + i), -load16(row + i)));
@@ -27,7 +27,7 @@ const float* largest_of_rows(const Model& model, const Step& step, const Linear&
 // Of rows x, of which every rank has num_in inputs, the inputs order[0..num_in) of all. Null: a rank is lost.
 const void* inputs_in_order(const Model& model, const Step& step, int64_t num_in, const int64_t* order, const void* x) {
   thread_local Scratch memory;
-  const int64_t width = model.kind == FP32 ? 4 : 2, bytes = step.num_tokens * num_in * width;
+  const int64_t width = bytes_of(model.kind), bytes = step.num_tokens * num_in * width;
   char* own = scratch(memory, bytes * (1 + model.ranks->degree));
   char* all = own + bytes;
   if (baton_gather_ranks(model.ranks, x, bytes, all)) return nullptr;
@@ -47,7 +47,7 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
   const int64_t rows = step.num_tokens, degree = model.ranks->degree, rank = model.ranks->rank, kind = model.kind;
   const int64_t q = model.shape->num_heads * pool.head_dim, k = pool.num_kv_heads * pool.head_dim;
   const int64_t copies = pool.num_kv_heads * degree / model.num_kv_heads;  // ranks that have the same heads of k
-  const int64_t width = kind == FP32 ? 4 : 2, stride = (q + 2 * k) * width, bytes = (q + k) * width;
+  const int64_t width = bytes_of(kind), stride = (q + 2 * k) * width, bytes = (q + k) * width;
   char *own = scratch(memory, rows * bytes * (1 + degree)), *all = own + rows * bytes;
   for (int64_t t = 0; t < rows; t++) std::memcpy(own + t * bytes, (char*)qkv + t * stride, bytes);
   if (baton_gather_ranks(model.ranks, own, rows * bytes, all)) return false;
@@ -56,12 +56,9 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
     float* row = (float*)scratch(memory, degree * std::max(q, k) * 4);
     const auto normed = [&](const Norm& of, int64_t at, int64_t size, int64_t same) {
       float* end = row;
-      for (int64_t r = 0; r < degree; r += same)
-        for (int64_t i = 0; i < size; i += 16, end += 16)
-          store16(end, read16(kind, all + (r * rows + t) * bytes, at + i));
+      for (int64_t r = 0; r < degree; r += same, end += size) read_row(kind, all + (r * rows + t) * bytes, at, size, end);
       norm(of, 0, end - row, float(model.eps), row);
-      for (int64_t i = 0; i < size; i += 16)
-        write16(kind, (char*)qkv + t * stride, at + i, load16(row + rank / same * size + i));
+      write_row(kind, row + rank / same * size, size, (char*)qkv + t * stride, at);
     };
     normed(layer.q_norm, 0, q, 1);
     normed(layer.k_norm, q, k, copies);
@@ -71,7 +68,7 @@ bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& laye
 
 const void* inputs_of_all(const Model& model, const Step& step, int64_t num_in, const void* x) {
   thread_local Scratch memory;
-  const int64_t row = num_in * (model.kind == FP32 ? 4 : 2), bytes = step.num_tokens * row, degree = model.ranks->degree;
+  const int64_t row = num_in * bytes_of(model.kind), bytes = step.num_tokens * row, degree = model.ranks->degree;
   char* rows = scratch(memory, 2 * bytes * degree);
   char* all = rows + bytes * degree;
   if (baton_gather_ranks(model.ranks, x, bytes, all)) return nullptr;

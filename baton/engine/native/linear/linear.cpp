@@ -97,7 +97,7 @@ struct Prepared {
 
 int64_t bytes_of_rows(const Linear& linear, int64_t num_rows) {
   const int64_t stride = stride_of(linear.padded_in * bytes_of_x(linear));
-  return (num_rows * (stride + (3 * linear.num_groups + linear.num_outliers) * 4) + 63) / 64 * 64;
+  return rounded_up(num_rows * (stride + (3 * linear.num_groups + linear.num_outliers) * 4), LINE);
 }
 
 Rows rows_at(const Linear& linear, int64_t num_rows, char* at) {

@@ -13,6 +13,8 @@
 //   E4M3  [panels][in / 2][64][2]   x: bf16           fp32 sums per group
 #pragma once
 
+#include <type_traits>
+
 #include "../common.h"
 
 namespace baton {
@@ -74,7 +76,7 @@ struct Rows {
 inline int64_t bytes_of_x(const Linear& linear) {
   return linear.kind == W_F32 ? 4 : linear.kind == W_BF16 || linear.kind == W_E4M3 ? 2 : 1;
 }
-inline int64_t stride_of(int64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
+inline int64_t stride_of(int64_t num_bytes) { return rounded_up(num_bytes, LINE); }
 #else
 #ifdef BATON_DOT
 // int8 or fp32.
@@ -85,7 +87,7 @@ inline int64_t bytes_of_x(const Linear& linear) { return linear.kind == U4 ? 1 :
 #endif
 // A KiB and a line past a multiple of 4 KiB, so that the rows of a tile do not share the sets of the first cache.
 inline int64_t stride_of(int64_t num_bytes) {
-  return num_bytes < 4096 ? (num_bytes + 63) / 64 * 64 : (num_bytes + 4095) / 4096 * 4096 + 1024 + 64;
+  return num_bytes < 4096 ? rounded_up(num_bytes, LINE) : rounded_up(num_bytes, 4096) + 1024 + LINE;
 }
 #endif
 
@@ -127,6 +129,24 @@ struct Product {
   void* y;
   int64_t num_rows;
 };
+
+// use(row, std::integral_constant<int, rows>) for each tile of rows [begin, end): num_tiles of them, of at most MAX_ROWS rows
+// and about as many each.
+template <class Use>
+inline __attribute__((always_inline)) void in_row_tiles(int64_t begin, int64_t end, int64_t num_tiles, const Use& use) {
+  for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
+    const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
+    switch (upto - row) {
+      case 1: use(row, std::integral_constant<int, 1>()); break;
+      case 2: use(row, std::integral_constant<int, 2>()); break;
+      case 3: use(row, std::integral_constant<int, 3>()); break;
+      case 4: use(row, std::integral_constant<int, 4>()); break;
+      case 5: use(row, std::integral_constant<int, 5>()); break;
+      default: use(row, std::integral_constant<int, MAX_ROWS>());
+    }
+    row = upto;
+  }
+}
 
 // Each as by itself, with threads that share out the panels of all: small ones one after the other would wait for a thread
 // each.

@@ -49,15 +49,14 @@ V16 log16(V16 x) {
 
 // exp(x) for x <= 0, exactly 1 at 0, exactly 0 below -87; within one unit in the last place.
 V16 exp16(V16 x) {
-  const float magic = 12582912;
-  const V16 shifted = fma16(max16(x, all16(-88.0f)), all16(1.44269504f), all16(magic)), whole = shifted - magic;
+  const V16 shifted = fma16(max16(x, all16(-88.0f)), all16(LOG2_E), all16(ROUNDER)), whole = shifted - ROUNDER;
   V16 rest = fma16(whole, all16(-0.693359375f), max16(x, all16(-88.0f)));
   rest = fma16(whole, all16(2.12194440e-4f), rest);
   V16 y = all16(1.9875691500e-4f);
   for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     y = fma16(y, rest, all16(c));
   y = fma16(y * rest, rest, rest) + 1;
-  const I16 power = (((I16)shifted - (I16)all16(magic)) + 127) << 23;
+  const I16 power = (((I16)shifted - (I16)all16(ROUNDER)) + 127) << 23;
   y = y * (V16)power;
   return (V16)((I16)y & (I16)(x > all16(-87.0f)));
 }
@@ -111,7 +110,7 @@ void change(const SampleRow& row, float* scores, int64_t size) {
 // With noise over all of `size` scores, in which there is room for whole vectors.
 int64_t draw_plain(uint64_t key, const float* scores, int64_t size) {
   static thread_local Scratch memory;
-  float* rough = (float*)scratch(memory, (size + 15) / 16 * 64);
+  float* rough = (float*)scratch(memory, rounded_up(size, 16) * 4);
   V16 most = all16(-INFINITY);
   for (int64_t i = 0; i < size; i += 16) {
     V16 noisy = load16(scores + i) + rough_noise(key, uint64_t(i));
@@ -205,7 +204,7 @@ int64_t draw_filtered(const SampleRow& row, uint64_t key, const float* scores, i
 int64_t draw(const SampleRow& row, const float* logits, int64_t size) {
   static thread_local Scratch memory;
   if (!row.num_changes && !row.mask && row.temperature == 0) return likeliest(logits, size);
-  float* scores = (float*)scratch(memory, (size + 15) / 16 * 64);
+  float* scores = (float*)scratch(memory, rounded_up(size, 16) * 4);
   std::memcpy(scores, logits, size * 4);
   change(row, scores, size);
   if (row.temperature == 0) return likeliest(scores, size);
@@ -223,6 +222,6 @@ using namespace baton;
 // A token of each row of logits [num_rows][size].
 extern "C" void baton_draw(const SampleRow* rows, const float* logits, int64_t num_rows, int64_t size, int64_t* drawn,
                            int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows * size > 1 << 15)
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows * size > SERIAL_LOGITS)
   for (int64_t i = 0; i < num_rows; i++) drawn[i] = draw(rows[i], logits + i * size, size);
 }

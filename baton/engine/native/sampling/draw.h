@@ -5,6 +5,7 @@
 
 namespace baton {
 
+constexpr int64_t SERIAL_LOGITS = 1 << 15;  // to draw from so many costs less than waking a second thread
 constexpr int32_t SEEN = 1 << 30;  // in `count`: the repetition penalty meets it
 
 // A token whose logit changes before the temperature: how often it is in the output, and what is added; -inf is a ban.

@@ -10,15 +10,14 @@
 namespace baton {
 
 constexpr int64_t SLICE = 16;            // outputs
+constexpr int64_t LINE_INPUTS = 16;      // fp32 inputs of a row in a line
 constexpr int64_t CHUNK_OF_ROW = 1024;   // bytes of a row's values: a slice of as many inputs is 16 KiB
 constexpr int64_t BLOCK = 240;           // rows whose chunks stay in a 512 KiB second cache with an unpacked one
 
 inline __m256i load32(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline void store32(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
 inline __m256i four_of(const void* from) {  // bytes, in all lanes
-  int32_t four;
-  std::memcpy(&four, from, 4);
-  return _mm256_set1_epi32(four);
+  return _mm256_set1_epi32(word_at(from));
 }
 inline __m256i low_halves(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 inline __m256i high_halves(__m256i bytes) { return low_halves(_mm256_srli_epi16(bytes, 4)); }
@@ -101,10 +100,12 @@ inline int64_t chunk_of(const Linear& linear) {
 void fma_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory);
 #endif
 
-// All rows of a panel. Kernel: bytes(inputs) of a panel; TURN inputs, whose values of the 64 outputs lie side by side;
-// AS_STORED, or else
-// SLICE_BYTES of an unpacked input; unpack(values of 16 outputs, inputs, slice); tile<rows>(slice, first row, its sums, ahead).
-// Sums are side by side between two chunks, [planes][rows][64].
+// All rows of a panel. Sums are side by side between two chunks, [planes][rows][64]. Kernel has:
+//   bytes(inputs)  of a panel
+//   TURN           inputs, whose values of the 64 outputs lie side by side
+//   AS_STORED      slices are taken as they are stored; or else SLICE_BYTES of an unpacked input, and
+//                  unpack(values of 16 outputs, inputs, slice)
+//   tile<rows>     (slice, first row, its sums, ahead)
 template <class Kernel>
 void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, Scratch& memory) {
   const int64_t in = linear.padded_in, chunk = chunk_of(linear);
@@ -115,7 +116,7 @@ void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const R
   char* unpacked = scratch(memory, slice_bytes + num_planes(linear) * plane * 4);
   for (int64_t begin = 0, end; begin < rows.num_rows; begin = end) {
     end = std::min(begin + BLOCK, rows.num_rows);
-    const int64_t num_tiles = (end - begin + 5) / 6;
+    const int64_t num_tiles = (end - begin + MAX_ROWS - 1) / MAX_ROWS;
     float* sums = reinterpret_cast<float*>(unpacked + slice_bytes);
     for (int64_t k0 = 0; k0 < in; k0 += chunk) {
       const int64_t k1 = std::min(in, k0 + chunk);
@@ -126,19 +127,10 @@ void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const R
         if constexpr (!Kernel::AS_STORED) Kernel::unpack(stored, k1 - k0, unpacked);
         const char* taken = Kernel::AS_STORED ? reinterpret_cast<const char*>(stored) : unpacked;
         const Slice slice{linear, rows, panel, first, k0, k1, taken, plane};
-        for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
-          const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
+        in_row_tiles(begin, end, num_tiles, [&](int64_t row, auto count) {
           float* at = sums + __builtin_popcountll(slice.leaf) * plane + (row - begin) * PANEL + first;
-          switch (upto - row) {
-            case 1: Kernel::template tile<1>(slice, row, at, ahead); break;
-            case 2: Kernel::template tile<2>(slice, row, at, ahead); break;
-            case 3: Kernel::template tile<3>(slice, row, at, ahead); break;
-            case 4: Kernel::template tile<4>(slice, row, at, ahead); break;
-            case 5: Kernel::template tile<5>(slice, row, at, ahead); break;
-            default: Kernel::template tile<6>(slice, row, at, ahead);
-          }
-          row = upto;
-        }
+          Kernel::template tile<decltype(count)::value>(slice, row, at, ahead);
+        });
       }
     }
     for (int64_t row = begin; row < end; ++row)

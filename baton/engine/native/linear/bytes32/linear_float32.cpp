@@ -30,7 +30,6 @@ inline void widen_e4m3(__m256i pairs, __m256 (&wide)[4]) {
   wide[2] = wide_e4m3(_mm256_castsi256_si128(odd)), wide[3] = wide_e4m3(_mm256_extracti128_si256(odd, 1));
 }
 
-constexpr int64_t LINE = 16;  // inputs of a row
 
 // A line of each row of the next tile, into the first cache: rows are too short for the processor to see them coming.
 template <int NUM_ROWS>
@@ -107,10 +106,10 @@ struct Floats {
       };
       const int64_t num_inputs = end - k;
       int64_t i = 0;
-      for (; i + LINE <= num_inputs; i += LINE) {
+      for (; i + LINE_INPUTS <= num_inputs; i += LINE_INPUTS) {
         fetch_rows<NUM_ROWS>(x + NUM_ROWS * stride + i, stride);
 #pragma GCC unroll 1
-        for (int64_t j = i; j < i + LINE; j += 2) ahead.fetch(), multiply(j, false), multiply(j + 1, true);
+        for (int64_t j = i; j < i + LINE_INPUTS; j += 2) ahead.fetch(), multiply(j, false), multiply(j + 1, true);
       }
       for (; i < num_inputs; ++i) multiply(i, i % 2);
       x += num_inputs, w += STORED ? bytes(num_inputs) : num_inputs * SLICE_BYTES;

@@ -43,10 +43,7 @@ float largest(const float* x, int64_t n) {
     top = _mm256_max_epu32(top, _mm256_and_si256(_mm256_castps_si256(load8(x + i, n - i)), magnitude));
   uint32_t lanes[8];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), top);
-  const uint32_t bits = *std::max_element(lanes, lanes + 8);
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+  return from_bits(*std::max_element(lanes, lanes + 8));
 }
 
 // To bf16 and back.

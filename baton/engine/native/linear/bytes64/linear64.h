@@ -8,6 +8,8 @@ namespace baton {
 // Whether a panel's kernel adds the leaves by itself, and not one call a leaf.
 inline bool adds_leaves(const Linear&) { return false; }
 
+inline __m512i four_of(const void* from) { return _mm512_set1_epi32(word_at(from)); }  // bytes, in all lanes
+
 inline __m512 load_scales(const void* scales, int64_t kind, int64_t index) {
   if (kind == S_FP32) return _mm512_loadu_ps(static_cast<const float*>(scales) + index);
   const uint16_t* halves = static_cast<const uint16_t*>(scales) + index;

@@ -72,9 +72,7 @@ void tile(const Linear& linear, const uint8_t* values, int64_t panel, const Rows
       }
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m) {
-        int32_t bits;
-        std::memcpy(&bits, x + m * rows.stride + k / STEP * 4, 4);
-        __m512i b = _mm512_set1_epi32(bits);
+        const __m512i b = four_of(x + m * rows.stride + k / STEP * 4);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
           if constexpr (KIND == W_F32)
@@ -128,19 +126,9 @@ void tiles(const Linear& linear, const uint8_t* values, const uint8_t* next, int
       const uint8_t* from = values + OWN_AHEAD;
       ahead = {from, from + in * BYTES, KIND == W_E4M3 ? 128 : 256};
     }
-    for (int64_t i = 0, row = 0; i < num_tiles; ++i) {
-      int64_t next = rows.num_rows * (i + 1) / num_tiles;
-      float* sums = partial + row * PANEL;
-      switch (next - row) {
-        case 1: tile<1, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y); break;
-        case 2: tile<2, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y); break;
-        case 3: tile<3, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y); break;
-        case 4: tile<4, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y); break;
-        case 5: tile<5, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y); break;
-        default: tile<6, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, sums, y);
-      }
-      row = next;
-    }
+    in_row_tiles(0, rows.num_rows, num_tiles, [&](int64_t row, auto count) {
+      tile<decltype(count)::value, KIND, GROUPED>(linear, values, panel, rows, row, k0, k1, ahead, partial + row * PANEL, y);
+    });
   }
 }
 

@@ -10,7 +10,6 @@ namespace baton {
 namespace {
 
 constexpr int64_t CHUNK_BYTES = 64 << 10;  // of a panel, which with the rows' chunks stays in the second cache
-constexpr int64_t LINE = 16;               // inputs of a row
 
 // acc [rows][64], put down at `sums`, += the rows' inputs times a chunk as it is stored.
 template <int NUM_ROWS, int64_t KIND>
@@ -24,11 +23,11 @@ __attribute__((noinline)) void tile(const uint8_t* w, const float* x, int64_t st
   for (int m = 0; m < NUM_ROWS; ++m)
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) acc[m][v] = goes_on ? _mm512_loadu_ps(sums + m * PANEL + 16 * v) : _mm512_setzero_ps();
-  for (int64_t line = 0; line < num_inputs; line += LINE) {
+  for (int64_t line = 0; line < num_inputs; line += LINE_INPUTS) {
     // A line of each row of the next tile: rows are too short for the processor to see them coming.
 #pragma GCC unroll 8
     for (int m = 0; m < NUM_ROWS; ++m) __builtin_prefetch(x + (NUM_ROWS + m) * stride + line);
-    const int64_t end = std::min(line + LINE, num_inputs);
+    const int64_t end = std::min(line + LINE_INPUTS, num_inputs);
     for (int64_t k = line; k < end; k += TURN, w += 256) {
       ahead.fetch();
 #pragma GCC unroll 2
@@ -61,25 +60,13 @@ template <int64_t KIND>
 void tiles(const Rows& rows, const uint8_t* w, int64_t k0, int64_t k1, int64_t leaf_in, Ahead& ahead, float* planes) {
   const int64_t num_tiles = (rows.num_rows + MAX_ROWS - 1) / MAX_ROWS, plane = rows.num_rows * PANEL, leaf = k0 / leaf_in;
   const bool goes_on = k0 % leaf_in, ends = k1 % leaf_in == 0;
-  for (int64_t i = 0, row = 0; i < num_tiles; ++i) {
-    const int64_t upto = rows.num_rows * (i + 1) / num_tiles;
+  in_row_tiles(0, rows.num_rows, num_tiles, [&](int64_t row, auto count) {
+    constexpr int NUM_ROWS = decltype(count)::value;
+    const float* x = reinterpret_cast<const float*>(rows.values + row * rows.stride) + k0;
     float* sums = planes + __builtin_popcountll(leaf) * plane + row * PANEL;
-    const auto run = [&](auto count) {
-      constexpr int NUM_ROWS = decltype(count)::value;
-      const float* x = reinterpret_cast<const float*>(rows.values + row * rows.stride) + k0;
-      tile<NUM_ROWS, KIND>(w, x, rows.stride / 4, k1 - k0, goes_on, ahead, sums);
-      if (ends) next_leaf<NUM_ROWS, 8>(sums, plane, leaf);
-    };
-    switch (upto - row) {
-      case 1: run(std::integral_constant<int, 1>()); break;
-      case 2: run(std::integral_constant<int, 2>()); break;
-      case 3: run(std::integral_constant<int, 3>()); break;
-      case 4: run(std::integral_constant<int, 4>()); break;
-      case 5: run(std::integral_constant<int, 5>()); break;
-      default: run(std::integral_constant<int, 6>());
-    }
-    row = upto;
-  }
+    tile<NUM_ROWS, KIND>(w, x, rows.stride / 4, k1 - k0, goes_on, ahead, sums);
+    if (ends) next_leaf<NUM_ROWS, 8>(sums, plane, leaf);
+  });
 }
 
 }  // namespace

@@ -52,9 +52,7 @@ __attribute__((noinline)) void multiply_tile(const Linear& linear, const uint8_t
     auto multiply = [&](const __m512i (&w)[VECS], const int8_t* from) __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m) {
-        int32_t four;
-        std::memcpy(&four, from + m * stride, 4);
-        __m512i b = _mm512_set1_epi32(four);
+        const __m512i b = four_of(from + m * stride);
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) multiply_add(acc[m][v], w[v], b);
       }
@@ -138,18 +136,9 @@ void tiles(const Linear& linear, const uint8_t* values, int64_t panel, const Row
     const uint8_t* from = values + OWN_AHEAD;
     ahead = {from, from + PANEL * linear.padded_in / (FORM == FOUR_BITS ? 2 : 1), 256};
   }
-  for (int64_t i = 0, row = 0; i < num_tiles; ++i) {
-    int64_t next = rows.num_rows * (i + 1) / num_tiles;
-    switch (next - row) {
-      case 1: tile<1, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y); break;
-      case 2: tile<2, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y); break;
-      case 3: tile<3, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y); break;
-      case 4: tile<4, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y); break;
-      case 5: tile<5, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y); break;
-      default: tile<6, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y);
-    }
-    row = next;
-  }
+  in_row_tiles(0, rows.num_rows, num_tiles, [&](int64_t row, auto count) {
+    tile<decltype(count)::value, FORM, OFFSETS>(linear, values, panel, rows, row, ahead, y);
+  });
 }
 
 // U4 to 8 bits, without the change of zero point.

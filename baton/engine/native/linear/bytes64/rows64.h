@@ -28,10 +28,7 @@ float largest(const float* x, int64_t n) {
     __m512 values = _mm512_maskz_loadu_ps(mask_of(n - i), x + i);
     top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_castps_si512(values), magnitude));
   }
-  uint32_t bits = _mm512_reduce_max_epu32(top);
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+  return from_bits(_mm512_reduce_max_epu32(top));
 }
 
 void round_bf16(const float* x, int64_t n, char* row) {
