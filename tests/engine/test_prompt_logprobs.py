@@ -66,7 +66,7 @@ def test_what_is_cached_is_read_again(folder, whole):
     assert run(engine, [again])[again.key].first.num_cached_tokens == 128  # what was there is there
 
 
-def test_handed_over(folder, whole):
+def test_those_of_a_prompt_that_is_handed_over_are_those_of_the_whole(folder, whole):
     taker = load(folder)
     run(taker, [make_request("plain", PROMPT, 4)])
     firsts, _ = hand_over(load(folder, max_num_batched_tokens=100), taker, [request := asked("held")])

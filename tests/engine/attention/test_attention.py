@@ -40,7 +40,7 @@ def test_against_fp64(name, heads, block_size):
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("form", STORED)
-def test_forms(name, compute, form):
+def test_every_stored_form_is_near_exact_attention(name, compute, form):
     """The stored form may differ from the compute dtype."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[compute]
     shape = AttentionShape(4, 2, 32, windows=(None,), dtype=dtype)
@@ -76,7 +76,7 @@ def test_latent_rows(name, compute, form):
 
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")])
-def test_sinks(name, compute, form):
+def test_sinks_are_near_exact_attention(name, compute, form):
     """Each head's own, in a full and in a windowed layer; a row's bits stay its own."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
     backend = with_sinks(made(name, AttentionShape(6, 2, 32, (None, WINDOW), dtype, sinks=True)))

@@ -58,7 +58,7 @@ def test_against_fp64(name, heads, device):
 
 @pytest.mark.parametrize("name", TRITON)
 @pytest.mark.parametrize("form", STORED)
-def test_forms(name, form, device):
+def test_every_stored_form_is_near_exact_attention(name, form, device):
     """Decoded in the kernel: what remains is the rounding of bf16 products, not that of the form."""
     backend = made(name, (2, 1, 64), device, torch.bfloat16, (None,), form)
     assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (9, 75)], form=form), atol=2e-2)
@@ -82,7 +82,7 @@ def test_latent_rows(name, head_dim, form, device):
 
 
 @pytest.mark.parametrize("name", TRITON)
-def test_sinks(name, device, monkeypatch):
+def test_sinks_are_near_exact_attention(name, device, monkeypatch):
     """Where programs share the splits of a row, and where one takes all: the same bits of the fixed form."""
     backend = with_sinks(BACKENDS[name](AttentionShape(2, 1, 64, (None, WINDOW), torch.float32, device, sinks=True)))
     pool, batch, q = one_step(backend.shape, LENGTHS, 64)

@@ -41,7 +41,7 @@ def compute_again(run):
     return replay, outputs
 
 
-class Bench:
+class GraphHarness:
     """One model, two pools of the same content: steps run in graphs, and as they are."""
 
     def __init__(self, folder, chunks=()):
@@ -86,27 +86,27 @@ class Bench:
 
 
 def test_graphs_compute_what_the_steps_do(tmp_path):
-    bench = Bench(tmp_path)
-    assert len(bench.graphs) == 4
+    harness = GraphHarness(tmp_path)
+    assert len(harness.graphs) == 4
     for kv_lens, width in (([33], 1), ([33, 7, 90], 1), ([5, 60, 61, 62], 1), ([17, 80, 3], 3), ([2], 1)):
-        bench.check(kv_lens, width)
-    assert bench.graphs.shape_for(bench.batch([40, 50], 2)) is None  # no graph of that width
-    assert bench.graphs.shape_for(bench.batch([20, 20, 20, 20, 20], 1)) is None  # too many
-    mixed = bench.batch([40, 50], 3)
+        harness.check(kv_lens, width)
+    assert harness.graphs.shape_for(harness.batch([40, 50], 2)) is None  # no graph of that width
+    assert harness.graphs.shape_for(harness.batch([20, 20, 20, 20, 20], 1)) is None  # too many
+    mixed = harness.batch([40, 50], 3)
     mixed.seqs[1] = SeqSlice(3, 1, 48, mixed.seqs[1].block_ids)
-    assert bench.graphs.shape_for(mixed) is None
+    assert harness.graphs.shape_for(mixed) is None
 
 
 def test_chunks_in_graphs_compute_what_they_do_alone(tmp_path, monkeypatch):
     """Of any length up to the largest, behind any prefix, with the last row's logits and without; what pads a chunk is
     written nowhere."""
     monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)  # chunks of 8 tokens, for the interpreter, are not split
-    bench = Bench(tmp_path, (8,))
+    harness = GraphHarness(tmp_path, (8,))
     for kv_len, width, num_rows in ((8, 8, 1), (90, 3, 1), (33, 2, 0), (50, 1, 0)):
-        bench.check([kv_len], width, num_rows)
-    one, two = bench.batch([9], 9), bench.batch([40, 40], 4)
+        harness.check([kv_len], width, num_rows)
+    one, two = harness.batch([9], 9), harness.batch([40, 40], 4)
     for batch in (replace(one, logit_rows=one.logit_rows[8:]), replace(two, logit_rows=two.logit_rows[[3, 7]])):
-        assert bench.graphs.shape_for(batch) is None  # too long; two of them
+        assert harness.graphs.shape_for(batch) is None  # too long; two of them
     assert CHUNK_STEP > FEW_QUERIES
 
 

@@ -51,7 +51,7 @@ def test_against_the_dequantized_weight(name, shape, dtype):
 @native
 @pytest.mark.parametrize("shape", [(37, 45), (64, 192), (130, 1026), (70, 2500)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(FP32, 1e-6), (BF16, 0.004)], ids=["fp32", "bf16"])
-def test_dense(shape, dtype, tolerance):
+def test_dense_weights_equal_the_reference(shape, dtype, tolerance):
     torch.manual_seed(0)
     weight, bias, x = dense_weight(shape, dtype), torch.randn(shape[0]).to(dtype), torch.randn(9, shape[1]).to(dtype)
     assert error(PackedLinear(weight, bias, dtype)(x), reference(weight, x, bias)) < tolerance

@@ -110,7 +110,7 @@ def test_offsets_of_whole_rows(exact):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
-def test_dense(dtype):
+def test_dense_weights_equal_the_reference(dtype):
     weight, x = dense_weight((33, 200), dtype), torch.randn(5, 200).to(dtype)
     for path in ("tile16", "row"):
         kernel = GpuLinear(on_device(weight), None, dtype, False)
@@ -381,7 +381,7 @@ def test_weights_that_are_stored_otherwise_are_another_table(monkeypatch):
     assert tuning.table_path("H100") != before
 
 
-def test_choice(monkeypatch):
+def test_the_kernel_that_is_chosen_and_why(monkeypatch):
     made = GpuChoice("auto", True, BF16, DEVICE)
     odd = int_weight((16, 48), 4, 16)
     assert made(on_device(dense_weight((16, 64), BF16))).name == "triton" and "fast" in made.reasons

@@ -88,7 +88,7 @@ def test_preempted_and_back(folder):
     check(records, requests, expected)
 
 
-def test_handed_over(folder, alone):
+def test_decode_after_handoff_equals_whole(folder, alone):
     requests = mix()
     firsts, rest = hand_over(load(folder), load(folder), requests)
     for request in requests:

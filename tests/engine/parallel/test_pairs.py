@@ -56,7 +56,7 @@ def whole(roles):
 
 @pytest.mark.parametrize("source", SHAPES)
 @pytest.mark.parametrize("taker", SHAPES)
-def test_handed_over(roles, whole, source, taker):
+def test_decode_after_handoff_equals_whole(roles, whole, source, taker):
     prefill, decode = roles
     asked = request(f"{source}, {taker}", named=False)
     assert prefill[source].numerics_class == decode[taker].numerics_class

@@ -92,7 +92,7 @@ def test_choices_that_find_no_state_wait_for_one(engines, shape):
 
 @pytest.mark.parametrize("source", shapes("two ranks", "two stages", "two stages of two ranks"))
 @pytest.mark.parametrize("back", [False, True])
-def test_handed_over(engines, whole, source, back):
+def test_decode_after_handoff_equals_whole(engines, whole, source, back):
     """To one process and from it."""
     ends = engines(source, **SPECULATES), engines("one process")
     prefill, decode = ends[::-1] if back else ends

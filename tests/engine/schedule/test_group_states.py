@@ -26,7 +26,6 @@ FIRST = (FirstToken(0, 7),)
 
 
 OPENING = (E.ADMIT, E.ACCEPT, E.ACCEPT_PREFIX, E.OFFER)
-IN_FETCH = (E.FETCH, E.SET_ASIDE, E.VERIFY, E.START, E.COMPUTE_REST)
 WAIT_HERE = (E.ADMIT, E.COMPUTE_REST, E.ENTER)
 PATHS = {  # as an admitted or offered key, and where there is one as a prefill for a taker
     S.NEW: [()],
@@ -43,7 +42,7 @@ def no_copy(source: int, target: int) -> None:
     """There is nothing in these blocks."""
 
 
-class Bench:
+class GroupHarness:
     """The lifecycle of groups without a model; `group` is the one that receives the events."""
 
     def __init__(self):
@@ -79,8 +78,8 @@ class Bench:
         assert [command.key for command in self.inbox.drain()] == [OTHER]
         return request.span_hashes
 
-    def let(self, event: GroupEvent) -> None:
-        """Makes the event happen, with what it brings."""
+    def make_happen(self, event: GroupEvent) -> None:
+        """Of an event, with what it brings."""
         if event in OPENING and self.group is None:
             return self.open(event)
         group = self.group or Group(self.request, Holder.RUNNING)
@@ -119,38 +118,38 @@ def can_be(state: GroupState, path: tuple[GroupEvent, ...], event: GroupEvent) -
     [(state, path, event) for state in PATHS for path in PATHS[state] for event in E if can_be(state, path, event)],
     ids=lambda value: "-".join(event.value for event in value) if isinstance(value, tuple) else value.value,
 )
-def test_cell(state, path, event):
-    bench, cell = Bench(), TABLE[state, event]
+def test_every_event_in_every_state(state, path, event):
+    harness, cell = GroupHarness(), TABLE[state, event]
     for step in path:
-        bench.let(step)
-        bench.check()
-    if bench.group is not None:
-        assert bench.group.state is state
+        harness.make_happen(step)
+        harness.check()
+    if harness.group is not None:
+        assert harness.group.state is state
     error = {GroupLifecycle.refuse_late: LookupError, GroupLifecycle.refuse_in_use: ValueError}.get(cell.action)
-    if event is E.START and state is S.FETCHING and bench.group.trunk.remaining:
+    if event is E.START and state is S.FETCHING and harness.group.trunk.remaining:
         error = ValueError  # its last block is not verified
-    held, num_ends, num_commands = bench.ledger.counts(), len(bench.ends), len(bench.inbox)
+    held, num_ends, num_commands = harness.ledger.counts(), len(harness.ends), len(harness.inbox)
     if error is not None:
         with pytest.raises(error):
-            bench.let(event)
+            harness.make_happen(event)
     else:
-        bench.let(event)
-    bench.check()
-    if bench.group is not None:
-        assert bench.group.state is (state if error is not None else cell.state)
+        harness.make_happen(event)
+    harness.check()
+    if harness.group is not None:
+        assert harness.group.state is (state if error is not None else cell.state)
     if error is not None or cell.action is GroupLifecycle.ignore:
-        assert (bench.ledger.counts(), len(bench.ends), len(bench.inbox)) == (held, num_ends, num_commands)
-    assert len(bench.ends) - num_ends == (cell.state is S.FINISHED and state is not S.FINISHED)
+        assert (harness.ledger.counts(), len(harness.ends), len(harness.inbox)) == (held, num_ends, num_commands)
+    assert len(harness.ends) - num_ends == (cell.state is S.FINISHED and state is not S.FINISHED)
 
     # In every case it ends once, and everything is back.
-    if bench.group is not None:
-        bench.let(E.END)
-        bench.admission.fetch_settled(KEY)
-        bench.check()
-        assert [ended.key for ended in bench.ends] == [KEY] and not bench.lifecycle.groups
-        assert bench.ledger.num_available == NUM_BLOCKS and not bench.ledger.num_reserved
-        assert not bench.scheduler.has_work()
-        assert bench.lifecycle.num_choices == 0 and bench.lifecycle.num_waiting_tokens == 0
+    if harness.group is not None:
+        harness.make_happen(E.END)
+        harness.admission.fetch_settled(KEY)
+        harness.check()
+        assert [ended.key for ended in harness.ends] == [KEY] and not harness.lifecycle.groups
+        assert harness.ledger.num_available == NUM_BLOCKS and not harness.ledger.num_reserved
+        assert not harness.scheduler.has_work()
+        assert harness.lifecycle.num_choices == 0 and harness.lifecycle.num_waiting_tokens == 0
 
 
 def test_every_state_is_walked_to():
@@ -168,7 +167,7 @@ def test_state_is_set_in_one_place():
 def test_commands_of_a_new_key():
     """The loop receives Enter for a prompt to be read, Start for one that was fetched."""
     for path, kind in ((WAIT_HERE[:2], Enter), ((E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START), Start)):
-        bench = Bench()
+        harness = GroupHarness()
         for event in path:
-            bench.let(event)
-        assert [type(command) for command in bench.inbox.drain()] == [kind]
+            harness.make_happen(event)
+        assert [type(command) for command in harness.inbox.drain()] == [kind]

@@ -90,7 +90,7 @@ def test_choices_that_find_no_state_wait_for_one(num_states, n):
 
 @pytest.mark.parametrize("num_tokens", [1, 30, 64, 65, 128, 129, 250])
 @pytest.mark.parametrize("n", [1, 3])
-def test_handed_over(num_tokens, n):
+def test_decode_after_handoff_equals_whole(num_tokens, n):
     options = OPTIONS | dict(max_num_seqs=4, num_states=8)
     requests = [make_request(f"r{i}", [5 + (i + at) % 80 for at in range(num_tokens)], 12, n=n) for i in range(2)]
     prefill, decode = toy_engine(**options), toy_engine(**options)

@@ -134,7 +134,7 @@ def test_the_same_prompt_again_begins_at_its_window():
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 129, 250, 600])
 @pytest.mark.parametrize("n", [1, 3])
 @each_kind
-def test_handed_over(kind, num_tokens, n):
+def test_decode_after_handoff_equals_whole(kind, num_tokens, n):
     """Only the window crosses, where all layers have one; the whole prompt crosses to who wants all of it."""
     options = kind | dict(max_num_seqs=4, num_blocks=96)
     requests = [make_request(f"r{i}", [5 + (i + at) % 80 for at in range(num_tokens)], 60, n=n) for i in range(2)]

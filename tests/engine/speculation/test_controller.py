@@ -490,7 +490,7 @@ def test_a_run_of_plain_steps_is_one_measurement(steps_a_call):
     assert runs == [16, 32, 64, 128, 256]
 
 
-def test_limits():
+def test_a_draft_is_bounded_by_what_is_left_and_by_the_budget():
     assert limit_of(num_left=1, budget=50) == 0
     assert limit_of(num_left=5, budget=50) == 4
     assert limit_of(num_left=99, budget=7) == 7

@@ -43,7 +43,7 @@ STATUS = {  # of a live key that this ends
 
 @pytest.mark.parametrize("event", LegEvent, ids=lambda event: event.value)
 @pytest.mark.parametrize("state", LegState, ids=lambda state: state.value)
-def test_cell(state, event):
+def test_every_event_in_every_state(state, event):
     asyncio.run(_check_cell(state, event))
 
 
