@@ -25,8 +25,8 @@ def request_gauges(recent: RecentRequests, catalog: Catalog) -> list[Gauge]:
         return found
 
     return [
-        Gauge("baton_running", "requests in the gateway", running, by_model=True),
-        Gauge("baton_waiting", "requests in the gateway's queues", waiting, by_model=True),
+        Gauge("baton_requests_running", "requests in the gateway", running, by_model=True),
+        Gauge("baton_requests_waiting", "requests in the gateway's queues", waiting, by_model=True),
     ]
 
 

@@ -21,10 +21,10 @@ def test_they_see_no_series_of_others():
 SERIES = {
     'up{job="baton-gateway",namespace="other"}': "1x40",
     'up{job="baton-decode",namespace="llm"}': "1x40",
-    'baton_running{job="baton-gateway",instance="h",namespace="other"}': "5x40",
-    'baton_running{job="baton-gateway",instance="g",namespace="llm"}': "0x40",
-    'baton_running{job="baton-decode",instance="d",namespace="llm"}': "0x40",
-    'baton_waiting{job="baton-decode",instance="d",namespace="llm"}': "0x40",
+    'baton_requests_running{job="baton-gateway",instance="h",namespace="other"}': "5x40",
+    'baton_requests_running{job="baton-gateway",instance="g",namespace="llm"}': "0x40",
+    'baton_sequences_running{job="baton-decode",instance="d",namespace="llm"}': "0x40",
+    'baton_sequences_waiting{job="baton-decode",instance="d",namespace="llm"}': "0x40",
     'baton_kv_blocks{job="baton-decode",instance="d",namespace="llm",holder="leased"}': "3x40",
 }
 FIRING = (

@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_in_mid_stream(stack, record):
     pages = {each: stack.admin_of(each) for each in stack.containers("decode_worker_cpu")}
 
     def kill() -> None:
-        stack.engine.docker("kill", max(pages, key=lambda each: total(pages[each], "baton_running")))
+        stack.engine.docker("kill", max(pages, key=lambda each: total(pages[each], "baton_sequences_running")))
 
     prompts = [f"# Number {each}\n{PROMPT}" for each in range(16)]
     with stack.client() as client:

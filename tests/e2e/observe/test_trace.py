@@ -192,7 +192,7 @@ def test_migrated(run_stack, receiver, prompts):
             busy.kill()
         assert list(call)
         client.close()
-        # One is drawn by the gateway, the other by the worker that continued.
+        # One is emitted by the gateway, the other by the worker that continued.
         receiver.wait_for(lambda _: len(_named(receiver, traced, "decode")) == 2, timeout_s=10)
         spans, decodes = traced.whole("decode"), _named(receiver, traced, "decode")
     root = spans["root"]
@@ -208,7 +208,7 @@ def _named(receiver, traced: Traced, name: str) -> list[Span]:
 
 def _num_running(process) -> float:
     text = urlopen(f"http://{process.ready()['admin']}/metrics", timeout=10).read().decode()
-    return float(re.search(r"^baton_running\{.*\} (\S+)", text, re.MULTILINE)[1])
+    return float(re.search(r"^baton_sequences_running\{.*\} (\S+)", text, re.MULTILINE)[1])
 
 
 def test_deadline(client, traced, prompts, slow):

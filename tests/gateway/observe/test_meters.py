@@ -153,7 +153,7 @@ def test_gauges_are_read_at_the_scrape():
     recent.began(record())
     waiting += [record(), record()]
     seen = samples(meters)
-    assert (seen["baton_running",], seen["baton_waiting",]) == (1, 2)
+    assert (seen["baton_requests_running",], seen["baton_requests_waiting",]) == (1, 2)
 
 
 def test_whether_requests_of_a_model_can_be_served():

@@ -78,7 +78,7 @@ class Counters:
                 self.outcomes[sample.labels["outcome"]] += int(sample.value)
         self.num_migrations = sum(sample.value for sample in samples if sample.name == "baton_migrations_total")
         self.num_lost_lines = sum(sample.value for sample in samples if sample.name == "baton_log_lines_lost")
-        self.num_running = sum(sample.value for sample in samples if sample.name == "baton_running")
+        self.num_running = sum(sample.value for sample in samples if sample.name == "baton_requests_running")
 
 
 def check_tables(page: dict) -> list[str]:

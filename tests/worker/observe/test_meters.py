@@ -58,7 +58,7 @@ def test_a_handoff_is_counted_where_the_kv_was_pulled_to(stack):
         assert sum(value for name, value in seen.items() if name[0] == "baton_kv_blocks") == 96
         assert seen["baton_memory_bytes", "weights"] > 0 and seen["baton_memory_bytes", "kv"] > 0
         assert seen["baton_memory_bytes", "process"] > seen["baton_memory_bytes", "weights"]
-        assert seen["baton_running",] == seen["baton_waiting",] == 0
+        assert seen["baton_sequences_running",] == seen["baton_sequences_waiting",] == 0
 
 
 def test_what_was_pulled_is_not_local_too(monkeypatch):
