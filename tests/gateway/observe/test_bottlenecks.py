@@ -106,7 +106,7 @@ def test_caches_before_and_since_a_worker_started():
         each.num_prompt_tokens, each.num_cached_tokens = 100, num_cached
         each.stamps.received = 1.0 if num_cached == 60 else 9.0
         kept.ended(each, None)
-    last = [each for each, _, _ in kept._ended]
+    last = [each.record for each in kept.last]
     assert kept._facts(last) == PromptFacts(67.5, 0.325, 0.0)
     started_at[0] = 5.0
     assert kept._facts(last) == PromptFacts(67.5, 0.05, 0.6)
