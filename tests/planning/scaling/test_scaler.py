@@ -133,6 +133,23 @@ def test_a_load_after_none_is_known_at_once():
     assert fleet.follow(20)[-1]["prefill"] >= 3
 
 
+def test_to_the_minimum_though_nobody_is_there_to_answer():
+    """What answers alone tell would never be known."""
+    bounds = ScalerBounds({"prefill": 1, "decode": 2}, {"prefill": 20, "decode": 20})
+    fleet = Fleet(bounds, prefill=0, decode=0)
+    fleet.starting["decode"] = 1
+    decision = fleet.ask(5, prompt=NAN, output=NAN)
+    assert decision is not None
+    assert [each.words for each in decision.changes(fleet.serving, fleet.starting)] == [
+        "start 1 prefill",
+        "start 1 decode",
+    ]
+    fleet.serving, fleet.starting = {"prefill": 0, "decode": 3}, {"prefill": 1, "decode": 0}
+    assert fleet.ask(5, prompt=NAN, output=NAN) is None
+    fleet.serving["decode"] = 0
+    assert fleet.ask(NAN) is None, "a fleet that says nothing may be one that is cut off"
+
+
 @pytest.mark.parametrize("value", [NAN, math.inf, -1.0])
 def test_what_is_no_number_decides_nothing(value):
     fleet = Fleet()
