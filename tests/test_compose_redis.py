@@ -72,7 +72,7 @@ async def test_quotas_are_shared(server):
 
 async def test_the_roster_works(server):
     directory = RedisDirectory(server.url)
-    assert await directory.exchange({("decode", "10.0.0.1:5"): 9.0}) == {("decode", "10.0.0.1:5")}
+    assert await directory.exchange({("decode", "10.0.0.1:5", "s"): 9.0}) == {("decode", "10.0.0.1:5", "s")}
     await directory.close()
 
 

@@ -1,6 +1,6 @@
 """The list of registered workers that gateways share in Redis.
 
-baton:workers    sorted set of "ROLE HOST:PORT"; the score is when it expires, in seconds by the clock of Redis
+baton:workers    sorted set of "ROLE HOST:PORT STACK"; the score is when it expires, in seconds by the clock of Redis
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from baton.service.logs import fields
-from gateway.discovery.worker_directory import Worker
+from gateway.discovery.worker_directory import Entry
 from gateway.store.redis_client import FAILURES, TooMuch, make_client, words_of
 
 NAME = "baton:workers"
@@ -27,7 +27,7 @@ class RedisDirectory:
         self._client = make_client(url, 1.0, 1)
         self._was_up = True
 
-    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
+    async def exchange(self, here: Mapping[Entry, float], known: Collection[Entry] = ()) -> set[Entry]:
         try:
             found = await self._exchange(here, sorted(known))
         except FAILURES as error:
@@ -38,18 +38,18 @@ class RedisDirectory:
         self._was_up = True
         return found
 
-    async def _exchange(self, here: Mapping[Worker, float], known: list[Worker]) -> set[Worker]:
+    async def _exchange(self, here: Mapping[Entry, float], known: list[Entry]) -> set[Entry]:
         """As `exchange`; the latest entries are read first. Raises one of FAILURES."""
         seconds, _ = await self._client.time()
         await self._client.zremrangebyscore(NAME, "-inf", seconds)
         await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
         if here:
-            members = {" ".join(worker): seconds + math.ceil(left_s) for worker, left_s in here.items()}
+            members = {" ".join(entry): seconds + math.ceil(left_s) for entry, left_s in here.items()}
             await self._client.zadd(NAME, members)
         asked = known[:MAX_NAMES]
-        scores = await self._client.zmscore(NAME, [" ".join(worker) for worker in asked]) if asked else []
-        found = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
-        return found.union(worker for member in await self._names() if (worker := _read(member)))
+        scores = await self._client.zmscore(NAME, [" ".join(entry) for entry in asked]) if asked else []
+        found = {entry for entry, score in zip(asked, scores, strict=True) if score is not None}
+        return found.union(entry for member in await self._names() if (entry := _read(member)))
 
     async def _names(self) -> list[object]:
         try:
@@ -68,10 +68,10 @@ def _words_of(error: Exception) -> str:
     return f"{_LACKS}: {words_of(error)}" if is_new_there else words_of(error)
 
 
-def _read(member: Any) -> Worker | None:
-    """Return the worker of an entry, or None for what no gateway would write."""
+def _read(member: Any) -> Entry | None:
+    """Return an entry, or None for what no gateway would write."""
     try:
-        role, address = member.decode("ascii").split(" ")
+        role, address, stack = member.decode("ascii").split(" ")
     except (AttributeError, UnicodeDecodeError, ValueError):
         return None
-    return role, address
+    return role, address, stack

@@ -1,9 +1,9 @@
-"""Find workers that have registered, with this gateway or, by way of Redis, with another one."""
+"""Find workers that have registered, with this gateway or, by way of Redis, with another one of its stack."""
 
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from baton.addresses import AddressError, split_address
 from baton.service.clock import now
@@ -13,7 +13,8 @@ from gateway.config.networks import Networks
 from gateway.discovery.dial_policy import DialPolicy
 from gateway.discovery.dns import Resolver, is_name
 from gateway.discovery.session_set import SessionSet
-from gateway.discovery.worker_directory import Worker, WorkerDirectory
+from gateway.discovery.worker_directory import Entry, Worker, WorkerDirectory
+from gateway.link.worker_link import WorkerLink
 
 TTL_S = 10.0
 MAX_WORKERS = 4096
@@ -27,11 +28,22 @@ class Registrations:
     They are dialled only by IP addresses within `networks`, so that a name cannot change its meaning between check and
     call."""
 
-    def __init__(self, members: Mapping[str, SessionSet], directory: WorkerDirectory, networks: Networks = Networks()):
+    def __init__(
+        self,
+        members: Mapping[str, SessionSet],
+        directory: WorkerDirectory,
+        networks: Networks,
+        stacks: Callable[[], Set[str]],
+        stack_of: Callable[[WorkerLink], str],
+    ):
+        """`stacks()` are those of the models that are served here, `stack_of(link)` that of a worker's model: empty before it
+        has said what it serves."""
         self._members, self._directory, self._networks = members, directory, networks
+        self._stacks, self._stack_of = stacks, stack_of
         self._until: dict[Worker, float] = {}
         self._policy = DialPolicy()
         self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
+        self._others: set[Worker] = set()  # of other stacks
         self._resolver = Resolver(_MAX_RESOLVING)
         self._has_new = asyncio.Event()
 
@@ -66,17 +78,29 @@ class Registrations:
 
     def excuses(self, role: str) -> list[str]:
         """Return why registered workers of this role are not dialled, one line each."""
-        return self._policy.excuses(role)
+        num = sum(its_role == role for its_role, _ in self._others)
+        others = f"{num} {'has' if num == 1 else 'have'} registered with gateways of another --model on this Redis"
+        advice = "gateways share those of one name and folder; give each stack a database of its own, or name this gateway in the workers' --gateways"
+        return self._policy.excuses(role) + ([f"{others}: {advice}"] if num else [])
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
         at = now()
         self._until = {worker: until for worker, until in self._until.items() if until > at}
-        here = {worker: until - at for worker, until in self._until.items()}
         links = {(role, link.address): link for role, members in self._members.items() for link in members.links}
-        elsewhere = self._allowed(await self._directory.exchange(here, self._policy.proven))
-        chosen = self._policy.choose(here.keys(), elsewhere, links, at)
+        entries = {worker: (*worker, stack) for worker, link in links.items() if (stack := self._stack_of(link))}
+        here = {entries[worker]: until - at for worker, until in self._until.items() if worker in entries}
+        known = [entries[worker] for worker in self._policy.proven if worker in entries]
+        elsewhere = self._of_these_stacks(await self._directory.exchange(here, known))
+        chosen = self._policy.choose(self._until.keys(), self._allowed(elsewhere), links, at)
         for role, members in self._members.items():
             members.keep([address for its_role, address in chosen if its_role == role], group)
+
+    def _of_these_stacks(self, found: set[Entry]) -> set[Worker]:
+        """Return the workers of models that are served here, and note the others."""
+        stacks = self._stacks()
+        named = {(role, address) for role, address, stack in found if stack in stacks}
+        self._others = {(role, address) for role, address, _ in found} - named - self._until.keys()
+        return named
 
     def _allowed(self, found: set[Worker]) -> set[Worker]:
         """Return those of other gateways' workers that may be dialled. Each is checked once for as long as it is

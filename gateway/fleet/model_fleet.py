@@ -12,6 +12,7 @@ from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
+from gateway.discovery.worker_directory import stack_of
 from gateway.fleet.candidates import Candidates
 from gateway.fleet.router import Router
 from gateway.link.worker_link import WorkerLink
@@ -47,6 +48,7 @@ class ModelFleet:
         None: derived from the model, once a worker has said what it is. `required_identity`: the one
         that its workers may have; empty: `identities` decides."""
         self.folder, self.links, self.required_identity = folder, links, required_identity
+        self.stack = stack_of(folder.name, folder.path)
         self.is_retired = False
         self.excludes_its_workers = True  # from other models, once it is dropped
         self.pace_estimator = PaceEstimator()  # of all its workers

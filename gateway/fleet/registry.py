@@ -59,7 +59,8 @@ class Registry:
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
         sets = {role: self._session_set(role, is_named=False) for role in ROLES}
-        self.registered = Registrations(sets, _make_directory(settings.redis), Networks(settings.worker_networks))
+        directory, networks = _make_directory(settings.redis), Networks(settings.worker_networks)
+        self.registered = Registrations(sets, directory, networks, self._stacks, self._stack_of)
 
     @property
     def prefill(self) -> list[WorkerLink]:
@@ -161,6 +162,13 @@ class Registry:
             return None
         role = "prefill" if fleet.candidates.serving("decode") else "decode"
         return f"{reason}: {self._excuses(fleet, role)}"
+
+    def _stacks(self) -> set[str]:
+        return {fleet.stack for fleet in self.fleets}
+
+    def _stack_of(self, link: WorkerLink) -> str:
+        fleet = self.fleet_of(link)
+        return fleet.stack if fleet else ""
 
     def _add_configured(self, role: str, addresses: Collection[str]) -> None:
         """Links to plain addresses; a name brings its own once it is looked up."""

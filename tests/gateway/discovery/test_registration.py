@@ -145,7 +145,7 @@ async def test_who_registers_with_one_gateway_is_known_to_all(cluster, digest, t
             c.workers.append(worker)
             await register(c, worker.address)
             await other.until(lambda: serving(other) == [worker.address])
-            assert server.client.zrange(NAME, 0, -1) == [f"decode {worker.address}".encode()]
+            assert server.client.zrange(NAME, 0, -1) == [f"decode {worker.address} {other.fleet.stack}".encode()]
 
 
 async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
@@ -153,21 +153,22 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
         directory = RedisDirectory(server.url)
         seconds = server.client.time()[0]
         told = {
-            "decode 10.0.0.1:5": seconds - 5,
-            "decode 10.0.0.2:5": seconds + 60,
+            "decode 10.0.0.1:5 s": seconds - 5,
+            "decode 10.0.0.2:5 s": seconds + 60,
+            "decode 10.0.0.3:5": seconds + 60,
             b"\xff\xfe": seconds + 60,
             "x": seconds + 60,
         }
-        late = {"decode 10.0.0.5:5": "inf", "decode 10.0.0.6:5": 1e300, "decode 10.0.0.7:5": seconds + 3600}
+        late = {"decode 10.0.0.5:5 s": "inf", "decode 10.0.0.6:5 s": 1e300, "decode 10.0.0.7:5 s": seconds + 3600}
         server.client.zadd(NAME, told | late)
-        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == {
-            ("decode", "10.0.0.2:5"),
-            ("prefill", "10.0.0.4:5"),
+        assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}) == {
+            ("decode", "10.0.0.2:5", "s"),
+            ("prefill", "10.0.0.4:5", "s"),
         }
         assert not set(server.client.zrange(NAME, 0, -1)) & {name.encode() for name in late}
         server.client.delete(NAME)
         server.client.set(NAME, "of the wrong kind")
-        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == set()
+        assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}) == set()
         await directory.close()
 
 
@@ -184,10 +185,10 @@ async def test_what_an_old_redis_lacks_is_told_by_name(lacking, tmp_path, caplog
             renamed = [word for old, new in lacking.items() for word in ("--rename-command", old, new)]
             return [*super()._argv(), *renamed]
 
-    known = {("decode", "10.0.0.2:5")}
+    known = {("decode", "10.0.0.2:5", "s")}
     with OldRedis(tmp_path) as server:
         directory = RedisDirectory(server.url)
-        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}, known) == set()
+        assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}, known) == set()
         await directory.close()
     assert "it lacks ZMSCORE or ZRANGE with REV, use Redis 6.2 or newer" in caplog.text
 
@@ -198,7 +199,7 @@ async def test_a_right_that_the_directory_lacks_is_told_by_name(tmp_path, caplog
             "default", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-zadd"]
         )
         directory = RedisDirectory(server.url)
-        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == set()
+        assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}) == set()
         await directory.close()
     assert "'zadd'" in caplog.text
 
@@ -216,7 +217,8 @@ async def test_strangers_in_the_directory_cost_next_to_nothing(cluster, digest, 
             await c.until(lambda: serving(c) == [first.address])
             seconds = server.client.time()[0]
             ports = [port for port in range(1, 20_001) if f"127.0.0.1:{port}" not in (first.address, second.address)]
-            server.client.zadd(NAME, {f"decode 127.0.0.1:{port}": seconds + 55 for port in ports})
+            stack = c.fleet.stack
+            server.client.zadd(NAME, {f"decode 127.0.0.1:{port} {stack}": seconds + 55 for port in ports})
             process = psutil.Process()
             memory, descriptors, links = process.memory_info().rss, process.num_fds(), c.gateway.registry
             looks, look = [], links.registered._look
@@ -292,7 +294,7 @@ def test_a_stranger_is_dialled_ever_more_seldom():
 
 def make_registered(*cidrs: str) -> Registrations:
     members = {role: SessionSet([], None, None, None) for role in ("prefill", "decode")}
-    return Registrations(members, None, Networks(cidrs))
+    return Registrations(members, None, Networks(cidrs), set, lambda link: "")
 
 
 @given(
@@ -382,12 +384,12 @@ async def test_the_roster_is_read_within_bounds(tmp_path):
     with RedisServer(tmp_path) as server:
         directory = RedisDirectory(server.url)
         seconds = server.client.time()[0]
-        server.client.zadd(NAME, {f"decode 10.0.{i >> 8}.{i & 255}:5": seconds + 20 for i in range(20_000)})
-        server.client.zadd(NAME, {"decode 10.9.9.9:5": seconds + 5})
+        server.client.zadd(NAME, {f"decode 10.0.{i >> 8}.{i & 255}:5 s": seconds + 20 for i in range(20_000)})
+        server.client.zadd(NAME, {"decode 10.9.9.9:5 s": seconds + 5})
         began = time.process_time()
-        found = await directory.exchange({}, [("decode", "10.9.9.9:5"), ("decode", "10.9.9.8:5")])
-        assert len(found) == MAX_NAMES + 1 and ("decode", "10.9.9.9:5") in found
+        found = await directory.exchange({}, [("decode", "10.9.9.9:5", "s"), ("decode", "10.9.9.8:5", "s")])
+        assert len(found) == MAX_NAMES + 1 and ("decode", "10.9.9.9:5", "s") in found
         assert time.process_time() - began < 2
         server.client.zadd(NAME, {b"decode " + b"x" * (8 << 20): seconds + 30})  # read before all others
-        assert await directory.exchange({}, [("decode", "10.9.9.9:5")]) == {("decode", "10.9.9.9:5")}
+        assert await directory.exchange({}, [("decode", "10.9.9.9:5", "s")]) == {("decode", "10.9.9.9:5", "s")}
         await directory.close()

@@ -137,7 +137,7 @@ async def test_index_and_roster_go_on_without_it(said, monkeypatch):
         await index.check_secret(b"f" * 16)
         index.join(b"w" * 24, lambda: None)
         running = asyncio.create_task(index.run())
-        assert await directory.exchange({("decode", "127.0.0.1:5"): 9.0}) == set()
+        assert await directory.exchange({("decode", "127.0.0.1:5", "s"): 9.0}) == set()
         assert await index.lookup([bytes(32)] * 40) == {}
         assert not running.done()
         running.cancel()
@@ -159,7 +159,7 @@ def test_any_bytes_are_a_miss_at_worst(answer):
             index.join(b"w" * 24, lambda: None)
             with contextlib.suppress(FAILURES):
                 await index._heartbeat(0.0)
-            found = await directory.exchange({("decode", "127.0.0.1:5"): 9.0})
+            found = await directory.exchange({("decode", "127.0.0.1:5", "s"): 9.0})
             assert all(isinstance(part, str) for worker in found for part in worker)
             matches = await index._ask([bytes(32)] * 40)
             assert not matches or set(matches) <= {b"w" * 24}
