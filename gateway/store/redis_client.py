@@ -22,7 +22,7 @@ from redis.exceptions import (
 )
 
 from baton.lines import one_line
-from gateway.store.redis_url import MALFORMED, check_url
+from gateway.store.redis_url import MALFORMED, UNKNOWN_FIELD, check_url
 
 # Out of bytes that no Redis sends redis-py raises anything; uvloop RuntimeError, out of a connection that was reset.
 FAILURES = Exception
@@ -96,8 +96,12 @@ def make_client(
             parser_class=functools.partial(_Parser, max_reply_bytes),
             client_name="baton-gateway",
         )
+        pool.connection_kwargs["decode_responses"] = False  # values are bytes here, whatever the URL says
+        pool.make_connection()  # which takes every field of its query, or none
     except ValueError:  # it may hold a piece of the password
         raise ValueError(MALFORMED) from None
+    except TypeError:
+        raise ValueError(UNKNOWN_FIELD) from None
     return redis.Redis.from_pool(pool)  # which closes its connections with it
 
 

@@ -1,11 +1,14 @@
 """The URL of a Redis, which may hold a password: what of it may be shown, and what is wrong with it without showing it."""
 
+import re
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 MALFORMED = (
-    "not a Redis URL, redis://USER:PASSWORD@HOST:PORT/DB, rediss://... or unix://PATH; "
+    "not a Redis URL, redis://USER:PASSWORD@HOST:PORT/DB (a number), rediss://... or unix://PATH?db=DB; "
     "percent-encode `/`, `?`, `#` and `@` in the password"
 )
+UNKNOWN_FIELD = "a Redis URL with a field behind `?` that is none of redis-py's, or is one of TLS without rediss://"
+_DATABASE = re.compile(r"(/\d*)?/?", re.ASCII)  # of any other path redis-py takes the digits, or database 0
 
 
 def check_url(url: str) -> None:
@@ -15,6 +18,8 @@ def check_url(url: str) -> None:
         parts = urlsplit(url)
     except ValueError:
         raise ValueError(MALFORMED) from None
+    if parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path):
+        raise ValueError(MALFORMED)
     behind_host = parts.path + parts.query + parts.fragment
     if parts.scheme != "unix" and "@" in behind_host.partition("=")[0]:
         raise ValueError(MALFORMED)
