@@ -242,10 +242,9 @@ class Gateway:
 
     async def _watch(self, health: Health) -> None:
         """Let health follow readiness, and print the ready line once. Raises SettingsError."""
+        await self._check_secret()
         while True:
             reason = self.registry.not_ready()
-            if reason is None and not self._secret_checked.is_set():
-                await self._check_secret()
             serving = reason is None and not self.handler.is_draining
             for name in ("", SERVICE_NAME):
                 health.set(name, serving)

@@ -46,6 +46,7 @@ WRITER_TTL_S = 5
 SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
+_TELL_S = 60.0  # between two lines of batches that fail
 _REFRESH_S = KV_TTL_S / 3
 _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
 _LEASED_AT_ONCE = 64  # slots whose answer is lost rest for 12 minutes
@@ -72,6 +73,7 @@ class _Worker:
         self.pending: dict[bytes, bool] = {}  # span -> sealed; all else is in the slot as the feed has it
         self.refreshed_at = _NEVER
         self.left_at = _NEVER
+        self.unwritten_for = ""  # what the last batch failed of
 
     def begin(self, slot: int | None, at: float) -> None:
         """Begin to write into a slot without bits."""
@@ -101,11 +103,12 @@ class RedisIndex:
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
         self._left: dict[bytes, _Worker] = {}  # whose session is gone for a moment
-        self._slots = SlotLeases(self._control, _CONTROL_TIMEOUT_S)
+        self._slots = SlotLeases(self._control, _CONTROL_TIMEOUT_S, gateway)
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
         self._lost_for = ""  # what the last heartbeat failed of: lookups fail alike, if there are any
+        self._told_at = _NEVER  # that a batch failed
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -176,7 +179,8 @@ class RedisIndex:
         """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        return self._lost_for or ("" if self._breaker.is_closed else "it does not answer")
+        unwritten_for = next((e.unwritten_for for e in self._workers.values() if e.is_ours and e.unwritten_for), "")
+        return self._lost_for or unwritten_for or ("" if self._breaker.is_closed else "it does not answer")
 
     # ---- beside the requests ----
 
@@ -300,6 +304,7 @@ class RedisIndex:
             elif entry.worker in taken:  # a Redis that forgot it has forgotten bits
                 entry.held_at, entry.refreshed_at = at, _NEVER
             else:
+                entry.is_given_up = True  # also where no other one can be leased now
                 without.append(entry)
         if without:
             await self._lease_slots(without, at)
@@ -340,8 +345,12 @@ class RedisIndex:
                 if not self._may_write(entry):
                     raise TimeoutError("the slots were not read for too long")
                 await self._write_batch(slot, dict(pending[begin : begin + _BATCH]))
+                entry.unwritten_for = ""
             except FAILURES as error:
-                log.warning("redis: index events were not written %s", fields(error=words_of(error)))
+                entry.unwritten_for = fault_of(error)
+                if now() - self._told_at > _TELL_S:
+                    self._told_at = now()
+                    log.warning("redis: index events were not written %s", fields(error=words_of(error)))
                 if entry.num_slots == num_slots:
                     entry.pending = {**dict(pending[begin:]), **entry.pending}
                 return

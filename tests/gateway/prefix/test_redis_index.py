@@ -209,6 +209,62 @@ async def test_what_is_wrong_with_it_is_told(server):
             assert b.down == "it refuses the gateway's user or password"
 
 
+@pytest.mark.parametrize(
+    ("lacks", "told"),
+    [
+        ("-setbit", "the gateway's user there lacks a right"),
+        ("-multi", "it answers with an error, which the gateway's log has"),
+    ],
+)
+async def test_what_only_writes_need_is_told_too_and_not_at_every_batch(server, lacks, told, caplog, monkeypatch):
+    monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
+        server.client.acl_setuser("default", **rights, commands=[lacks])
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await until(lambda: a.down == told)
+        batches, write = [], a._write_batch
+
+        async def counted(*args) -> None:
+            batches.append(args)
+            await write(*args)
+
+        a._write_batch = counted
+        await until(lambda: len(batches) > 4)
+        assert a.down and caplog.text.count("were not written") == 1
+        server.client.acl_setuser("default", **rights)
+        await until(lambda: not a.down)
+        await finds(a, WORKER, 5)
+
+
+class RestoredRedis(RedisServer):
+    """It starts with what it has saved."""
+
+    def _argv(self) -> list[str]:
+        return [*super()._argv(), "--dbfilename", "saved.rdb"]
+
+
+async def test_one_that_comes_back_with_what_it_saved_before_says_nothing_of_then(tmp_path):
+    """Its connections fail for less than a heartbeat: nothing else shows that it has forgotten a minute."""
+    evicted, held = SPANS[:5], SPANS[5:12]
+    with RestoredRedis(tmp_path) as server:
+        async with index(server, b"a") as a, index(server, b"b", None) as b:
+            await until(lambda: a.snapshots)
+            a.apply(WORKER, snapshot(*evicted))
+            await finds(b, WORKER, 5, evicted)
+            await until(lambda: server.client.keys("baton:beat:*"))
+            server.client.save()
+            beats = [server.client.get(name) for name in server.client.keys("baton:beat:*")]
+            a.apply(WORKER, pb.BlockEvents(seq=1, sealed=held, evicted=evicted))
+            await finds(b, WORKER, 7, held)
+            await until(lambda: server.client.get("baton:beat:a") not in beats)
+            server.kill()
+            server.start()
+            await finds(b, WORKER, 7, held)
+            await finds(b, WORKER, 0, evicted)
+
+
 async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
     async with index(server, b"a") as a:
         await until(lambda: a.snapshots)
@@ -404,3 +460,8 @@ async def test_another_writer_takes_another_slot(server):
         await finds(b, WORKER, 4)
         assert b._workers[WORKER].slot != slot
         assert server.client.get(f"baton:slot:{slot}") == slot_leases.RETIRED
+
+
+async def test_a_redis_that_is_not_there_is_told_before_the_first_worker_comes(cluster):
+    async with cluster(0, 0, redis="redis://127.0.0.1:1/0") as c:
+        await c.until(lambda: c.gateway.index.down == "it does not answer")
