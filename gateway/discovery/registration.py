@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import logging
 from collections.abc import Callable, Mapping, Set
 
 from baton.addresses import AddressError, split_address
@@ -20,6 +21,12 @@ TTL_S = 10.0
 MAX_WORKERS = 4096
 _LOOK_S = 1.0
 _MAX_RESOLVING = 128  # names at once, each with a thread
+_OF_OTHERS = (
+    "registered with gateways of another --model on this Redis: gateways share those of one name and folder; give each stack "
+    "a database of its own, or name this gateway in the workers' --gateways"
+)
+
+log = logging.getLogger(__name__)
 
 
 class Registrations:
@@ -44,6 +51,7 @@ class Registrations:
         self._policy = DialPolicy()
         self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
         self._others: set[Worker] = set()  # of other stacks
+        self._has_others_alone = False
         self._resolver = Resolver(_MAX_RESOLVING)
         self._has_new = asyncio.Event()
 
@@ -79,9 +87,7 @@ class Registrations:
     def excuses(self, role: str) -> list[str]:
         """Return why registered workers of this role are not dialled, one line each."""
         num = sum(its_role == role for its_role, _ in self._others)
-        others = f"{num} {'has' if num == 1 else 'have'} registered with gateways of another --model on this Redis"
-        advice = "gateways share those of one name and folder; give each stack a database of its own, or name this gateway in the workers' --gateways"
-        return self._policy.excuses(role) + ([f"{others}: {advice}"] if num else [])
+        return self._policy.excuses(role) + ([f"{num} {_OF_OTHERS}"] if num else [])
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
         at = now()
@@ -100,6 +106,10 @@ class Registrations:
         stacks = self._stacks()
         named = {(role, address) for role, address, stack in found if stack in stacks}
         self._others = {(role, address) for role, address, _ in found} - named - self._until.keys()
+        has_others_alone = bool(self._others) and not named and not self._until
+        if has_others_alone and not self._has_others_alone:
+            log.warning("no worker is registered that serves here; %d %s", len(self._others), _OF_OTHERS)
+        self._has_others_alone = has_others_alone
         return named
 
     def _allowed(self, found: set[Worker]) -> set[Worker]:

@@ -163,7 +163,7 @@ class Scaler:
     def _into_bounds(self, seen: FleetCounters) -> ScaleDecision | None:
         """Return what takes a fleet of which no more is known into its bounds; None where it is within."""
         have = {role: seen.serving[role] + seen.starting[role] for role in ROLES}
-        reasons = dict.fromkeys(ROLES, "of the load nothing is known yet, this is the bound")
+        reasons: dict[str, str] = dict.fromkeys(ROLES, "of the load nothing is known yet, this is the bound")
         wanted = self._within(have, reasons)
         return None if wanted == have else ScaleDecision(wanted, reasons)
 

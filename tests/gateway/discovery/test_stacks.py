@@ -29,17 +29,18 @@ async def worker_of(c, digest, identity: bytes) -> FakeWorker:
     return worker
 
 
-async def test_no_stack_serves_the_model_of_another_one(cluster, digest, fine_tuned, server):
+async def test_no_stack_serves_the_model_of_another_one(cluster, digest, fine_tuned, server, caplog):
     async with cluster(0, 0, redis=server.url) as a, cluster(0, 0, redis=server.url, model=fine_tuned) as b:
         first = await worker_of(a, digest, b"a" * 32)
         await a.until(lambda: serving(a) == [first.address])
         other = await FakeWorker("decode", digest, 400, model_identity=b"b" * 32).start()
-        await b.until(lambda: "1 has registered with gateways of another --model" in b.gateway.registry.not_ready())
+        await b.until(lambda: "1 registered with gateways of another --model" in (b.gateway.registry.not_ready() or ""))
+        await b.until(lambda: "no worker is registered that serves here" in caplog.text)
         await register(b, other.address)
         b.workers.append(other)
         await b.until(lambda: serving(b) == [other.address])
         await first.stop()
-        await a.until(lambda: "1 has registered with gateways of another" in (a.gateway.registry.not_ready() or ""))
+        await a.until(lambda: "1 registered with gateways of another" in (a.gateway.registry.not_ready() or ""))
         assert serving(a) == [] and serving(b) == [other.address]
 
 
