@@ -64,11 +64,10 @@ class KVTransfer:
         self.host_id = host_id
         self._group = group = RankPools.of(engine)
         self.layout, transports = group.sharding.layout, self._transports
-        numerics = (self.layout, identity.numerics_class)
         self.gives, self.takes = [], []  # states on a GPU do not cross: such workers do not meet
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
-            self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-            self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+            self.gives = gives(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
+            self.takes = takes(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
         else:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
         states = engine.ledger.states

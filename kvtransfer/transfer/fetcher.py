@@ -37,7 +37,7 @@ from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
 _MAX_KEPT = 256  # pairs of a source and a transport of which something is kept
-_MAX_WRONG = 2  # ranges in a row that arrive wrong over one transport from one source, before another one is taken
+_MAX_MISMATCHES = 2  # digests in a row that differ over one transport from one source, before another one is taken
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Fetcher:
         self._transports = allowed(transports)
         self._dialer = Dialer(pool.host, pool.device and pool.device.device.region, socket_folder, security)
         self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
-        self._wrong: Counter[tuple[bytes, str]] = Counter()  # digest mismatches since the last fetch that was right
+        self._digest_mismatches: Counter[tuple[bytes, str]] = Counter()  # since the last fetch that was right
         self._rates = TransferRates()
 
     def taker(self) -> Taker:
@@ -176,17 +176,17 @@ class Fetcher:
         log.warning("%s is not used with this source any more: %s", transport, error)
         return TransportChoice(left, f"{left[0].transport}, because {transport}: {error}")
 
-    def _note_wrong(self, choice: TransportChoice, source: bytes, transport: str, error: DigestMismatch) -> None:
+    def _note_mismatch(self, choice: TransportChoice, source: bytes, transport: str, error: DigestMismatch) -> None:
         """Take another transport from the next fetch on where this one brings wrong bytes again, and there is
         another."""
-        self._wrong[source, transport] += 1
-        if len(self._wrong) > _MAX_KEPT:
-            del self._wrong[next(iter(self._wrong))]
-        if self._wrong[source, transport] < _MAX_WRONG or len(choice.endpoints) < 2:
+        self._digest_mismatches[source, transport] += 1
+        if len(self._digest_mismatches) > _MAX_KEPT:
+            del self._digest_mismatches[next(iter(self._digest_mismatches))]
+        if self._digest_mismatches[source, transport] < _MAX_MISMATCHES or len(choice.endpoints) < 2:
             return
-        del self._wrong[source, transport]
+        del self._digest_mismatches[source, transport]
         self._set_aside(source, transport)
-        log.warning("%s is not used with this source any more: %d times in a row %s", transport, _MAX_WRONG, error)
+        log.warning("%s is not used with this source any more: %d times in a row %s", transport, _MAX_MISMATCHES, error)
 
     def _set_aside(self, source: bytes, transport: str) -> None:
         self._broken[source, transport] = None
@@ -200,11 +200,11 @@ class Fetcher:
         try:
             await pull.run(line, transport, want)
         except DigestMismatch as error:
-            self._note_wrong(choice, pull.source, transport, error)
+            self._note_mismatch(choice, pull.source, transport, error)
             raise
         finally:
             line.close()
-        self._wrong.pop((pull.source, transport), None)
+        self._digest_mismatches.pop((pull.source, transport), None)
         self._rates.note(pull.source, transport, pull.num_bytes, pull.moving.seconds)
         rate = self._rates.gigabytes_per_s(pull.source, transport)
         return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
@@ -240,7 +240,7 @@ class Fetcher:
         numerics = relation(
             handle.layout, handle.numerics_class, self._pool.layout, self._numerics_class, is_strict=self._is_strict
         )
-        forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._pool.layout)]
-        if self._codec is None and forms[0] != forms[1]:
+        theirs, ours = ([group.form for group in layout.groups] for layout in (handle.layout, self._pool.layout))
+        if self._codec is None and theirs != ours:
             raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._pool.layout} and has no codec")
         return numerics, plan(handle.parts, self._pool.sharding.shards, self._pool.sharding.rank)

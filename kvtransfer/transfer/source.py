@@ -171,8 +171,8 @@ class Source:
         if self._reaper:
             self._reaper.cancel()
         self._leases.close()
-        tasks = [task for each in self._connections.values() for task in each.cancel()]
-        await asyncio.gather(*tasks, *([self._reaper] if self._reaper else []), return_exceptions=True)
+        ending = [task for each in self._connections.values() for task in each.cancel()]
+        await asyncio.gather(*ending, *([self._reaper] if self._reaper else []), return_exceptions=True)
 
     async def serve(self, line: Line, transport: str) -> None:
         """Serve one dialogue on a line that was accepted."""
@@ -182,8 +182,9 @@ class Source:
         self._connections[transport].open(line, self.serve(line, transport))
 
     def _check_taker(self, taker: Taker) -> None:
-        numerics = (self.identity.numerics_class, taker.numerics_class)
-        relation(self.layout, numerics[0], taker.layout, numerics[1], is_strict=self._is_strict)
+        relation(
+            self.layout, self.identity.numerics_class, taker.layout, taker.numerics_class, is_strict=self._is_strict
+        )
         check_movable(taker.layout)
 
     def _handle(self, lease: Lease) -> KVHandle:

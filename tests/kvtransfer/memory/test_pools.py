@@ -218,8 +218,8 @@ def test_sources_that_brought_wrong_bytes_once_and_are_gone_are_forgotten():
         async with running(("shm",)) as rig:
             for index in range(1000):
                 mismatch = errors.DigestMismatch("tokens 0 to 64 are not what the source has")
-                rig.fetcher._note_wrong(TransportChoice((), ""), index.to_bytes(16), "shm", mismatch)
-            assert len(rig.fetcher._wrong) <= 256
+                rig.fetcher._note_mismatch(TransportChoice((), ""), index.to_bytes(16), "shm", mismatch)
+            assert len(rig.fetcher._digest_mismatches) <= 256
 
     asyncio.run(main())
 
