@@ -1,13 +1,15 @@
-"""Tasks that run for as long as their process does: one that fails says so and begins again. And what gRPC leaves to its callers
-to cancel."""
+"""Tasks that run for as long as their process does: one that fails says so and begins again. What is awaited to its end though its
+caller is cancelled, and what gRPC leaves to its callers to cancel."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 SETTLED_S = 60.0  # work that has run for this long begins again after the first pause
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,21 @@ def is_cancelled() -> bool:
     """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1 does
     at times."""
     return (task := asyncio.current_task()) is not None and task.cancelling() > 0
+
+
+async def await_despite_cancel(future: asyncio.Future[T]) -> T:
+    """Return its result. A cancellation of the caller is raised only once `future` has ended, and not passed on to it."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError:
+                continue
+        if not future.cancelled():
+            future.exception()  # seen: the cancellation is what counts
+        raise
 
 
 def cancel_call(call: Any) -> None:

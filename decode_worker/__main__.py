@@ -7,8 +7,7 @@ from decode_worker.role import ROLE
 
 
 def load_table():
-    """Return the states of a worker whose first task is this role's; it obeys the commands of the other role too.
-    Imported late: this imports torch."""
+    """Return the states of a worker, whichever role's task is its first: it obeys the commands of both. Imports torch."""
     import decode_worker.states
     import prefill_worker.states
     from baton.worker.session.table import join_tables

@@ -3,18 +3,8 @@
 import sys
 
 from baton.worker.main import main
+from decode_worker.__main__ import load_table
 from prefill_worker.role import ROLE
-
-
-def load_table():
-    """Return the states of a worker whose first task is this role's; it obeys the commands of the other role too.
-    Imported late: this imports torch."""
-    import decode_worker.states
-    import prefill_worker.states
-    from baton.worker.session.table import join_tables
-
-    return join_tables(prefill_worker.states.TRANSITIONS, decode_worker.states.TRANSITIONS)
-
 
 if __name__ == "__main__":
     sys.exit(main(ROLE, load_table))

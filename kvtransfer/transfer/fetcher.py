@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from baton.v1 import kv_pb2
-from kvtransfer.compatible import MIXED, relation
+from kvtransfer.compatible import EXACT, MIXED, relation
 from kvtransfer.errors import (
     DigestMismatch,
     KVError,
@@ -52,6 +53,20 @@ class FetchReport:
     transfer_s: float  # from the first Want to the last Confirm
     after_last_ready_s: float  # what of it the prefill could not hide
     reason: str  # why this transport, one line
+
+    @classmethod
+    def merged(cls, reports: Sequence[Self]) -> Self:
+        """Return the report of a fetch that several ranks have done their parts of."""
+        return cls(
+            num_tokens=reports[0].num_tokens,
+            num_bytes=sum(report.num_bytes for report in reports),
+            num_bytes_early=sum(report.num_bytes_early for report in reports),
+            transport="+".join(dict.fromkeys(report.transport for report in reports)),
+            numerics=MIXED if any(report.numerics == MIXED for report in reports) else EXACT,
+            transfer_s=max(report.transfer_s for report in reports),
+            after_last_ready_s=max(report.after_last_ready_s for report in reports),
+            reason="; ".join(dict.fromkeys(report.reason for report in reports)),
+        )
 
 
 class Fetcher:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from baton.tasks import await_despite_cancel
 from kvtransfer.errors import PeerLost, TransferFailed
 from kvtransfer.memory.byte_runs import OWN, SOURCE, single_rows
 
@@ -148,18 +149,7 @@ class NixlAgent:
         """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is
         cancelled the transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped,
         whose connection then ends with it."""
-        moving = asyncio.ensure_future(self._read(peer, theirs, runs, within_s))
-        try:
-            await asyncio.shield(moving)
-        except asyncio.CancelledError:
-            while not moving.done():
-                try:
-                    await asyncio.wait({moving})
-                except asyncio.CancelledError:
-                    continue
-            if not moving.cancelled():
-                moving.exception()  # seen: the cancellation is what counts
-            raise
+        await await_despite_cancel(asyncio.ensure_future(self._read(peer, theirs, runs, within_s)))
 
     async def _read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from baton.tasks import await_despite_cancel
 from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES, HOST
 from kvtransfer.errors import TransferFailed
@@ -172,15 +173,4 @@ async def run_blocking(num_bytes: float, function: Callable, *args):
     still awaited: nothing is written any more once it has raised."""
     if num_bytes <= INLINE_BYTES:
         return function(*args)
-    future = asyncio.get_running_loop().run_in_executor(None, function, *args)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError:
-                continue
-        if not future.cancelled():
-            future.exception()  # seen: the cancellation is what counts
-        raise
+    return await await_despite_cancel(asyncio.get_running_loop().run_in_executor(None, function, *args))

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 
 from baton.worker.ranks.notes import LocalStream
-from kvtransfer.compatible import EXACT, MIXED
 from kvtransfer.errors import PeerLost, of_status
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.destination import CommonProgress, Destination
@@ -108,21 +107,7 @@ class GroupFetcher:
         pulls = [partial(self._own.fetch, handle, ticket, own, deadline)]
         pulls += [partial(rank.fetch, order, share) for rank, share in zip(self._others, others, strict=True)]
         await together([note(pull) for pull in pulls])
-        return joined(reports)
-
-
-def joined(reports: Sequence[FetchReport]) -> FetchReport:
-    """Return the report of a fetch that several ranks have done their parts of."""
-    return FetchReport(
-        num_tokens=reports[0].num_tokens,
-        num_bytes=sum(report.num_bytes for report in reports),
-        num_bytes_early=sum(report.num_bytes_early for report in reports),
-        transport="+".join(dict.fromkeys(report.transport for report in reports)),
-        numerics=MIXED if any(report.numerics == MIXED for report in reports) else EXACT,
-        transfer_s=max(report.transfer_s for report in reports),
-        after_last_ready_s=max(report.after_last_ready_s for report in reports),
-        reason="; ".join(dict.fromkeys(report.reason for report in reports)),
-    )
+        return FetchReport.merged(reports)
 
 
 async def _ended(answers: asyncio.Queue[dict]) -> None:
