@@ -13,7 +13,8 @@ from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
 from baton.worker.ranks.fetches import GroupFetcher, RankFetches
 from baton.worker.ranks.group import RankPools
-from baton.worker.ranks.leases import SpreadSource
+from baton.worker.ranks.leases import GroupSource
+from baton.worker.ranks.notes import DeviceSettings
 from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.settings import WorkerSettings
 from kvtransfer.capabilities import CAPABILITIES
@@ -72,10 +73,10 @@ class KVTransfer:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
         states = engine.ledger.states
         self.holders = Leaseholders()
-        self._spread = SpreadSource(group.ranks, self.holders.lease_over) if group.ranks else None
+        self._group_source = GroupSource(group.ranks, self.holders.lease_over) if group.ranks else None
         over, mint = self.holders.lease_over, None
-        if self._spread is not None:
-            over, mint = self._spread.own_over, TicketMint(self._spread.mint_key)
+        if self._group_source is not None:
+            over, mint = self._group_source.own_over, TicketMint(self._group_source.mint_key)
         if group.joined:
             transports = [name for name in transports if CAPABILITIES[name].source_sends]
         pool = memory.as_local_pool(group.sharding)
@@ -84,9 +85,9 @@ class KVTransfer:
             state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s, transports=transports,
             codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
-        if self._spread is not None:
-            self._spread.own = self.source
-        self.handoff = Handoff(self._spread or self.source, self.holders)
+        if self._group_source is not None:
+            self._group_source.own = self.source
+        self.handoff = Handoff(self._group_source or self.source, self.holders)
         self._fetcher = Fetcher(
             replace(pool, sharding=Sharding.whole(self.layout)) if group.joined else pool, identity.instance,
             identity.epoch, host_id, transports, numerics_class=identity.numerics_class,
@@ -102,16 +103,16 @@ class KVTransfer:
     async def start(self) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""
         await self.source.start(self._address)
-        if self._spread is None:
+        if self._group_source is None:
             return
         for index, rank in enumerate(self._group.joined):
-            rank.stream.on_note = partial(self._spread.hear, index)
+            rank.stream.on_note = partial(self._group_source.handle_note, index)
         for index, (stream, fetches) in enumerate(zip(self._group.local, self._fetches, strict=True)):
-            stream.on_note, stream.on_end = partial(self._hear, index), fetches.lose
+            stream.on_note, stream.on_end = partial(self._handle_note, index), fetches.lose
             await stream.start()
         settings = self._settings
-        await self._spread.start(
-            self.source.identity, settings.lease_ttl_s, settings.strict_numerics, self._rank_settings()
+        await self._group_source.start(
+            self.source.identity, settings.lease_ttl_s, settings.strict_numerics, self._device_settings()
         )
 
     async def stop(self) -> None:
@@ -129,14 +130,14 @@ class KVTransfer:
             return RelayingFetcher(self._fetcher, engine.pool, self._group.joined)
         return GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
 
-    def _hear(self, index: int, note: dict) -> None:
+    def _handle_note(self, index: int, note: dict) -> None:
         if "fetch" in note:
-            self._fetches[index].hear(note)
-        elif self._spread is not None:
-            self._spread.hear(index, note)
+            self._fetches[index].handle_note(note)
+        elif self._group_source is not None:
+            self._group_source.handle_note(index, note)
 
-    def _rank_settings(self) -> dict:
-        """Return what ranks of this host must know of the settings."""
+    def _device_settings(self) -> DeviceSettings:
+        """Return what ranks on GPUs of this host must know of the settings."""
         settings, tls = self._settings, self._settings.tls
         return {
             "transports": self._transports, "listen_host": settings.listen_host, "digest": settings.kv_digest,

@@ -21,7 +21,7 @@ from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
 from baton.worker.ranks.group import sharding_of
-from baton.worker.ranks.notes import END_S, LocalStream
+from baton.worker.ranks.notes import END_S, LocalStream, OpenOrder
 from baton.worker.ranks.source import RankSource
 from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import KVError
@@ -43,7 +43,7 @@ class DeviceRank:
         self._source: RankSource | None = None
         self._taker: RankTaker | None = None
         self._is_over = asyncio.Event()
-        stream.on_note, stream.on_end = self._hear, self._is_over.set
+        stream.on_note, stream.on_end = self._handle_note, self._is_over.set
 
     async def run(self) -> None:
         """Serve until the worker says no more."""
@@ -54,20 +54,20 @@ class DeviceRank:
             await self._taker.stop()
         await self._stream.stop()
 
-    def _hear(self, note: dict) -> None:
+    def _handle_note(self, note: dict) -> None:
         if "open" in note:
             try:
                 self._open(note["open"])
             except (OSError, ValueError, KVError) as error:
-                self._stream.note({"closed": str(error)})
+                self._stream.send_note({"closed": str(error)})
         if "fetch" in note:
             assert self._taker is not None
-            self._taker.hear(note)
+            self._taker.handle_note(note)
         elif self._source is not None:
-            self._source.hear(note)
+            self._source.handle_note(note)
 
-    def _open(self, note: dict) -> None:
-        settings, memory = note["settings"], self._memory
+    def _open(self, order: OpenOrder) -> None:
+        settings, memory = order["settings"], self._memory
         memory.mirror_gib = settings["mirror_gib"]
         memory.mirror(self._pool)
         folder = Path(settings["socket_dir"]) if settings["socket_dir"] else None
@@ -80,13 +80,13 @@ class DeviceRank:
         address = Address(
             settings["listen_host"], settings["advertise_host"], folder or default_parent(), security, first_port
         )
-        self._source = RankSource(make, address, self._stream.note)
+        self._source = RankSource(make, address, self._stream.send_note)
         fetcher = Fetcher(
-            pool, bytes.fromhex(note["instance"]), note["epoch"], host_id, transports, numerics_class=note["numerics"],
-            socket_folder=folder, codec=convert_rows, digest=settings["digest"], is_strict=note["is_strict"],
+            pool, bytes.fromhex(order["instance"]), order["epoch"], host_id, transports, numerics_class=order["numerics"],
+            socket_folder=folder, codec=convert_rows, digest=settings["digest"], is_strict=order["is_strict"],
             security=security,
         )  # fmt: skip
-        self._taker = RankTaker(fetcher, self._stream.note)
+        self._taker = RankTaker(fetcher, self._stream.send_note)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 
-from baton.worker.ranks.notes import LocalStream
+from baton.worker.ranks.notes import LocalStream, PullOrder
 from kvtransfer.errors import PeerLost, of_status
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.destination import CommonProgress, Destination
@@ -52,7 +52,7 @@ class RankFetches:
         self._open: dict[int, asyncio.Queue[dict]] = {}
         self._is_gone = False
 
-    def hear(self, note: dict) -> None:
+    def handle_note(self, note: dict) -> None:
         """Take what the rank says of a fetch."""
         if (answers := self._open.get(note["fetch"])) is not None:
             answers.put_nowait(note)
@@ -63,18 +63,18 @@ class RankFetches:
         for answers in self._open.values():
             answers.put_nowait({"failed": [PeerLost.status, "a rank of this worker is gone"]})
 
-    async def fetch(self, order: dict, share: _Share) -> FetchReport:
+    async def fetch(self, order: PullOrder, share: _Share) -> FetchReport:
         """Let the rank pull. Raises what it failed with, and what `share` raises; as a Fetcher, nothing lands then."""
         if self._is_gone:
             raise PeerLost("a rank of this worker is gone")
         name, answers = next(self._ids), asyncio.Queue()
         self._open[name] = answers
-        self._stream.note({"fetch": name, "pull": order})
+        self._stream.send_note({"fetch": name, "pull": order})
         try:
             while "verified" in (heard := await answers.get()):
                 share.verified(heard["verified"])
         except BaseException:
-            self._stream.note({"fetch": name, "stop": True})
+            self._stream.send_note({"fetch": name, "stop": True})
             await _to_the_end(_ended(answers))
             raise
         finally:
@@ -95,18 +95,18 @@ class GroupFetcher:
         cached, reports = destination.num_cached_tokens, []
         progress = CommonProgress(1 + len(self._others), cached, destination.verified)
         own, *others = (_Share(destination, partial(progress.note, rank)) for rank in range(1 + len(self._others)))
-        order = {
+        order: PullOrder = {
             "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": cached,
             "blocks": list(destination.set_aside(decode_handle(handle).num_tokens)),
             "within_s": deadline - time.monotonic(),
         }  # fmt: skip
 
-        async def note(pull: Callable[[], Awaitable[FetchReport]]) -> None:
+        async def add_report(pull: Callable[[], Awaitable[FetchReport]]) -> None:
             reports.append(await pull())
 
         pulls = [partial(self._own.fetch, handle, ticket, own, deadline)]
         pulls += [partial(rank.fetch, order, share) for rank, share in zip(self._others, others, strict=True)]
-        await together([note(pull) for pull in pulls])
+        await together([add_report(pull) for pull in pulls])
         return FetchReport.merged(reports)
 
 

@@ -17,7 +17,7 @@ from kvtransfer.memory.reshard import Sharding
 class NoteStream(Protocol):
     """A way to another rank, for notes."""
 
-    def note(self, note: dict) -> None: ...
+    def send_note(self, note: dict) -> None: ...
 
 
 class KVRank(NamedTuple):

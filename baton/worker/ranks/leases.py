@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.worker.ranks.group import KVRank
+from baton.worker.ranks.notes import DeviceSettings, OpenOrder
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Endpoint, Part
 from kvtransfer.transfer.leases import CANCELLED, RELEASED
@@ -25,7 +26,7 @@ OPEN_S = 10.0  # for the ranks to open their ports
 
 
 @dataclass(slots=True)
-class _Spread:
+class _GroupLease:
     """One lease: the ranks where it lives, whether it lives here, and why the first one that gave it up did."""
 
     lease_id: bytes
@@ -34,7 +35,7 @@ class _Spread:
     ending: str = RELEASED  # nobody has
 
 
-class SpreadSource:
+class GroupSource:
     """A Source and those of the ranks, as Handoff uses one. Belongs to the event loop. Use `own` once it is made."""
 
     own: Source
@@ -44,19 +45,19 @@ class SpreadSource:
         self._ranks, self._on_over = ranks, on_over
         self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
-        self._leases: dict[Hashable, _Spread] = {}
+        self._leases: dict[Hashable, _GroupLease] = {}
         self._endpoints: list[asyncio.Future[tuple[Endpoint, ...]]] = []
 
-    async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: dict) -> None:
+    async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: DeviceSettings) -> None:
         """Let the ranks listen for takers. `settings`: for those that have none of their own (device.py). Raises OSError where one does not."""
-        opened = {
+        order: OpenOrder = {
             "instance": identity.instance.hex(), "epoch": identity.epoch, "model": identity.model_identity.hex(),
             "numerics": identity.numerics_class, "mint": self.mint_key.hex(), "ttl_s": ttl_s, "is_strict": is_strict,
             "settings": settings,
         }  # fmt: skip
         for rank in self._ranks:
             self._endpoints.append(asyncio.get_running_loop().create_future())
-            rank.stream.note({"open": opened})
+            rank.stream.send_note({"open": order})
         try:
             async with asyncio.timeout(OPEN_S):
                 await asyncio.gather(*self._endpoints)
@@ -80,7 +81,7 @@ class SpreadSource:
             lease_id=lease_id,
             states=states,
         )
-        self._leases[key] = _Spread(lease_id, set(self._givers))
+        self._leases[key] = _GroupLease(lease_id, set(self._givers))
         self._send_note(
             lease_id, "offer", blocks=[list(block) for block in blocks], num_tokens=num_tokens,
             span_hashes=[name.hex() for name in span_hashes], chain_parent=chain_parent.hex(),
@@ -104,10 +105,10 @@ class SpreadSource:
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
         self.own.advance(key, upto_token, upto_layer)
-        self._note_of(key, "advance", upto_token=upto_token, upto_layer=upto_layer)
+        self._send_note_of(key, "advance", upto_token=upto_token, upto_layer=upto_layer)
 
     def finish(self, key: Hashable) -> None:
-        self._note_of(key, "finish")
+        self._send_note_of(key, "finish")
         self.own.finish(key)
 
     def renew(self, lease_id: bytes) -> bool:
@@ -126,7 +127,7 @@ class SpreadSource:
         self._give_up(lease, ending)
         self._end_if_over(key)
 
-    def hear(self, index: int, note: dict) -> None:
+    def handle_note(self, index: int, note: dict) -> None:
         """Take what a rank says."""
         match note:
             case {"endpoints": endpoints}:
@@ -149,7 +150,7 @@ class SpreadSource:
     def _key_of(self, lease_id: bytes) -> Hashable | None:
         return next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
 
-    def _give_up(self, lease: _Spread, ending: str) -> None:
+    def _give_up(self, lease: _GroupLease, ending: str) -> None:
         if ending != RELEASED and lease.ending == RELEASED:
             lease.ending = ending
             self._send_note(lease.lease_id, "cancel")
@@ -160,13 +161,13 @@ class SpreadSource:
             del self._leases[key]
             self._on_over(key, lease.ending)
 
-    def _note_of(self, key: Hashable, what: str, **fields) -> None:
+    def _send_note_of(self, key: Hashable, what: str, **fields) -> None:
         if (lease := self._leases.get(key)) is not None:
             self._send_note(lease.lease_id, what, **fields)
 
     def _send_note(self, lease_id: bytes, what: str, **fields) -> None:
         for index in self._givers:
-            self._ranks[index].stream.note({what: lease_id.hex(), **fields})
+            self._ranks[index].stream.send_note({what: lease_id.hex(), **fields})
 
     def _joined(self, offer: Offer) -> Offer:
         """With the parts of the ranks in the handle."""

@@ -1,4 +1,5 @@
-"""Notes, JSON, between the event loops of a worker and of a rank of its host."""
+"""Notes, JSON, between the event loops of a worker and of a rank of its host, and what the larger ones have; leases.py and
+fetches.py say which notes there are. Bytes are written in hexadecimal."""
 
 import asyncio
 import json
@@ -6,11 +7,50 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypedDict
+
+from kvtransfer.layout import BlockRef
 
 MAX_NOTE_BYTES = 64 << 20  # blocks and names of the longest prompt
 END_S = 2.0  # for the other end to give up its ports
 
 log = logging.getLogger(__name__)
+
+
+class DeviceSettings(TypedDict):
+    """What a rank on a GPU of the worker's host must know of the worker's settings."""
+
+    transports: list[str]
+    listen_host: str
+    advertise_host: str | None
+    kv_port: int
+    mirror_gib: float | None
+    digest: str
+    socket_dir: str | None
+    tls: list[str] | None  # certificate, key and CA
+
+
+class OpenOrder(TypedDict):
+    """What the source of a rank is opened with."""
+
+    instance: str  # bytes
+    epoch: int
+    model: str  # bytes
+    numerics: str
+    mint: str  # bytes
+    ttl_s: float
+    is_strict: bool
+    settings: DeviceSettings
+
+
+class PullOrder(TypedDict):
+    """What a rank is to pull, and into which blocks."""
+
+    handle: str  # bytes
+    ticket: str  # bytes
+    num_cached_tokens: int
+    blocks: list[BlockRef]  # as [block_id, generation] where it arrives
+    within_s: float
 
 
 class LocalStream:
@@ -28,7 +68,7 @@ class LocalStream:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=MAX_NOTE_BYTES)
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="notes of a rank")
 
-    def note(self, note: dict) -> None:
+    def send_note(self, note: dict) -> None:
         """Send a note; it is lost where the other end is gone."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(json.dumps(note).encode() + b"\n")

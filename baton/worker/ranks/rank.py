@@ -144,8 +144,8 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     sharding = Sharding(layout, ((box,),), in_whole_pool=True)
     pool = LocalPool.of(region.memory, sharding, kernels=memory_kernels())
     make = partial(Source, pool, host_id=local_host_id(None), transports=transports, codec=convert_rows)
-    source = RankSource(make, address, stream.note)
-    stream.on_note = source.hear
+    source = RankSource(make, address, stream.send_note)
+    stream.on_note = source.handle_note
     try:
         await call.write(Ready.of(model).line().encode())
     except BROKEN:

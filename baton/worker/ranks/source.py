@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Hashable
 
 from baton.v1 import kv_pb2
+from baton.worker.ranks.notes import OpenOrder
 from kvtransfer.errors import KVError
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.leases import CANCELLED
@@ -21,14 +22,14 @@ log = logging.getLogger(__name__)
 class RankSource:
     """Belongs to the event loop."""
 
-    def __init__(self, make: Callable[..., Source], address: Address, note: Callable[[dict], None]):
-        """`make`: with what the worker tells as keywords, Source over this rank's pool; `note` tells the worker."""
-        self._make, self._address, self._note = make, address, note
+    def __init__(self, make: Callable[..., Source], address: Address, send_note: Callable[[dict], None]):
+        """`make`: with what the worker tells as keywords, Source over this rank's pool; `send_note` tells the worker."""
+        self._make, self._address, self._send_note = make, address, send_note
         self._generations: dict[int, int] = {}  # of blocks when they were last offered
         self._source: Source | None = None
         self._opening: asyncio.Task | None = None
 
-    def hear(self, note: dict) -> None:
+    def handle_note(self, note: dict) -> None:
         """Do what the worker tells."""
         if "open" in note:
             self._opening = asyncio.get_running_loop().create_task(self._open(note["open"]))
@@ -40,22 +41,22 @@ class RankSource:
         if self._source is not None:
             await self._source.stop()
 
-    async def _open(self, note: dict) -> None:
+    async def _open(self, order: OpenOrder) -> None:
         identity = SourceIdentity(
-            bytes.fromhex(note["instance"]), note["epoch"], bytes.fromhex(note["model"]), note["numerics"]
+            bytes.fromhex(order["instance"]), order["epoch"], bytes.fromhex(order["model"]), order["numerics"]
         )
         source = self._make(
             identity=identity, on_over=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
-            lease_ttl_s=note["ttl_s"], mint=TicketMint(bytes.fromhex(note["mint"])), is_strict=note["is_strict"],
+            lease_ttl_s=order["ttl_s"], mint=TicketMint(bytes.fromhex(order["mint"])), is_strict=order["is_strict"],
             grace_s=GRACE_S,
         )  # fmt: skip
         try:
             await source.start(self._address)
         except OSError as error:
-            self._note({"closed": str(error)})
+            self._send_note({"closed": str(error)})
             return
         self._source = source
-        self._note({"endpoints": [[each.transport, each.address, each.host_id] for each in source.endpoints()]})
+        self._send_note({"endpoints": [[each.transport, each.address, each.host_id] for each in source.endpoints()]})
 
     def _do(self, source: Source, note: dict) -> None:
         match note:
@@ -94,4 +95,4 @@ class RankSource:
 
     def _over(self, lease: Hashable, ending: str) -> None:
         assert isinstance(lease, bytes)
-        self._note({"over": lease.hex(), "ending": ending})
+        self._send_note({"over": lease.hex(), "ending": ending})

@@ -46,7 +46,7 @@ class JoinedStream:
         self.num_received = 0
         self.on_note: Callable[[dict], None] = lambda note: None  # in the event loop
 
-    def note(self, note: dict) -> None:
+    def send_note(self, note: dict) -> None:
         """Send a note; it is lost where the call has ended."""
         self._put([_NOTE + json.dumps(note).encode()])
 

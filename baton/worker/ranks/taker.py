@@ -8,16 +8,15 @@ from dataclasses import asdict
 from functools import partial
 
 from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
+from baton.worker.ranks.notes import PullOrder
 from kvtransfer.errors import DeviceHangs, KVError, TransferCancelled, TransferFailed
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
 
 log = logging.getLogger(__name__)
 
-Note = Callable[[dict], None]
 
-
-class _ToldBlocks:
+class _PreallocatedBlocks:
     """Blocks that the worker has set aside for a prompt whose layers keep no state."""
 
     def __init__(self, blocks: Sequence[BlockRef], num_cached_tokens: int, verified: Callable[[int], None]):
@@ -39,11 +38,11 @@ class _ToldBlocks:
 class RankTaker:
     """All fetches of one rank. Belongs to the event loop."""
 
-    def __init__(self, fetcher: Fetcher, note: Note):
-        self._fetcher, self._note = fetcher, note
+    def __init__(self, fetcher: Fetcher, send_note: Callable[[dict], None]):
+        self._fetcher, self._send_note = fetcher, send_note
         self._fetching: dict[int, asyncio.Task[FetchReport]] = {}
 
-    def hear(self, note: dict) -> None:
+    def handle_note(self, note: dict) -> None:
         """Begin a fetch, or give one up."""
         name = note["fetch"]
         if "pull" in note:
@@ -61,10 +60,10 @@ class RankTaker:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fetcher.close()
 
-    async def _fetch(self, name: int, order: dict) -> FetchReport:
+    async def _fetch(self, name: int, order: PullOrder) -> FetchReport:
         blocks = [BlockRef(*block) for block in order["blocks"]]
-        destination = _ToldBlocks(
-            blocks, order["num_cached_tokens"], lambda token: self._note({"fetch": name, "verified": token})
+        destination = _PreallocatedBlocks(
+            blocks, order["num_cached_tokens"], lambda token: self._send_note({"fetch": name, "verified": token})
         )
         handle, ticket = bytes.fromhex(order["handle"]), bytes.fromhex(order["ticket"])
         return await self._fetcher.fetch(handle, ticket, destination, time.monotonic() + order["within_s"])
@@ -72,11 +71,11 @@ class RankTaker:
     def _ended(self, name: int, task: asyncio.Task[FetchReport]) -> None:
         del self._fetching[name]
         if task.cancelled():
-            self._note({"fetch": name, "failed": [TransferCancelled.status, "given up"]})
+            self._send_note({"fetch": name, "failed": [TransferCancelled.status, "given up"]})
         elif (error := task.exception()) is None:
-            self._note({"fetch": name, "report": asdict(task.result())})
+            self._send_note({"fetch": name, "report": asdict(task.result())})
         else:
-            self._note({"fetch": name, "failed": [_status_of(error), str(error)]})
+            self._send_note({"fetch": name, "failed": [_status_of(error), str(error)]})
 
 
 def _status_of(error: BaseException) -> str:

@@ -77,8 +77,8 @@ async def group(monkeypatch):
     for each in pulling[1:]:
         own, theirs = map(LocalStream, socket.socketpair())
         others.append(RankFetches(own))
-        own.on_note, own.on_end = others[-1].hear, others[-1].lose
-        theirs.on_note = RankTaker(each, theirs.note).hear
+        own.on_note, own.on_end = others[-1].handle_note, others[-1].lose
+        theirs.on_note = RankTaker(each, theirs.send_note).handle_note
         streams.append(own)
         ends.append(theirs)
     for stream in (*streams, *ends):

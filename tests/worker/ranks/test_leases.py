@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from baton.worker.ranks.group import KVRank, gives, sharding_of
-from baton.worker.ranks.leases import SpreadSource
+from baton.worker.ranks.leases import GroupSource
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.reshard import Sharding
@@ -21,6 +21,7 @@ from kvtransfer.wire import Taker, decode_handle
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
 KEY, INSTANCE = "key", b"i" * 16
 TAKER = Taker(b"t" * 16, 2, LAYOUT, "exact")
+SETTINGS: Any = {}  # of which ranks on GPUs of the host have need
 
 
 @dataclass
@@ -29,11 +30,11 @@ class Rank:
 
     notes: list[dict] = field(default_factory=list)
 
-    def note(self, told: dict) -> None:
-        self.notes.append(told)
+    def send_note(self, note: dict) -> None:
+        self.notes.append(note)
 
     def was_told(self, what: str) -> bool:
-        return any(what in told for told in self.notes)
+        return any(what in note for note in self.notes)
 
 
 def of_heads(layout: KVLayout, degree: int) -> Sharding:
@@ -42,7 +43,7 @@ def of_heads(layout: KVLayout, degree: int) -> Sharding:
     return sharding_of(layout, config, cast(Any, None), 0)
 
 
-class Spread:
+class GroupHarness:
     """A lease on four ranks of two KV heads: the second one's are the first one's, the fourth one's the third one's."""
 
     def __init__(self):
@@ -51,19 +52,19 @@ class Spread:
         own = of_heads(LAYOUT, 4)
         boxes = gives(own)
         streams = [KVRank(rank, box) for rank, box in zip(self.ranks, boxes[1:], strict=True)]
-        self.source = SpreadSource(streams, lambda key, ending: self.endings.append(ending))
+        self.source = GroupSource(streams, lambda key, ending: self.endings.append(ending))
         self.own = self.source.own = Source(
             LocalPool.of(bytearray(8 * own.pool_layout.block_bytes), own),
             SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host", self.source.own_over,
             generations=lambda block: 0, transports=("tcp",), mint=TicketMint(self.source.mint_key),
         )  # fmt: skip
 
-    async def open(self) -> "Spread":
+    async def open(self) -> "GroupHarness":
         identity = self.own.identity
-        starting = asyncio.create_task(self.source.start(identity, 5.0, False, {}))
+        starting = asyncio.create_task(self.source.start(identity, 5.0, False, SETTINGS))
         await asyncio.sleep(0)
         for index in range(3):
-            self.source.hear(index, {"endpoints": [["tcp", f"rank:{index + 1}", "host"]]})
+            self.source.handle_note(index, {"endpoints": [["tcp", f"rank:{index + 1}", "host"]]})
         await starting
         offer = self.source.offer(KEY, [BlockRef(0, 0)], 16, [], b"p" * 32, TAKER)
         self.handle, self.lease = decode_handle(offer.handle), offer.lease_id
@@ -75,78 +76,78 @@ class Spread:
 
     def rank_ends(self, ending: str) -> None:
         """The third rank, which alone has the second head."""
-        self.source.hear(1, {"over": self.lease.hex(), "ending": ending})
+        self.source.handle_note(1, {"over": self.lease.hex(), "ending": ending})
 
 
 async def test_its_handle_names_each_head_once():
-    spread = await Spread().open()
-    assert [part.heads for part in spread.handle.parts] == [range(1), range(1, 2)]
-    assert [endpoint.address for part in spread.handle.parts[1:] for endpoint in part.endpoints] == ["rank:2"]
-    assert [rank.was_told("offer") for rank in spread.ranks] == [False, True, False]
-    assert all(rank.was_told("open") for rank in spread.ranks)
+    harness = await GroupHarness().open()
+    assert [part.heads for part in harness.handle.parts] == [range(1), range(1, 2)]
+    assert [endpoint.address for part in harness.handle.parts[1:] for endpoint in part.endpoints] == ["rank:2"]
+    assert [rank.was_told("offer") for rank in harness.ranks] == [False, True, False]
+    assert all(rank.was_told("open") for rank in harness.ranks)
 
 
 @pytest.mark.parametrize("first", ["own", "rank"])
 async def test_released_when_the_last_has_released_it(first):
-    spread = await Spread().open()
-    ends = [spread.own_ends, spread.rank_ends]
+    harness = await GroupHarness().open()
+    ends = [harness.own_ends, harness.rank_ends]
     for end in ends if first == "own" else reversed(ends):
-        assert not spread.endings
+        assert not harness.endings
         end(RELEASED)
-    assert spread.endings == [RELEASED] and not spread.ranks[1].was_told("cancel")
-    spread.source.cancel(KEY)
-    assert spread.endings == [RELEASED]
+    assert harness.endings == [RELEASED] and not harness.ranks[1].was_told("cancel")
+    harness.source.cancel(KEY)
+    assert harness.endings == [RELEASED]
 
 
 @pytest.mark.parametrize("how", ["cancel", EXPIRED])
 async def test_given_up_it_is_over_when_no_rank_serves_it_any_more(how):
     """Blocks that were someone else's by then could be confirmed by a rank that has not heard yet."""
-    spread = await Spread().open()
-    spread.source.cancel(KEY) if how == "cancel" else spread.own_ends(how)
-    assert spread.ranks[1].was_told("cancel") and not spread.endings
-    spread.rank_ends(CANCELLED)
-    assert spread.endings == [CANCELLED if how == "cancel" else EXPIRED]
+    harness = await GroupHarness().open()
+    harness.source.cancel(KEY) if how == "cancel" else harness.own_ends(how)
+    assert harness.ranks[1].was_told("cancel") and not harness.endings
+    harness.rank_ends(CANCELLED)
+    assert harness.endings == [CANCELLED if how == "cancel" else EXPIRED]
 
 
 async def test_a_rank_gives_it_up():
     """While the worker's own lives, and once that has been released."""
-    spread = await Spread().open()
-    spread.rank_ends(EXPIRED)
-    assert spread.endings == [EXPIRED] and spread.own.num_leases == 0
-    spread = await Spread().open()
-    spread.own_ends(RELEASED)
-    spread.rank_ends(EXPIRED)
-    assert spread.endings == [EXPIRED]
+    harness = await GroupHarness().open()
+    harness.rank_ends(EXPIRED)
+    assert harness.endings == [EXPIRED] and harness.own.num_leases == 0
+    harness = await GroupHarness().open()
+    harness.own_ends(RELEASED)
+    harness.rank_ends(EXPIRED)
+    assert harness.endings == [EXPIRED]
 
 
 async def test_cancelled_where_a_rank_alone_still_has_it():
-    spread = await Spread().open()
-    spread.own_ends(RELEASED)
-    spread.source.cancel(KEY)
-    assert spread.ranks[1].was_told("cancel") and not spread.endings
-    spread.rank_ends(RELEASED)  # it had everything when it heard
-    assert spread.endings == [CANCELLED]
+    harness = await GroupHarness().open()
+    harness.own_ends(RELEASED)
+    harness.source.cancel(KEY)
+    assert harness.ranks[1].was_told("cancel") and not harness.endings
+    harness.rank_ends(RELEASED)  # it had everything when it heard
+    assert harness.endings == [CANCELLED]
 
 
 async def test_offered_again_while_every_rank_has_it():
     """The ticket would be refused where it has been released."""
-    spread = await Spread().open()
-    offer = spread.source.offer_again(spread.lease, TAKER)
-    assert spread.ranks[1].notes[-1] == {"admit": spread.lease.hex(), "ticket": offer.ticket.hex()}
-    spread.rank_ends(RELEASED)
-    told, num_tickets = len(spread.ranks[1].notes), spread.own.num_tickets
+    harness = await GroupHarness().open()
+    offer = harness.source.offer_again(harness.lease, TAKER)
+    assert harness.ranks[1].notes[-1] == {"admit": harness.lease.hex(), "ticket": offer.ticket.hex()}
+    harness.rank_ends(RELEASED)
+    num_notes, num_tickets = len(harness.ranks[1].notes), harness.own.num_tickets
     with pytest.raises(LeaseExpired):
-        spread.source.offer_again(spread.lease, TAKER)
-    assert len(spread.ranks[1].notes) == told and spread.own.num_tickets == num_tickets
+        harness.source.offer_again(harness.lease, TAKER)
+    assert len(harness.ranks[1].notes) == num_notes and harness.own.num_tickets == num_tickets
     with pytest.raises(LeaseExpired):
-        spread.source.offer_again(b"unknown", TAKER)
+        harness.source.offer_again(b"unknown", TAKER)
 
 
 async def test_a_rank_that_cannot_listen():
-    spread = Spread()
-    starting = asyncio.create_task(spread.source.start(spread.own.identity, 5.0, False, {}))
+    harness = GroupHarness()
+    starting = asyncio.create_task(harness.source.start(harness.own.identity, 5.0, False, SETTINGS))
     await asyncio.sleep(0)
-    spread.source.hear(0, {"closed": "no KV sockets can be made in /nowhere"})
+    harness.source.handle_note(0, {"closed": "no KV sockets can be made in /nowhere"})
     with pytest.raises(OSError, match="no KV sockets can be made in /nowhere"):
         await starting
 
