@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from baton.engine.core.reproducible import fix_order_of_sums
-from baton.service import out_of_memory
+from baton.service import fatal
 from tests.support import pace
 from tests.support.faults.table import lines
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     config.stash[STDERR] = os.dup(2)
     # Where a worker ends the test's own process, what pytest has captured is lost with it.
-    out_of_memory.log.addHandler(logging.StreamHandler(os.fdopen(config.stash[STDERR], "w", closefd=False)))
+    fatal.log.addHandler(logging.StreamHandler(os.fdopen(config.stash[STDERR], "w", closefd=False)))
     pace.slowness()  # before pytest starts its workers, which inherit it
 
 

@@ -26,16 +26,16 @@ from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_details, start_line
 from baton.protocol import STAYS_AWAY
 from baton.service import progress
+from baton.service.fatal import (
+    exit_at_once,
+    exit_for_broken_engine,
+    exit_for_lost_device,
+    exit_for_lost_rank,
+    exit_if_out_of_memory,
+)
 from baton.service.net import server as grpc_server
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import (
-    leave,
-    leave_for_broken_engine,
-    leave_for_lost_device,
-    leave_for_lost_rank,
-    leave_if_exhausted,
-)
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -95,7 +95,7 @@ async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: async
     try:
         await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            leave("told to end before its model was loaded", logging.INFO, 0)
+            exit_at_once("told to end before its model was loaded", logging.INFO, 0)
         return reading.result()
     finally:
         stopping.cancel()
@@ -182,7 +182,7 @@ class Worker:
         )  # fmt: skip
         self.commands = Commands(lifecycle)
         bridge = ThreadBridge(asyncio.get_running_loop(), self.commands.on_outputs)
-        self._loop = EngineLoop(engine, bridge.put, leave_for_lost_device, leave_for_broken_engine)
+        self._loop = EngineLoop(engine, bridge.put, exit_for_lost_device, exit_for_broken_engine)
         self.sessions = Sessions(engine)
         self._drain = Drain(self.commands, self.sessions, settings.drain_grace_s)
         tables = Tables(engine, self.commands, transfer.holders, transfer.intake, transfer.source, self.sessions)
@@ -235,7 +235,7 @@ class Worker:
         exits.callback(self._memory.close)
         if (ranks := self.engine.ranks) is not None:
             exits.callback(ranks.close)
-            ranks.when_lost(leave_for_lost_rank)
+            ranks.when_lost(exit_for_lost_rank)
         exits.push_async_callback(self._transfer.stop)
         await self._transfer.start()
         adapters = self._add_services()
@@ -244,7 +244,7 @@ class Worker:
         self._loop.start()
         if gpus := exits.enter_context(watch_gpus(_devices_of(self.engine))):
             self._meters.watch_gpus(gpus)
-        self._run("reports", self._reports.run, on_failure=leave_if_exhausted)
+        self._run("reports", self._reports.run, on_failure=exit_if_out_of_memory)
         exits.push_async_callback(server.stop, STOP_GRACE_S)
         exits.callback(self._health.shut_down)
         exits.push_async_callback(self._admin.stop)

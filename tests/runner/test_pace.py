@@ -57,10 +57,10 @@ def test_what_no_limit_ends_is_named_and_the_others_run(tmp_path):
 
 
 ENDS = """
-from baton.service.out_of_memory import leave_for_lost_rank
+from baton.service.fatal import exit_for_lost_rank
 
 def test_lost():
-    leave_for_lost_rank("rank 1 stands still")
+    exit_for_lost_rank("rank 1 stands still")
 """
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from baton.engine.core.request import Key, Refusal
 from baton.engine.engine import Engine
+from baton.service.fatal import exit_for_lost_device, exit_if_out_of_memory
 from baton.service.logs import fields
-from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
 from baton.worker.legs.leg import Leg
 from baton.worker.wire import end_status
 from baton.worker.wire.end_status import Status
@@ -176,7 +176,7 @@ class Intake:
 
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), DeviceHangs):
-            leave_for_lost_device(str(error))  # before the blocks, which may still be written, are anyone's again
+            exit_for_lost_device(str(error))  # before the blocks, which may still be written, are anyone's again
         self._fetching.discard(task)
         self._engine.admission.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
@@ -208,7 +208,7 @@ class Intake:
             return None
         if not isinstance(error, (KVError, TimeoutError, Refusal)):
             log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
-            leave_if_exhausted(error)
+            exit_if_out_of_memory(error)
             return end_status.internal(error)  # whatever it is, no client has made the mistake
         return end_status.of_exception(error)
 

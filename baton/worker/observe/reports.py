@@ -7,10 +7,10 @@ import time
 from baton import tasks
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.service.fatal import exit_for_hung_device, exit_if_out_of_memory
 from baton.service.logs import fields
 from baton.service.net.server import Health
 from baton.service.observe.core_wait import CoreWait
-from baton.service.out_of_memory import leave_for_hung_device, leave_if_exhausted
 from baton.worker.observe.tables import Tables
 from baton.worker.session.commands import Commands
 from baton.worker.session.sessions import Sessions
@@ -76,14 +76,14 @@ class Reports:
         silent_s = self._silent_s
         is_hung = silent_s > HUNG_AFTER * self._patience_s and not self._is_compiling
         if is_hung and self._engine.pool.device.type == "cuda":
-            leave_for_hung_device(silent_s)
+            exit_for_hung_device(silent_s)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for name, work in (
                 ("loads", self._send_loads), ("index events", self._send_index), ("ledger watch", self._watch_ledger)
             ):  # fmt: skip
-                tasks.start(name, work, group=group, on_failure=leave_if_exhausted)
+                tasks.start(name, work, group=group, on_failure=exit_if_out_of_memory)
 
     async def _send_loads(self) -> None:
         while True:

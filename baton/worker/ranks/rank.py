@@ -29,9 +29,9 @@ from baton.engine.parallel.pipeline import PipelineFollower
 from baton.engine.ranks.build_digest import build_digest
 from baton.engine.ranks.process import Assignment, Ready
 from baton.engine.ranks.spawn import BEAT_S
+from baton.service.fatal import exit_at_once
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.net.server import until_stopped
-from baton.service.out_of_memory import leave
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -179,7 +179,7 @@ async def _read(reading: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(reading)
     except asyncio.CancelledError:
-        leave("told to end before its model was loaded", logging.INFO, 0)
+        exit_at_once("told to end before its model was loaded", logging.INFO, 0)
         raise
 
 

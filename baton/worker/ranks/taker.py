@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
+from baton.service.fatal import exit_for_lost_device, exit_if_out_of_memory
 from baton.worker.ranks.notes import PullOrder
 from kvtransfer.errors import DeviceHangs, KVError, TransferCancelled, TransferFailed
 from kvtransfer.layout import BlockRef
@@ -81,9 +81,9 @@ class RankTaker:
 def _status_of(error: BaseException) -> str:
     """Does not return where this process cannot go on."""
     if isinstance(error, DeviceHangs):
-        leave_for_lost_device(str(error))
+        exit_for_lost_device(str(error))
     if isinstance(error, KVError):
         return error.status
     log.error("a fetch failed", exc_info=error)
-    leave_if_exhausted(error)
+    exit_if_out_of_memory(error)
     return TransferFailed.status

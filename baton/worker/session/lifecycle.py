@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from baton.engine.core.request import Key, Refusal
 from baton.engine.engine import Engine
+from baton.service.fatal import exit_if_out_of_memory
 from baton.service.logs import fields
-from baton.service.out_of_memory import leave_if_exhausted
 from baton.worker.kv.handoff import Handoff
 from baton.worker.kv.intake import Intake
 from baton.worker.legs.leg import Leg, Owed
@@ -80,7 +80,7 @@ class Lifecycle:
             if event is LegEvent.STOP:
                 # Nothing can end it better: what it has out may stay so, but it is this leg alone.
                 log.exception("key not given back %s", fields(key=leg.key))
-                leave_if_exhausted(error)
+                exit_if_out_of_memory(error)
             elif isinstance(error, Refusal) and was_absent and not leg.owed:
                 self.happen(leg, LegEvent.REFUSED, error)
             else:
@@ -152,4 +152,4 @@ class Lifecycle:
         """Log what is no fault of a peer's. Does not return where the machine is out of memory."""
         if not isinstance(error, (ValueError, KVError, TimeoutError, Refusal)):
             log.exception("key failed %s", fields(key=leg.key, action=transition.action.__name__))
-            leave_if_exhausted(error)
+            exit_if_out_of_memory(error)

@@ -46,7 +46,7 @@ def offer(monkeypatch, num_tokens: int) -> None:
 async def test_blocks_that_a_copy_may_still_write_are_given_to_nobody(engine, error, leaves, monkeypatch):
     """The process ends before the engine hears that nothing can land any more."""
     left = []
-    monkeypatch.setattr(intake, "leave_for_lost_device", lambda why: left.append((why, engine.count("fetch_settled"))))
+    monkeypatch.setattr(intake, "exit_for_lost_device", lambda why: left.append((why, engine.count("fetch_settled"))))
     offer(monkeypatch, 64)
     leg, ends = make_leg(128), []
     Intake(engine, FailingFetcher(error)).begin(leg, b"", b"", lambda *end: ends.append(end))

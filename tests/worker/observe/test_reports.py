@@ -33,7 +33,7 @@ class ReportsHarness:
 @pytest.fixture
 def left(monkeypatch) -> list[float]:
     seconds: list[float] = []
-    monkeypatch.setattr(reports, "leave_for_hung_device", seconds.append)
+    monkeypatch.setattr(reports, "exit_for_hung_device", seconds.append)
     return seconds
 
 

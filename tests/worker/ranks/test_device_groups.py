@@ -177,7 +177,7 @@ def test_a_rank_that_is_lost_in_a_transfer(model, gpus, monkeypatch, prefill, de
     """Its worker says why it ends, the fetch ends there or here, and the other worker has all its blocks back."""
     monkeypatch.setenv("BATON_FAILPOINTS", f"{where}=kill@1")  # of the ranks: this process has begun without
     reasons: list[str] = []
-    monkeypatch.setattr("baton.worker.app.leave_for_lost_rank", reasons.append)
+    monkeypatch.setattr("baton.worker.app.exit_for_lost_rank", reasons.append)
 
     async def main():
         async with groups(gpus, model, prefill, decode, transports=("shm", "tcp"), lease_ttl_s=2.0) as (pair, _, _):

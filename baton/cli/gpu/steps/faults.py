@@ -18,13 +18,13 @@ import sys, time
 import torch
 from baton.cli.gpu.random_engine import RandomEngine
 from baton.engine.loop import EngineLoop
-from baton.service.out_of_memory import leave_for_lost_device
+from baton.service.fatal import exit_for_lost_device
 made = RandomEngine("bf16", torch.device("cuda", 0), (1, 256, 512, 4, 2, 64, 1000), max_num_seqs=2, context=256, chunk=128)
 def step():
     print(time.time(), flush=True)
     torch.zeros(1, device="cuda")[torch.tensor([9], device="cuda")].cpu()
 made.engine.step = step
-loop = EngineLoop(made.engine, print, leave_for_lost_device)
+loop = EngineLoop(made.engine, print, exit_for_lost_device)
 loop.start()
 time.sleep(20)
 sys.exit(3)

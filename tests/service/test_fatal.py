@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
+from baton.service.fatal import exit_for_lost_device, exit_if_out_of_memory
 
 
 def test_only_a_lack_of_memory_ends_the_worker(monkeypatch, caplog):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr("logging.shutdown", lambda: None)
-    leave_if_exhausted(RuntimeError("something else"))
+    exit_if_out_of_memory(RuntimeError("something else"))
     assert not ended and not caplog.records
-    leave_if_exhausted(MemoryError())
+    exit_if_out_of_memory(MemoryError())
     assert ended == [1]
     assert "--num-blocks" in caplog.records[-1].getMessage()
 
@@ -22,7 +22,7 @@ def test_a_lost_device_ends_the_worker(monkeypatch, caplog):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr("logging.shutdown", lambda: None)
-    leave_for_lost_device("CUDA error: an illegal memory access was encountered")
+    exit_for_lost_device("CUDA error: an illegal memory access was encountered")
     assert ended == [1] and "illegal memory access" in caplog.records[-1].getMessage()
 
 
@@ -32,7 +32,7 @@ def test_it_ends_though_nothing_can_be_logged(monkeypatch):
 
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr("baton.service.out_of_memory.log.log", refuse)
+    monkeypatch.setattr("baton.service.fatal.log.log", refuse)
     with pytest.raises(MemoryError):  # the process would be gone
-        leave_if_exhausted(MemoryError())
+        exit_if_out_of_memory(MemoryError())
     assert ended == [1]
