@@ -21,6 +21,7 @@ from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import gives, takes
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
@@ -58,46 +59,28 @@ class KVTransfer:
     ):
         """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a transport that
         this pool cannot have."""
-        host_id = local_host_id(settings.kv_socket_dir)
         self._settings, self._mirror_gib = settings, memory.mirror_gib
         self._transports = usable_transports(engine, settings)
-        security = kv_security(settings.tls, guard)
-        self.host_id = host_id
-        self._group = group = RankPools.of(engine)
-        self.layout, transports = group.sharding.layout, self._transports
+        self._security = kv_security(settings.tls, guard)
+        self.host_id = local_host_id(settings.kv_socket_dir)
+        self._group = RankPools.of(engine)
+        self.layout = self._group.sharding.layout
         self.gives, self.takes = [], []  # states on a GPU do not cross: such workers do not meet
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
             self.gives = gives(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
             self.takes = takes(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
         else:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
-        states = engine.ledger.states
         self.holders = Leaseholders()
-        self._group_source = GroupSource(group.ranks, self.holders.lease_over) if group.ranks else None
-        over, mint = self.holders.lease_over, None
-        if self._group_source is not None:
-            over, mint = self._group_source.own_over, TicketMint(self._group_source.mint_key)
-        if group.joined:
-            transports = [name for name in transports if CAPABILITIES[name].source_sends]
-        pool = memory.as_local_pool(group.sharding)
-        self.source = Source(
-            pool, identity, host_id, over, mint=mint, generations=engine.ledger.generation,
-            state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s, transports=transports,
-            codec=convert_rows, is_strict=settings.strict_numerics,
-        )  # fmt: skip
-        if self._group_source is not None:
-            self._group_source.own = self.source
+        self._group_source = GroupSource(self._group.ranks, self.holders.lease_over) if self._group.ranks else None
+        pool = memory.as_local_pool(self._group.sharding)
+        self.source = self._make_source(engine, pool, identity)
         self.handoff = Handoff(self._group_source or self.source, self.holders)
-        self._fetcher = Fetcher(
-            replace(pool, sharding=Sharding.whole(self.layout)) if group.joined else pool, identity.instance,
-            identity.epoch, host_id, transports, numerics_class=identity.numerics_class,
-            socket_folder=settings.kv_socket_dir, codec=convert_rows, digest=settings.kv_digest,
-            is_strict=settings.strict_numerics, security=security,
-        )  # fmt: skip
-        self._fetches = [RankFetches(stream) for stream in group.local]
+        self._fetcher = self._make_fetcher(pool, identity)
+        self._fetches = [RankFetches(stream) for stream in self._group.local]
         self.intake = Intake(engine, self._fetcher_into(engine))
         self._address = Address(
-            settings.listen_host, settings.advertise_host, settings.host_folder, security, settings.kv_port
+            settings.listen_host, settings.advertise_host, settings.host_folder, self._security, settings.kv_port
         )
 
     async def start(self) -> None:
@@ -123,6 +106,32 @@ class KVTransfer:
             self._fetcher.close()
             for stream in self._group.local:
                 await stream.stop()
+
+    def _make_source(self, engine: Engine, pool: LocalPool, identity: SourceIdentity) -> Source:
+        settings, group, states = self._settings, self._group_source, engine.ledger.states
+        source = Source(
+            pool, identity, self.host_id, self.holders.lease_over if group is None else group.own_over,
+            mint=None if group is None else TicketMint(group.mint_key), generations=engine.ledger.generation,
+            state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s,
+            transports=self._own_transports(), codec=convert_rows, is_strict=settings.strict_numerics,
+        )  # fmt: skip
+        if group is not None:
+            group.own = source
+        return source
+
+    def _make_fetcher(self, pool: LocalPool, identity: SourceIdentity) -> Fetcher:
+        if self._group.joined:  # all KV comes here, and goes on from here
+            pool = replace(pool, sharding=Sharding.whole(self.layout))
+        settings = self._settings
+        return Fetcher(
+            pool, identity.instance, identity.epoch, self.host_id, self._own_transports(),
+            numerics_class=identity.numerics_class, socket_folder=settings.kv_socket_dir, codec=convert_rows,
+            digest=settings.kv_digest, is_strict=settings.strict_numerics, security=self._security,
+        )  # fmt: skip
+
+    def _own_transports(self) -> list[str]:
+        """Return those of this process: beside ranks on other hosts, those whose source sends."""
+        return [name for name in self._transports if CAPABILITIES[name].source_sends or not self._group.joined]
 
     def _fetcher_into(self, engine: Engine) -> KVFetcher:
         """Return what brings KV to all ranks."""

@@ -107,44 +107,17 @@ async def _join(settings: RankSettings, channel: grpc.aio.Channel) -> None:
 
 
 async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStreamCall) -> None:
-    own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
-    await call.write(json.dumps(own).encode())
-    message = await call.read()
-    if not isinstance(message, bytes):
-        await call.code()  # it has ended; what it says is raised by `read` of a call that failed
-        raise NotJoined(f"{settings.leader} has closed the connection")
-    fields = json.loads(message)
-    if "refused" in fields:
-        raise NotJoined(f"the worker at {settings.leader} refuses this rank: {fields['refused']}")
+    message = await _handshake(settings, call)
     try:
-        if fields.get("build") != own["build"]:
-            raise ValueError(f"the worker runs another build of baton {own['version']}: install one on both hosts")
-        given = Assignment.parse(message.decode())
-        set_threads(settings.threads)
-        config = replace(given.config, model=settings.model, threads=torch.get_num_threads())
-        if given.identity != identity:
-            raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
-        model = await _read(partial(_load, config, given))
+        given, config, model = await _read_part(settings, identity, message)
     except (ModelError, ValueError) as error:
-        with suppress(
-            *BROKEN, TimeoutError
-        ):  # hung up on at once, the worker was seen to read the end of the call instead
-            await call.write(json.dumps({"error": str(error)}).encode())
-            await call.done_writing()
-            await asyncio.wait_for(call.code(), HEARD_S)
+        await _say_why(call, error)
         raise
     stream = JoinedStream()
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     assert given.stage is not None and config.num_blocks is not None
     region = Region.create(config.num_blocks * layout.block_bytes)  # room for all layers, in pages that come with use
-    security = _security(settings.access)
-    address = Address(settings.kv_host, security=security, first_port=settings.kv_first_port)
-    transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
-    box = Box(0, given.stage.layers, range(layout.groups[0].num_kv_heads))
-    sharding = Sharding(layout, ((box,),), in_whole_pool=True)
-    pool = LocalPool.of(region.memory, sharding, kernels=memory_kernels())
-    make = partial(Source, pool, host_id=local_host_id(None), transports=transports, codec=convert_rows)
-    source = RankSource(make, address, stream.send_note)
+    source = _make_source(settings, layout, given.stage.layers, region, stream)
     stream.on_note = source.handle_note
     try:
         await call.write(Ready.of(model).line().encode())
@@ -160,6 +133,54 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
         await asyncio.gather(carrying, return_exceptions=True)
         await source.stop()
     raise _left(settings)
+
+
+async def _handshake(settings: RankSettings, call: grpc.aio.StreamStreamCall) -> str:
+    """Say what this rank is, and return what the worker gives it. Raises NotJoined where it refuses."""
+    own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
+    await call.write(json.dumps(own).encode())
+    message = await call.read()
+    if not isinstance(message, bytes):
+        await call.code()  # it has ended; what it says is raised by `read` of a call that failed
+        raise NotJoined(f"{settings.leader} has closed the connection")
+    fields = json.loads(message)
+    if "refused" in fields:
+        raise NotJoined(f"the worker at {settings.leader} refuses this rank: {fields['refused']}")
+    return message.decode()
+
+
+async def _read_part(settings: RankSettings, identity: str, message: str) -> tuple[Assignment, EngineConfig, Model]:
+    """Read this rank's part of the model. Raises ModelError, and ValueError for an Assignment that it cannot take."""
+    if json.loads(message).get("build") != build_digest():
+        raise ValueError(f"the worker runs another build of baton {baton.__version__}: install one on both hosts")
+    given = Assignment.parse(message)
+    set_threads(settings.threads)
+    config = replace(given.config, model=settings.model, threads=torch.get_num_threads())
+    if given.identity != identity:
+        raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
+    return given, config, await _read(partial(_load, config, given))
+
+
+async def _say_why(call: grpc.aio.StreamStreamCall, error: Exception) -> None:
+    """Tell the worker why this rank ends, and wait until it has read that: hung up on at once, it was seen to read the end of the
+    call instead."""
+    with suppress(*BROKEN, TimeoutError):
+        await call.write(json.dumps({"error": str(error)}).encode())
+        await call.done_writing()
+        await asyncio.wait_for(call.code(), HEARD_S)
+
+
+def _make_source(
+    settings: RankSettings, layout: KVLayout, layers: range, region: Region, stream: JoinedStream
+) -> RankSource:
+    """Return what gives the KV of these layers to takers, once the worker opens it."""
+    security = _security(settings.access)
+    address = Address(settings.kv_host, security=security, first_port=settings.kv_first_port)
+    transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
+    box = Box(0, layers, range(layout.groups[0].num_kv_heads))
+    pool = LocalPool.of(region.memory, Sharding(layout, ((box,),), in_whole_pool=True), kernels=memory_kernels())
+    make = partial(Source, pool, host_id=local_host_id(None), transports=transports, codec=convert_rows)
+    return RankSource(make, address, stream.send_note)
 
 
 def _left(settings: RankSettings) -> NotJoined:
