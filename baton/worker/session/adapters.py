@@ -31,17 +31,17 @@ class LiveAdapters:
         self._turn = asyncio.Lock()
         root = engine.config.adapter_root
         self._records = None if root is None else AdapterRecords(root, engine.model_name, engine.model_identity)
-        self._noted: dict[str, str] = {}  # paths by name, of records that were followed
-        self._followed_away: set[str] = set()  # whose unloading was followed before this worker was asked for it
+        self._applied_paths: dict[str, str] = {}  # by name, of records that were followed
+        self._unloaded_by_record: set[str] = set()  # whose unloading was followed before this worker was asked for it
 
     async def restore(self) -> None:
         """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
         not held."""
         given = self._engine.adapters.listed()
-        await self._follow_records()
+        await self._apply_records()
         for name, identity in self._engine.adapters.listed().items():
             if given.get(name, identity) != identity:
-                details = fields(name=name, path=self._noted[name])
+                details = fields(name=name, path=self._applied_paths[name])
                 log.warning("an adapter that was loaded before replaces that of --adapter %s", details)
 
     async def catch_up(self) -> None:
@@ -50,7 +50,7 @@ class LiveAdapters:
         for pause_s in LOOKS_S:
             await asyncio.sleep(pause_s)
             async with self._turn:
-                await self._follow_records()
+                await self._apply_records()
         await asyncio.get_running_loop().create_future()
 
     async def load(self, name: str, path: str) -> bytes:
@@ -72,54 +72,54 @@ class LiveAdapters:
         """Return the error where it cannot be read, as nobody may be left to raise it to."""
         async with self._turn:
             try:
-                identity = await self._read(name, folder)
+                identity = await self._add(name, folder)
             except ModelError as error:
                 return error
-            if (path := await asyncio.to_thread(self._record, name, folder)) is not None:
-                self._noted[name] = path
+            if (path := await asyncio.to_thread(self._write_record, name, folder)) is not None:
+                self._applied_paths[name] = path
         return identity
 
     async def _unload(self, name: str) -> bool:
         async with self._turn:
-            was_recorded = await asyncio.to_thread(self._forget, name)
-            was_held = self._take_away(name) or name in self._followed_away
-            self._followed_away.discard(name)
+            was_recorded = await asyncio.to_thread(self._remove_record, name)
+            was_held = self._remove(name) or name in self._unloaded_by_record
+            self._unloaded_by_record.discard(name)
         return was_held or was_recorded
 
-    async def _follow_records(self) -> None:
-        """Read what is noted and was not, and take away what was and is no more."""
-        if (recorded := await asyncio.to_thread(self._recorded)) is None:
+    async def _apply_records(self) -> None:
+        """Add what is recorded and was not, and remove what was and is no more."""
+        if (recorded := await asyncio.to_thread(self._read_records)) is None:
             return
-        for name in self._noted.keys() - recorded.keys():
+        for name in self._applied_paths.keys() - recorded.keys():
             if self._records is not None and await asyncio.to_thread(self._records.is_gone, name):
-                self._take_away(name)
-                self._followed_away.add(name)
+                self._remove(name)
+                self._unloaded_by_record.add(name)
         for name, path in recorded.items():
-            if self._noted.get(name) == path:
+            if self._applied_paths.get(name) == path:
                 continue
             try:
-                await self._read(name, await asyncio.to_thread(self._checked, name, path))
-                self._noted[name] = path
+                await self._add(name, await asyncio.to_thread(self._checked, name, path))
+                self._applied_paths[name] = path
             except Exception as error:  # for want of memory, say: the worker serves the others
                 log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
 
-    def _take_away(self, name: str) -> bool:
+    def _remove(self, name: str) -> bool:
         """Return whether it was held."""
-        self._noted.pop(name, None)
+        self._applied_paths.pop(name, None)
         if was_held := self._engine.adapters.remove(name):
-            self._announce()
+            self._send_hello()
             log.info("adapter unloaded %s", fields(name=name))
         return was_held
 
-    async def _read(self, name: str, folder: Path) -> bytes:
-        """Read an adapter and tell of it. Raises ModelError."""
+    async def _add(self, name: str, folder: Path) -> bytes:
+        """Read an adapter and tell gateways of it. Raises ModelError."""
         identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
-        self._followed_away.discard(name)
-        self._announce()
+        self._unloaded_by_record.discard(name)
+        self._send_hello()
         log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
         return identity
 
-    def _recorded(self) -> dict[str, str] | None:
+    def _read_records(self) -> dict[str, str] | None:
         """Return paths by name; None: they cannot be looked at."""
         try:
             return {} if self._records is None else dict(self._records.read())
@@ -127,8 +127,8 @@ class LiveAdapters:
             log.error("adapters that were loaded before are not held %s", fields(error=error))
             return None
 
-    def _record(self, name: str, folder: Path) -> str | None:
-        """Return the path that is noted; None: none could be."""
+    def _write_record(self, name: str, folder: Path) -> str | None:
+        """Return the path that is recorded; None: none could be."""
         assert self._records is not None and self._engine.config.adapter_root is not None
         path = str(folder.relative_to(self._engine.config.adapter_root.resolve()))
         try:
@@ -138,7 +138,7 @@ class LiveAdapters:
             return None
         return path
 
-    def _forget(self, name: str) -> bool:
+    def _remove_record(self, name: str) -> bool:
         """Return whether there was a record of it, as far as can be seen."""
         try:
             return self._records is not None and self._records.forget(name)
@@ -165,7 +165,7 @@ class LiveAdapters:
             raise InvalidRequest("path", "is not below --adapter-root")
         return folder
 
-    def _announce(self) -> None:
+    def _send_hello(self) -> None:
         del self._hello.adapters[:]
         for name, identity in self._engine.adapters.listed().items():
             self._hello.adapters.add(name=name, identity=identity)

@@ -224,7 +224,7 @@ async def test_unloading_that_a_worker_followed_before_it_was_asked_is_done(root
     await first.adapters.load("bot", "a")
     await second.adapters.restore()
     await first.adapters.unload("bot")
-    await second.adapters._follow_records()
+    await second.adapters._apply_records()
     await second.adapters.unload("bot")
     with pytest.raises(NotFound):
         await second.adapters.unload("bot")
