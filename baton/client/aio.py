@@ -23,7 +23,7 @@ from baton.client.request import (
     make_tokenize_request,
     to_messages,
 )
-from baton.client.resuming import Received, make_resumable
+from baton.client.resuming import Received, ResumingStream, make_resumable
 from baton.client.retries import Addresses, Attempts, RetryPolicy
 from baton.v1 import inference_pb2 as pb
 
@@ -204,7 +204,7 @@ class AsyncClient:
             await pause(self._addresses, asyncio.Event(), pause_s)
 
 
-class AsyncStream(AsyncIterator[pb.GenerateResponse]):
+class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
     """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated. One that
     its reader leaves is cancelled."""
 
@@ -217,22 +217,11 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         resumes: bool,
     ):
         """Sends `request` at once. `metadata()`: that of each attempt."""
-        self._addresses, self._attempts, self._metadata = addresses, attempts, metadata
-        self._request = make_resumable(request) if resumes else request
-        self._received = Received(self._request) if resumes else None
+        super().__init__(request, attempts, resumes)
+        self._addresses, self._metadata = addresses, metadata
         self._cancelled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._index, self._call = self._open(self._request)
-
-    @property
-    def request_id(self) -> str:
-        """The name of the request; empty where the gateway draws it."""
-        return self._request.request_id
-
-    @property
-    def num_resumed(self) -> int:
-        """Return how often the stream broke and was taken up again."""
-        return self._attempts.num - 1
 
     def cancel(self) -> None:
         """End the request; its reader gets CANCELLED."""
@@ -257,10 +246,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
             if not isinstance(message, pb.GenerateResponse):
                 raise StopAsyncIteration
-            if self._received is None:
-                return message
-            self._attempts.progressed()
-            if self._received.take(message, is_resumed=self._attempts.num > 1):
+            if self._take(message):
                 return message
 
     async def __aenter__(self) -> Self:
@@ -284,14 +270,12 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
 
     async def _again(self, error: CallError) -> None:
         """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
-        pause_s = self._attempts.pause_s(error)
-        if self._received is None or not self._received.may_go_on(error):
-            raise error
+        rest, pause_s = self._rest_after(error)
         await pause(self._addresses, self._cancelled, pause_s)
         if self._cancelled.is_set():
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
-        self._index, self._call = self._open(self._received.rest())
+        self._index, self._call = self._open(rest)
 
 
 async def pause(addresses: "Addresses[AsyncMethods]", ended: asyncio.Event, pause_s: float) -> None:

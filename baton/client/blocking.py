@@ -22,7 +22,7 @@ from baton.client.request import (
     make_tokenize_request,
     to_messages,
 )
-from baton.client.resuming import Received, make_resumable
+from baton.client.resuming import Received, ResumingStream, make_resumable
 from baton.client.retries import Addresses, Attempts, RetryPolicy
 from baton.v1 import inference_pb2 as pb
 
@@ -194,7 +194,7 @@ class Client:
                 closed.wait(pause_s)
 
 
-class Stream(Iterator[pb.GenerateResponse]):
+class Stream(ResumingStream, Iterator[pb.GenerateResponse]):
     """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated."""
 
     def __init__(
@@ -206,21 +206,10 @@ class Stream(Iterator[pb.GenerateResponse]):
         resumes: bool,
     ):
         """Sends `request` at once. `metadata()`: that of each attempt."""
-        self._addresses, self._attempts, self._metadata = addresses, attempts, metadata
-        self._request = make_resumable(request) if resumes else request
-        self._received = Received(self._request) if resumes else None
+        super().__init__(request, attempts, resumes)
+        self._addresses, self._metadata = addresses, metadata
         self._cancelled = threading.Event()
         self._index, self._call = self._open(self._request)
-
-    @property
-    def request_id(self) -> str:
-        """The name of the request; empty where the gateway draws it."""
-        return self._request.request_id
-
-    @property
-    def num_resumed(self) -> int:
-        """Return how often the stream broke and was taken up again."""
-        return self._attempts.num - 1
 
     def cancel(self) -> None:
         """End the request, from any thread; its reader gets CANCELLED."""
@@ -237,10 +226,7 @@ class Stream(Iterator[pb.GenerateResponse]):
             except grpc.RpcError as raised:
                 self._again(read_call_error(raised))
                 continue
-            if self._received is None:
-                return message
-            self._attempts.progressed()
-            if self._received.take(message, is_resumed=self._attempts.num > 1):
+            if self._take(message):
                 return message
 
     def __enter__(self) -> Self:
@@ -255,14 +241,12 @@ class Stream(Iterator[pb.GenerateResponse]):
 
     def _again(self, error: CallError) -> None:
         """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
-        pause_s = self._attempts.pause_s(error)
-        if self._received is None or not self._received.may_go_on(error):
-            raise error
+        rest, pause_s = self._rest_after(error)
         with self._addresses.ending(self._cancelled):
             if self._cancelled.wait(pause_s):
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
-        self._index, self._call = self._open(self._received.rest())
+        self._index, self._call = self._open(rest)
         if self._cancelled.is_set():  # meanwhile, and it ended the stream before
             self._call.cancel()
 

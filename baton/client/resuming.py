@@ -4,6 +4,7 @@ import secrets
 import uuid
 
 from baton.client.errors import CallError
+from baton.client.retries import Attempts
 from baton.v1 import inference_pb2 as pb
 
 
@@ -62,3 +63,36 @@ class Received:
         self._begun = True
         self._ended[index] = self._ended[index] or message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         return True
+
+
+class ResumingStream:
+    """What the blocking stream and that of asyncio have in common: what has come of the answer, and when the rest is asked for."""
+
+    def __init__(self, request: pb.GenerateRequest, attempts: Attempts, resumes: bool):
+        self._attempts = attempts
+        self._request = make_resumable(request) if resumes else request
+        self._received = Received(self._request) if resumes else None
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request; empty where the gateway draws it."""
+        return self._request.request_id
+
+    @property
+    def num_resumed(self) -> int:
+        """Return how often the stream broke and was taken up again."""
+        return self._attempts.num - 1
+
+    def _take(self, message: pb.GenerateResponse) -> bool:
+        """Count a message; return whether it is for the caller."""
+        if self._received is None:
+            return True
+        self._attempts.progressed()
+        return self._received.take(message, is_resumed=self._attempts.num > 1)
+
+    def _rest_after(self, error: CallError) -> tuple[pb.GenerateRequest, float]:
+        """Return the request for the rest, and the pause before it. Raises `error` where that cannot help."""
+        pause_s = self._attempts.pause_s(error)
+        if self._received is None or not self._received.may_go_on(error):
+            raise error
+        return self._received.rest(), pause_s
