@@ -28,7 +28,7 @@ def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     leg.owed.add(Owed.ENGINE)
     leg.prefill_at = time.monotonic()
     leg.num_cached_tokens = acceptance.num_cached_tokens
-    ticketed = lifecycle.handoff.lease_prompt(leg, acceptance, taker, lifecycle.lease_over)
+    ticketed = lifecycle.handoff.lease_prompt(leg, acceptance, taker, lifecycle.lease_ended)
     leg.owed.add(Owed.LEASE)
     accepted = pb.Accepted(key=key_to_proto(leg.key), num_cached_tokens=acceptance.num_cached_tokens, **ticketed)
     leg.outbox.reply(pb.Event(accepted=accepted))

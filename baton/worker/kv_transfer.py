@@ -72,7 +72,7 @@ class KVTransfer:
         else:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
         self.holders = Leaseholders()
-        self._group_source = GroupSource(self._group.ranks, self.holders.lease_over) if self._group.ranks else None
+        self._group_source = GroupSource(self._group.ranks, self.holders.lease_ended) if self._group.ranks else None
         pool = memory.as_local_pool(self._group.sharding)
         self.source = self._make_source(engine, pool, identity)
         self.handoff = Handoff(self._group_source or self.source, self.holders)
@@ -110,7 +110,7 @@ class KVTransfer:
     def _make_source(self, engine: Engine, pool: LocalPool, identity: SourceIdentity) -> Source:
         settings, group, states = self._settings, self._group_source, engine.ledger.states
         source = Source(
-            pool, identity, self.host_id, self.holders.lease_over if group is None else group.own_over,
+            pool, identity, self.host_id, self.holders.lease_ended if group is None else group.own_lease_ended,
             mint=None if group is None else TicketMint(group.mint_key), generations=engine.ledger.generation,
             state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s,
             transports=self._own_transports(), codec=convert_rows, is_strict=settings.strict_numerics,

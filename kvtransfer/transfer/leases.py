@@ -3,7 +3,7 @@
     grant ──► alive ── advance(token, layer) ... finish ──┐
                 │  renew: until the first Want the gateway, then the takers' dialogues
                 ├── finished, taken by one, awaited by none ──► released ─┐
-                ├── cancel ───────────────────────────────────► cancelled ├──► on_over(key, ending), once
+                ├── cancel ───────────────────────────────────► cancelled ├──► on_lease_end(key, ending), once
                 └── no renewal for ttl ───────────────────────► expired ──┘    (released, if anyone has taken it)
 
 A lease has a fetch for each ticket. One that has not begun, or whose dialogue is open, is awaited; one whose taker is
@@ -138,9 +138,9 @@ class Lease:
 class LeaseTable:
     """All leases of a source. `clock`: monotonic seconds. One thread, the event loop's, calls everything here."""
 
-    def __init__(self, clock: Callable[[], float], on_over: Callable[[Hashable, str], None]):
+    def __init__(self, clock: Callable[[], float], on_lease_end: Callable[[Hashable, str], None]):
         self._clock = clock
-        self._on_over = on_over
+        self._on_lease_end = on_lease_end
         self._by_id: dict[bytes, Lease] = {}
         self._by_key: dict[Hashable, Lease] = {}
         self._news = asyncio.Event()  # of the next lease or ticket
@@ -260,11 +260,11 @@ class LeaseTable:
 
     def _end(self, lease: Lease, ending: str) -> None:
         if lease.ending:
-            return  # on_over may have come back here
+            return  # on_lease_end may have come back here
         lease.ending = ending
         del self._by_id[lease.lease_id], self._by_key[lease.key]
         lease.changed.set()
         try:
-            self._on_over(lease.key, ending)
+            self._on_lease_end(lease.key, ending)
         except Exception:
             log.exception("on_over(%s) failed", lease.key)  # the other leases still have to end

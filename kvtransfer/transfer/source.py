@@ -40,7 +40,7 @@ class Offer(NamedTuple):
 
 
 class Source:
-    """`on_over(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
+    """`on_lease_end(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`:
     converts between forms; without one only takers of the same form are served. `grace_s`: for which a ticket of
     another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
@@ -49,7 +49,7 @@ class Source:
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
 
     def __init__(
-        self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_over: Callable[[Hashable, str], None], *,
+        self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_lease_end: Callable[[Hashable, str], None], *,
         generations: Callable[[int], int], state_generations: Callable[[int], int] | None = None,
         lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", mint: TicketMint | None = None,
         codec: Codec | None = None, is_strict: bool = False, grace_s: float = 0.0,
@@ -58,13 +58,13 @@ class Source:
         self.identity = identity
         self.layout = pool.layout
         self.counters: Counter[str] = Counter()
-        self._on_over = on_over
+        self._on_lease_end = on_lease_end
         self._host_id = host_id
         self._pool = pool
         self._ttl_s = lease_ttl_s
         self._transports = allowed(transports)
         self._is_strict = is_strict
-        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), self._lease_over)
+        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), self._lease_ended)
         self._context = SourceContext(
             pool, identity.numerics_class, codec, self._leases, mint or TicketMint(),
             generations, state_generations or generations, self.counters, {}, grace_s,
@@ -199,6 +199,6 @@ class Source:
             await asyncio.sleep(min(0.25, self._ttl_s / 4))
             self._leases.expire()
 
-    def _lease_over(self, key: Hashable, ending: str) -> None:
+    def _lease_ended(self, key: Hashable, ending: str) -> None:
         self.counters["leases_expired"] += ending == EXPIRED
-        self._on_over(key, ending)
+        self._on_lease_end(key, ending)

@@ -16,7 +16,7 @@ from kvtransfer.transfer.leases import CANCELLED
 from kvtransfer.transfer.source import Offer
 from kvtransfer.wire import Taker, taker_from_proto
 
-OnOver = Callable[[Key, str], None]  # a key, and how its lease ended: released | cancelled | expired
+OnLeaseEnd = Callable[[Key, str], None]  # a key, and how its lease ended: released | cancelled | expired
 
 
 class Leaseholders:
@@ -24,8 +24,8 @@ class Leaseholders:
     once that the lease is over."""
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, tuple[Key, OnOver]] = {}  # by lease
-        self._guests: dict[Key, list[tuple[Leg, OnOver]]] = {}  # by owner
+        self._owners: dict[bytes, tuple[Key, OnLeaseEnd]] = {}  # by lease
+        self._guests: dict[Key, list[tuple[Leg, OnLeaseEnd]]] = {}  # by owner
 
     @property
     def num_owners(self) -> int:
@@ -35,32 +35,32 @@ class Leaseholders:
     def num_guests(self) -> int:
         return sum(map(len, self._guests.values()))
 
-    def add_owner(self, lease_id: bytes, key: Key, on_over: OnOver) -> None:
-        self._owners[lease_id] = key, on_over
+    def add_owner(self, lease_id: bytes, key: Key, on_lease_end: OnLeaseEnd) -> None:
+        self._owners[lease_id] = key, on_lease_end
 
-    def add_guest(self, lease_id: bytes, guest: Leg, on_over: OnOver) -> None:
+    def add_guest(self, lease_id: bytes, guest: Leg, on_lease_end: OnLeaseEnd) -> None:
         """Raises KeyError for a lease that has no owner."""
         owner, _ = self._owners[lease_id]
-        self._guests.setdefault(owner, []).append((guest, on_over))
+        self._guests.setdefault(owner, []).append((guest, on_lease_end))
 
-    def remove_guest(self, leg: Leg) -> OnOver | None:
+    def remove_guest(self, leg: Leg) -> OnLeaseEnd | None:
         """Return whom to tell; None for a leg that is no guest."""
         for guests in self._guests.values():
-            for place, (guest, on_over) in enumerate(guests):
+            for place, (guest, on_lease_end) in enumerate(guests):
                 if guest is leg:
                     del guests[place]
-                    return on_over
+                    return on_lease_end
         return None
 
-    def lease_over(self, key: Key, ending: str) -> None:
+    def lease_ended(self, key: Key, ending: str) -> None:
         """Tell the owner and the guests of a leg's lease, which the source has ended."""
-        callbacks = [on_over for owner, on_over in self._owners.values() if owner == key]
+        callbacks = [on_lease_end for owner, on_lease_end in self._owners.values() if owner == key]
         self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
         guests = self._guests.pop(key, [])
-        for on_over in callbacks:
-            on_over(key, ending)
-        for guest, on_over in guests:
-            on_over(guest.key, ending)
+        for on_lease_end in callbacks:
+            on_lease_end(key, ending)
+        for guest, on_lease_end in guests:
+            on_lease_end(guest.key, ending)
 
 
 class LeasingSource(Protocol):
@@ -79,11 +79,11 @@ class LeasingSource(Protocol):
 
 
 class Handoff:
-    """All leases that this worker gives. Belongs to the event loop. `on_over` of a lease is called once for each leg on
+    """All leases that this worker gives. Belongs to the event loop. `on_lease_end` of a lease is called once for each leg on
     it, in the source's words: released | cancelled | expired."""
 
     def __init__(self, source: LeasingSource, holders: Leaseholders):
-        """`holders.lease_over` is what `source` calls."""
+        """`holders.lease_ended` is what `source` calls."""
         self._source = source
         self._holders = holders
 
@@ -91,7 +91,9 @@ class Handoff:
         """Return the taker. Raises KVError for one that makes no sense."""
         return taker_from_proto(message)
 
-    def lease_prompt(self, leg: Leg, acceptance: Acceptance, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
+    def lease_prompt(
+        self, leg: Leg, acceptance: Acceptance, taker: Taker, on_lease_end: OnLeaseEnd
+    ) -> dict[str, bytes]:
         """Lease a prompt that is being prefilled: return lease_id, handle and ticket. What is cached is ready now.
         Raises KVError when the taker keeps KV otherwise."""
         request = leg.request
@@ -106,10 +108,10 @@ class Handoff:
             states=acceptance.states,
         )
         failpoints.hit("prefill.accepted")
-        return self._leased(leg, offer, on_over)
+        return self._leased(leg, offer, on_lease_end)
 
     def lease_chain(
-        self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker, on_over: OnOver
+        self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker, on_lease_end: OnLeaseEnd
     ) -> dict[str, bytes]:
         """Lease whole spans that are here already."""
         num_tokens = acceptance.num_cached_tokens
@@ -118,12 +120,12 @@ class Handoff:
             states=acceptance.states,
         )  # fmt: skip
         self._source.finish(leg.key)
-        return self._leased(leg, offer, on_over)
+        return self._leased(leg, offer, on_lease_end)
 
-    def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
+    def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_lease_end: OnLeaseEnd) -> dict[str, bytes]:
         """Lease what another leg has to one more taker; it ends with that leg's. Raises LeaseExpired, LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
-        self._holders.add_guest(lease_id, leg, on_over)
+        self._holders.add_guest(lease_id, leg, on_lease_end)
         return self._ticketed(leg, offer)
 
     def advance(self, leg: Leg, upto_token: int, upto_layer: int | None = None) -> None:
@@ -140,15 +142,15 @@ class Handoff:
             self._source.renew(lease_id)
 
     def cancel(self, leg: Leg) -> None:
-        """End a leg's part in a lease; `on_over` follows at once. Idempotent."""
-        if (on_over := self._holders.remove_guest(leg)) is not None:
+        """End a leg's part in a lease; `on_lease_end` follows at once. Idempotent."""
+        if (on_lease_end := self._holders.remove_guest(leg)) is not None:
             self._source.withdraw(leg.ticket)
-            on_over(leg.key, CANCELLED)
+            on_lease_end(leg.key, CANCELLED)
         else:
             self._source.cancel(leg.key)
 
-    def _leased(self, leg: Leg, offer: Offer, on_over: OnOver) -> dict[str, bytes]:
-        self._holders.add_owner(offer.lease_id, leg.key, on_over)
+    def _leased(self, leg: Leg, offer: Offer, on_lease_end: OnLeaseEnd) -> dict[str, bytes]:
+        self._holders.add_owner(offer.lease_id, leg.key, on_lease_end)
         return self._ticketed(leg, offer)
 
     @staticmethod

@@ -40,9 +40,9 @@ class GroupSource:
 
     own: Source
 
-    def __init__(self, ranks: Sequence[KVRank], on_over: Callable[[Hashable, str], None]):
-        """`ranks`: in order of what they have; `on_over(key, ending)`: exactly once per lease, when it is over everywhere."""
-        self._ranks, self._on_over = ranks, on_over
+    def __init__(self, ranks: Sequence[KVRank], on_lease_end: Callable[[Hashable, str], None]):
+        """`ranks`: in order of what they have; `on_lease_end(key, ending)`: exactly once per lease, when it is over everywhere."""
+        self._ranks, self._on_lease_end = ranks, on_lease_end
         self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
         self._leases: dict[Hashable, _GroupLease] = {}
@@ -120,7 +120,7 @@ class GroupSource:
         if (lease := self._leases.get(key)) is not None:
             self._give_up(lease, CANCELLED)
 
-    def own_over(self, key: Hashable, ending: str) -> None:
+    def own_lease_ended(self, key: Hashable, ending: str) -> None:
         """The worker's own lease is over."""
         lease = self._leases[key]
         lease.is_here = False
@@ -135,9 +135,9 @@ class GroupSource:
             case {"closed": why}:
                 self._endpoints[index].set_exception(OSError(why))
             case {"over": lease_id, "ending": ending}:
-                self._over(bytes.fromhex(lease_id), index, ending)
+                self._ended_on_rank(bytes.fromhex(lease_id), index, ending)
 
-    def _over(self, lease_id: bytes, index: int, ending: str) -> None:
+    def _ended_on_rank(self, lease_id: bytes, index: int, ending: str) -> None:
         key = self._key_of(lease_id)
         if (lease := self._leases.get(key)) is None:
             return
@@ -159,7 +159,7 @@ class GroupSource:
         lease = self._leases.get(key)
         if lease is not None and not lease.is_here and not lease.ranks:
             del self._leases[key]
-            self._on_over(key, lease.ending)
+            self._on_lease_end(key, lease.ending)
 
     def _send_note_of(self, key: Hashable, what: str, **fields) -> None:
         if (lease := self._leases.get(key)) is not None:

@@ -46,7 +46,7 @@ class RankSource:
             bytes.fromhex(order["instance"]), order["epoch"], bytes.fromhex(order["model"]), order["numerics"]
         )
         source = self._make(
-            identity=identity, on_over=self._over, generations=lambda block_id: self._generations.get(block_id, -1),
+            identity=identity, on_lease_end=self._lease_ended, generations=lambda block_id: self._generations.get(block_id, -1),
             lease_ttl_s=order["ttl_s"], mint=TicketMint(bytes.fromhex(order["mint"])), is_strict=order["is_strict"],
             grace_s=GRACE_S,
         )  # fmt: skip
@@ -88,11 +88,11 @@ class RankSource:
             )
         except (KVError, ValueError) as error:  # of what the worker's own source has taken
             log.error("a lease cannot be given: %s", error)
-            self._over(lease, CANCELLED)
+            self._lease_ended(lease, CANCELLED)
             return
         source.admit(lease, bytes.fromhex(note["ticket"]))
         source.withdraw(own.ticket)
 
-    def _over(self, lease: Hashable, ending: str) -> None:
+    def _lease_ended(self, lease: Hashable, ending: str) -> None:
         assert isinstance(lease, bytes)
         self._send_note({"over": lease.hex(), "ending": ending})

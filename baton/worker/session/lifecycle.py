@@ -130,7 +130,7 @@ class Lifecycle:
         else:
             self.happen(leg, LegEvent.FETCH_FAILED, outcome)
 
-    def lease_over(self, key: Key, ending: str) -> None:
+    def lease_ended(self, key: Key, ending: str) -> None:
         """Note that the takers of a leg's lease have all they wanted, or never will; `ending` in the source's words."""
         leg = self.legs.get(key)
         if leg is not None and Owed.LEASE in leg.owed:

@@ -28,13 +28,13 @@ def offer(lifecycle: Lifecycle, leg: Leg, message: pb.Offer) -> None:
         leg.num_matched_tokens = acceptance.num_cached_tokens
         lifecycle.stop(leg, end_status.OK)
         return
-    _reply_offered(leg, lifecycle.handoff.lease_chain(leg, acceptance, hashes, taker, lifecycle.lease_over))
+    _reply_offered(leg, lifecycle.handoff.lease_chain(leg, acceptance, hashes, taker, lifecycle.lease_ended))
 
 
 def _offer_again(lifecycle: Lifecycle, leg: Leg, lease_id: bytes, taker: Taker) -> None:
     """Offer a lease that another leg has here to one more taker."""
     try:
-        ticketed = lifecycle.handoff.lease_again(leg, lease_id, taker, lifecycle.lease_over)
+        ticketed = lifecycle.handoff.lease_again(leg, lease_id, taker, lifecycle.lease_ended)
     except LeaseExpired:
         leg.num_matched_tokens = 0
         lifecycle.stop(leg, end_status.OK)

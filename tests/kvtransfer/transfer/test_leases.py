@@ -126,7 +126,7 @@ def test_cancel_wakes_the_dialogue():
 def test_on_over_may_come_back():
     table = Table()
     table.lease()
-    table._on_over = lambda key, ending: (table.released.append(key), table.cancel(key))
+    table._on_lease_end = lambda key, ending: (table.released.append(key), table.cancel(key))
     table.cancel("k")
     assert table.released == ["k"]
 

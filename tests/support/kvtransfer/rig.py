@@ -152,7 +152,7 @@ class Rig:
             for region, each, gpu, room in zip(self.regions, (shape, self.taker_layout), self.gpus, self.rooms)
         ]
         self.source = FaultySource(
-            self.pools[0], IDENTITY, local_host_id(source_folder), self.on_over,
+            self.pools[0], IDENTITY, local_host_id(source_folder), self.on_lease_end,
             generations=self.generation.__getitem__, state_generations=self.state_generation.__getitem__,
             lease_ttl_s=ttl_s, transports=("auto", *self.transports),
         )  # fmt: skip
@@ -161,7 +161,7 @@ class Rig:
         self.source_ids = rng.permutation(NUM_BLOCKS)
         self.taker_ids = rng.permutation(NUM_BLOCKS)
 
-    def on_over(self, key, ending: str) -> None:
+    def on_lease_end(self, key, ending: str) -> None:
         self.released.append(key)
         self.endings[key] = ending
 

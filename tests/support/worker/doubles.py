@@ -7,7 +7,7 @@ import decode_worker.states
 import prefill_worker.states
 from baton.engine.core.request import Acceptance, Key, RequestEnded
 from baton.v1 import worker_pb2 as pb
-from baton.worker.kv.handoff import OnOver
+from baton.worker.kv.handoff import OnLeaseEnd
 from baton.worker.session.commands import Commands
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.session.table import join_tables
@@ -52,23 +52,23 @@ class HandoffDouble:
     def __init__(self):
         self.leased: set[Key] = set()
         self.calls: list[tuple] = []
-        self._on_over: dict[Key, OnOver] = {}
+        self._on_lease_end: dict[Key, OnLeaseEnd] = {}
 
     def taker_of(self, message):
         return message
 
-    def lease_prompt(self, leg, acceptance, taker, on_over):
+    def lease_prompt(self, leg, acceptance, taker, on_lease_end):
         self.leased.add(leg.key)
-        self._on_over[leg.key] = on_over
+        self._on_lease_end[leg.key] = on_lease_end
         return {"lease_id": LEASE_ID, "handle": b"handle", "ticket": b"ticket"}
 
-    def lease_chain(self, leg, acceptance, hashes, taker, on_over):
-        return self.lease_prompt(leg, acceptance, taker, on_over)
+    def lease_chain(self, leg, acceptance, hashes, taker, on_lease_end):
+        return self.lease_prompt(leg, acceptance, taker, on_lease_end)
 
-    def lease_again(self, leg, lease_id, taker, on_over):
+    def lease_again(self, leg, lease_id, taker, on_lease_end):
         if lease_id != LEASE_ID:
             raise LeaseExpired("no such lease")
-        return self.lease_prompt(leg, None, taker, on_over)
+        return self.lease_prompt(leg, None, taker, on_lease_end)
 
     def cancel(self, leg):
         self.calls.append(("cancel", leg.key))
@@ -77,7 +77,7 @@ class HandoffDouble:
     def end(self, key, ending="released"):
         if key in self.leased:
             self.leased.remove(key)
-            self._on_over[key](key, ending)
+            self._on_lease_end[key](key, ending)
 
     def __getattr__(self, name):
         return lambda leg, *args: self.calls.append((name, leg.key))

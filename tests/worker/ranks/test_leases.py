@@ -55,7 +55,7 @@ class GroupHarness:
         self.source = GroupSource(streams, lambda key, ending: self.endings.append(ending))
         self.own = self.source.own = Source(
             LocalPool.of(bytearray(8 * own.pool_layout.block_bytes), own),
-            SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host", self.source.own_over,
+            SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host", self.source.own_lease_ended,
             generations=lambda block: 0, transports=("tcp",), mint=TicketMint(self.source.mint_key),
         )  # fmt: skip
 
