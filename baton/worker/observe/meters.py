@@ -51,7 +51,9 @@ class WorkerMeters:
         self._preemptions = metrics.counter("baton_preemptions", "sequences preempted for lack of blocks")()
         metrics.collect(
             Gauge("baton_sequences_running", "sequences in the batch", lambda: engine.load_report().num_running),
-            Gauge("baton_sequences_waiting", "sequences that wait for blocks", lambda: engine.load_report().num_waiting),
+            Gauge(
+                "baton_sequences_waiting", "sequences that wait for blocks", lambda: engine.load_report().num_waiting
+            ),
             Gauge("baton_batch_size", "sequences in the last step", lambda: engine.last_batch_size),
             Gauge("baton_kv_blocks", "KV blocks, by holder", lambda: engine.load_report().blocks_by_holder, "holder"),
             Gauge("baton_memory_bytes", "memory, by use", self._memory, "kind"),

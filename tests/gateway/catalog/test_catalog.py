@@ -177,7 +177,10 @@ async def test_a_full_queue_of_one_model_is_no_others(serving):
         await c.until(lambda: len(c.gateway.catalog.versions[0].pipeline.queues))
         assert await generate(c, model="b", max_tokens=2)
         text = c.gateway.meters.exposition().body.decode()
-        assert 'baton_requests_waiting{model_name="a"} 1.0' in text and 'baton_requests_waiting{model_name="b"} 0.0' in text
+        assert (
+            'baton_requests_waiting{model_name="a"} 1.0' in text
+            and 'baton_requests_waiting{model_name="b"} 0.0' in text
+        )
         c.of["a"].refusals = []
         assert await waiting
 
