@@ -80,7 +80,7 @@ def span_names() -> set[str]:
     found = set()
     for path in SPANS[:2]:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Call) and _called(node) in ("_emit", "_draw_child"):
+            if isinstance(node, ast.Call) and _called(node) in ("_emit_span", "_emit_child"):
                 names = (arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant))
                 found.update(name for name in names if isinstance(name, str))
     return found
