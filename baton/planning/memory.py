@@ -139,7 +139,7 @@ def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: For
     kernels, others = held.kernel_bytes, held.other_bytes
     step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)
     if on_cpu:
-        num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_len)
+        num_blocks = config.num_blocks or default_num_blocks(layout, config, max_len)
         plan = MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, 0)
         if plan.total_bytes > device.memory_bytes:
             raise ValueError(

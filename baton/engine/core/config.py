@@ -22,7 +22,7 @@ ALL_REDUCES = ("exact", "fast")
 MAX_NUMBER = (1 << 31) - 1  # of any setting: kernels and messages have 32 bits for most
 MAX_BLOCK_SIZE = 1 << 16  # that the wire of KV can name
 MAX_POOL_BYTES = 4 << 30
-# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it.
+# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it. More divide what two have.
 POOL_SHARE = 0.125
 
 
@@ -56,6 +56,9 @@ class EngineConfig:
         "KV blocks in the pool (default: enough for the largest batch, within an eighth of the memory, of the host or the "
         "container, and 4 GiB; on a GPU what is left of its share)",
         None,
+    )
+    workers_per_host: int = _knob(
+        "workers on CPUs that share the memory: by default the KV of more than two takes as much as that of two", 1
     )
     # None: two for each sequence, within a share of the memory
     num_states: int | None = _knob(
@@ -151,7 +154,7 @@ class EngineConfig:
             raise ValueError(f"checkpoint_tokens {self.checkpoint_tokens}: must be a multiple of {SPAN_TOKENS}")
         if self.num_states is not None and self.num_states < 2:
             raise ValueError(f"num_states {self.num_states}: must be at least 2, a sequence's and a checkpoint")
-        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads", "workers_per_gpu"):
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads", "workers_per_gpu", "workers_per_host"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} {value}: must be at least 1")
         if self.max_model_len == 1:
@@ -267,7 +270,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if max_model_len > spec.longest_context:
         raise ValueError(f"max_model_len {max_model_len}: the model's context is {spec.longest_context}")
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
-    num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
+    num_blocks = config.num_blocks or default_num_blocks(layout, config, max_model_len)
     if num_blocks * config.block_size < max_model_len:
         if config.max_model_len is not None:
             needed = layout.num_blocks(max_model_len)
@@ -283,16 +286,17 @@ def _num_states(config: EngineConfig, layout: KVLayout) -> int | None:
         if config.num_states is not None:
             raise ValueError(f"num_states {config.num_states}: no layer of this model keeps a state; leave it out")
         return None
-    return config.num_states or max(2, min(2 * config.max_num_seqs, _pool_budget() // layout.state_bytes))
+    return config.num_states or max(2, min(2 * config.max_num_seqs, _pool_budget(config) // layout.state_bytes))
 
 
-def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) -> int:
+def default_num_blocks(layout: KVLayout, config: EngineConfig, max_model_len: int) -> int:
     """Whole contexts for all sequences, or what the memory budget holds."""
-    most = max_num_seqs * layout.num_blocks(max_model_len)
+    most = config.max_num_seqs * layout.num_blocks(max_model_len)
     if not layout.block_bytes:  # no layer has KV: blocks are names
         return most
-    return max(1, min(most, _pool_budget() // layout.block_bytes))
+    return max(1, min(most, _pool_budget(config) // layout.block_bytes))
 
 
-def _pool_budget() -> int:
-    return min(int(system.memory_limit() * POOL_SHARE), MAX_POOL_BYTES)
+def _pool_budget(config: EngineConfig) -> int:
+    share = POOL_SHARE * min(1, 2 / config.workers_per_host)
+    return min(int(system.memory_limit() * share), MAX_POOL_BYTES)

@@ -111,6 +111,20 @@ async def test_a_role_on_the_cpu_takes_none(monkeypatch, tmp_path):
     assert not any("--workers-per-gpu" in argv for argv, _ in found)
 
 
+async def test_workers_on_cpus_are_told_how_many_divide_the_memory(monkeypatch, tmp_path):
+    """Those of the first start, and one that is started later with all that are there by then; none on a GPU is."""
+    started = []
+    show(monkeypatch, "", OLD)
+    monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append(argv))
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 3, (), 3)
+    await launcher.start("prefill", 1)
+    await launcher.start("decode", 3)
+    launcher._ports.release_all()
+    told = [argv[argv.index("--workers-per-host") + 1] for argv in started]
+    assert told == ["3", "3", "3", "4"]
+    assert not any("--workers-per-host" in argv for argv, _ in await programs(monkeypatch, tmp_path, "0"))
+
+
 async def test_workers_on_the_cpu_of_a_machine_with_an_old_gpu_are_not_bounded_by_it(monkeypatch, tmp_path):
     show(monkeypatch, None, OLD)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)

@@ -16,12 +16,23 @@ from tests.support.process import ROOT
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("limit, wanted", [(64 * MIB, 8 * MIB), (1 << 50, config.MAX_POOL_BYTES)])
-def test_a_pool_is_an_eighth_of_what_the_container_may_have(monkeypatch, limit, wanted):
-    """Not of the machine: a container is ended for what it takes beyond its limit."""
+@pytest.mark.parametrize(
+    "limit, num_workers, wanted",
+    [
+        (64 * MIB, 1, 8 * MIB),
+        (64 * MIB, 2, 8 * MIB),
+        (64 * MIB, 8, 2 * MIB),
+        (1 << 50, 1, config.MAX_POOL_BYTES),
+    ],
+)
+def test_a_pool_is_an_eighth_of_what_the_container_may_have(monkeypatch, limit, num_workers, wanted):
+    """Not of the machine: a container is ended for what it takes beyond its limit. Of more than two workers all have a quarter."""
     monkeypatch.setattr(system, "memory_limit", lambda: limit)
     layout = read_spec(ROOT / "demo" / "target").kv_layout("bf16", 32)
-    assert config.default_num_blocks(layout, 100_000, 2048) == wanted // layout.block_bytes
+    settings = EngineConfig(
+        Path("m"), max_num_seqs=100_000, max_num_batched_tokens=200_000, workers_per_host=num_workers
+    )
+    assert config.default_num_blocks(layout, settings, 2048) == wanted // layout.block_bytes
 
 
 @pytest.mark.parametrize(

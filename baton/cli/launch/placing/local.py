@@ -37,7 +37,7 @@ class LocalLauncher:
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
-        self._num_left = num_first  # of the first
+        self._num_first = self._num_left = num_first
         self._board, self._ports = WorkerBoard(), HeldPorts()
         self.gpus = GpuSlots(visible_gpus() if {*ROLES} - {*cpu_roles} else [], num_on_gpus)
         self._kept: dict[str, _Kept] = {}
@@ -84,12 +84,19 @@ class LocalLauncher:
             raise LaunchError(f"{needs}all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
         is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
         name = self._board.new_name(role)
-        own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
+        if share is None:
+            own = ["--workers-per-host", str(max(self._num_first, self._num_on_cpus + 1))]
+        else:
+            own = ["--workers-per-gpu", str(share.num_workers)] if share.num_workers > 1 else []
         program = self._next_program(role)
         argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
         self._board.add(PlacedWorker(name, role, "starting", address, "this machine", model=program.model_name))
         keeper = Keeper(name, argv, share.env if share else {}, partial(self._note, name))
         self._kept[name] = _Kept(keeper, address, share, program.drain_s.get(role, DRAIN_S))
+
+    @property
+    def _num_on_cpus(self) -> int:
+        return sum(kept.share is None for kept in self._kept.values())
 
     def _next_program(self, role: str) -> WorkerProgram:
         num_of = Counter(each.model for each in self._board.list() if each.role == role and each.stays)

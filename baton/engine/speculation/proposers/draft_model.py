@@ -269,7 +269,7 @@ def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
     )  # fmt: skip
     draft = load_model(own, model.device)
     layout = KVLayout((draft.kv_group(own.kv_dtype, own.block_size),))
-    pool = KVPool(layout, default_num_blocks(layout, config.max_num_seqs, context), device=model.device)
+    pool = KVPool(layout, default_num_blocks(layout, config, context), device=model.device)
     return DraftModel(draft, pool, own, sum(file.stat().st_size for file in weight_files(folder)))
 
 
