@@ -1,5 +1,6 @@
 """The device that an engine computes on: found, or refused with the reason; how much of its memory the pool gets."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import Tensor
 from baton import system
 from baton.engine import native
 from baton.engine.core import cpu
-from baton.engine.core.config import DEVICES, MIN_CAPABILITY, EngineConfig
+from baton.engine.core.config import DEVICES, MIN_CAPABILITY, POOL_SHARE, EngineConfig
 
 UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
@@ -22,7 +23,10 @@ SMALLER = {
     "fp8": 0.53, "int8": 0.53, "int8-weight-only": 0.53, "int4-g32": 0.4, "int4-g64": 0.34, "int4-g128": 0.31,
 }  # fmt: skip
 MAX_THREADS_A_CORE = 16
+PROCESS_BYTES = 200 << 20  # of a worker on a CPU beside weights and KV: seen with the demo model
 ADVISED = ("fp8", "int8", "int4-g128")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,23 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
         f"the model's weights take {taken / GIB:.1f} GiB, the GPU has {memory.free / GIB:.1f} GiB free of "
         f"{memory.total / GIB:.1f} and {utilization:g} of it may be used; {advice}"
     )
+
+
+def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int) -> None:
+    """Raise ValueError where a pool in host memory, whose pages come as they are used, can never be filled beside the weights; log
+    a warning where the workers of this host can take more than there is. A pool of the default size is never refused: weights
+    may be mapped."""
+    memory = system.memory_limit()
+    if pool_bytes > max(memory - weight_bytes, 2 * POOL_SHARE * memory):  # KV and states have a share each
+        raise ValueError(
+            f"num_blocks: {pool_bytes / GIB:.1f} GiB of KV and {weight_bytes / GIB:.1f} GiB of weights do not fit in the "
+            f"{memory / GIB:.1f} GiB of this host or container; give fewer, or it a larger limit"
+        )
+    if (most := num_workers * (pool_bytes + weight_bytes + PROCESS_BYTES)) > memory:
+        logger.warning(
+            "memory may run out: %d workers may take %.1f GiB, and this host or container has %.1f; give fewer workers or "
+            "--num-blocks, --quantization int8, or a larger limit", num_workers, most / GIB, memory / GIB,
+        )  # fmt: skip
 
 
 def pool_room(memory: Memory, utilization: float, step_bytes: int) -> int:

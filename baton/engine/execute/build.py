@@ -14,6 +14,7 @@ from baton.engine.core.config import MAX_NUMBER, EngineConfig, resolve
 from baton.engine.core.device import (
     GIB,
     Memory,
+    check_host_pool,
     find_device,
     memory_share,
     pool_blocks,
@@ -92,6 +93,7 @@ def load_parts(
                 partial(start_ranks, identity=identity.hex(), joining=joining),
             )
         model = load_model(config, device)
+        _check_pool(config, model)
         pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, pool))
     with explained(device, config):
@@ -143,10 +145,19 @@ def _of_ranks(
         launcher = Launcher(model, own) if pipeline is None else StagedLauncher(model, own)
         if pipeline is not None:
             model.weights = model.weights.beside(ranks.reports[1:])
+        _check_pool(config, model)
         return EngineParts(config, model, pool, host_sampler(), make(config, model), launcher, ranks)
     except BaseException:
         ranks.close()
         raise
+
+
+def _check_pool(config: EngineConfig, model: Model) -> None:
+    """Raise ValueError for a pool that this host has no memory for. Of stages on other hosts nobody here knows that."""
+    if not config.remote_stages:
+        layout = model.spec.kv_layout(config.kv_dtype, config.block_size)
+        pool_bytes = layout.pool_bytes(config.num_blocks, config.num_states or 0)
+        check_host_pool(pool_bytes, model.weights.num_bytes, config.workers_per_host)
 
 
 def _on_gpu(

@@ -1,5 +1,6 @@
 """Choose a device, a pool's part of a GPU, and the error where neither can be."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import (
     GIB,
     Memory,
+    check_host_pool,
     check_weights,
     find_device,
     pool_blocks,
@@ -159,3 +161,31 @@ def test_what_is_sent_to_a_gpu_is_pinned_first():
     assert copies == [("cuda", True)]
     values = torch.arange(3)
     assert torch.equal(sent(values, torch.device("cpu")), values)
+
+
+def test_a_pool_of_the_host_that_cannot_fit_is_refused_in_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(system, "memory_limit", lambda: 4 * GIB)
+    check_host_pool(3 * GIB, GIB // 2, 1)
+    assert not caplog.text
+    with pytest.raises(ValueError, match=re.escape("num_blocks: 4.0 GiB of KV and 0.5 GiB of weights")) as error:
+        check_host_pool(4 * GIB, GIB // 2, 1)
+    assert "in the 4.0 GiB of this host or container" in says(error)
+    check_host_pool(GIB, 4 * GIB, 1)  # weights are mapped, and defaults are not to be refused
+    assert "may run out" in caplog.text
+
+
+def test_workers_that_may_take_more_together_than_the_host_has_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(system, "memory_limit", lambda: 4 * GIB)
+    check_host_pool(GIB, GIB // 2, 2)
+    assert not caplog.text
+    check_host_pool(GIB, GIB // 2, 3)
+    assert "memory may run out: 3 workers may take 5.1 GiB" in caplog.text, caplog.text
+
+
+@without_gpu
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel": 2}])
+def test_an_engine_whose_pool_is_larger_than_the_host_does_not_start(tmp_path, monkeypatch, options):
+    make_folder(tmp_path, "llama2")
+    monkeypatch.setattr(system, "memory_limit", lambda: GIB // 2)
+    with pytest.raises(ValueError, match="num_blocks: .* GiB of KV"):
+        Engine.load(EngineConfig(tmp_path, num_blocks=1 << 20, **options))
