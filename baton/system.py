@@ -80,6 +80,17 @@ def cpu_quota() -> CpuQuota | None:
     return found
 
 
+def throttled_periods() -> tuple[int, int]:
+    """Return in how many periods the group that has the quota was stopped, as it had used it up, and of how many in which it
+    computed; zeros where there is none."""
+    quota = cpu_quota()
+    for folder in _cgroups("cpu") if quota is not None else ():
+        if folder.exists() and folder.stat().st_ino == quota.group:
+            counts = _counts(folder / "cpu.stat")
+            return counts.get("nr_throttled", 0), counts.get("nr_periods", 0)
+    return 0, 0
+
+
 def num_cores() -> int:
     """Return how many threads of this process can run at once."""
     quota = cpu_quota()
@@ -257,6 +268,20 @@ def memory_limit() -> int:
     return min(sizes)
 
 
+class GroupEvents(NamedTuple):
+    """How often a limit of a group of processes has told: the kernel killed one for want of memory, and refused a thread or another
+    process."""
+
+    num_killed: int
+    num_refused: int
+
+
+def group_events() -> GroupEvents:
+    """Return what has happened so far in the group that this process is in; zeros where nobody counts. Children are in it too."""
+    killed = _count_of("oom_kill", "memory", "memory.events", "memory.oom_control")
+    return GroupEvents(killed, _count_of("max", "pids", "pids.events"))
+
+
 def name_thread(name: str) -> None:
     """Give this thread, and those that it starts, a name of at most 15 characters in what lists threads."""
     if LINUX:
@@ -297,6 +322,17 @@ def _cgroups(controller: str) -> list[Path]:
         root, parts = _CGROUPS / controller if names else _CGROUPS, path.strip("/").split("/")
         folders += [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
     return folders
+
+
+def _count_of(event: str, controller: str, *names: str) -> int:
+    """Read a count from the first of these files that is there, of the innermost group that has one."""
+    found = (_counts(folder / name) for folder in _cgroups(controller) for name in names)
+    return next(filter(None, found), {}).get(event, 0)
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """Read a file that names a count on each line."""
+    return {name: int(count) for name, count in map(str.split, _text_of(str(path)).splitlines())}
 
 
 def _text_of(path: str) -> str:

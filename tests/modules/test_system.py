@@ -112,6 +112,47 @@ def test_a_groups_limit_is_all_the_memory_that_there_is(cgroups, monkeypatch, ow
 @pytest.mark.parametrize(
     "own, files, wanted",
     [
+        (None, {}, (0, 0)),
+        ("0::/\n", {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nnr_periods 0\nnr_throttled 0"}, (0, 0)),
+        ("0::/\n", {"cpu.max": "50000 100000", "cpu.stat": "usage_usec 9\nnr_periods 8\nnr_throttled 5"}, (5, 8)),
+        (
+            IN_DOCKER,
+            {
+                "cpu/cpu.cfs_quota_us": "50000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "cpu/cpu.stat": "nr_periods 3\nnr_throttled 2",
+            },
+            (2, 3),
+        ),
+    ],
+)
+def test_how_often_a_group_was_stopped_as_its_quota_was_used_up(cgroups, own, files, wanted):
+    cgroups(own, files)
+    assert system.throttled_periods() == wanted
+
+
+@pytest.mark.parametrize(
+    "own, files, wanted",
+    [
+        (None, {}, (0, 0)),
+        ("0::/\n", {"memory.events": "oom 5\noom_kill 3\noom_group_kill 0", "pids.events": "max 7"}, (3, 7)),
+        (
+            "4:memory:/docker/a\n3:pids:/docker/a\n",
+            {"memory/memory.oom_control": "under_oom 0\noom_kill 2", "pids/pids.events": "max 1"},
+            (2, 1),
+        ),
+        # What is around it counts what its neighbours meet.
+        (IN_SERVICE, {"memory.events": "oom_kill 9", "system.slice/b.service/memory.events": "oom_kill 1"}, (1, 0)),
+    ],
+)
+def test_what_a_groups_limits_have_ended_and_refused(cgroups, own, files, wanted):
+    cgroups(own, files)
+    assert system.group_events() == wanted
+
+
+@pytest.mark.parametrize(
+    "own, files, wanted",
+    [
         ("0::/\n", {}, None),
         ("0::/\n", {"cpu.max": "max 100000"}, None),
         ("0::/\n", {"cpu.max": "400000 100000"}, (4, "")),

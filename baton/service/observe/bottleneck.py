@@ -85,10 +85,11 @@ def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: Pr
 
 
 def aware_of_host(bottleneck: Bottleneck, num_cores: int, busy: float) -> Bottleneck:
-    """Add to advice for another worker that it does not help here, where the cores of this host are `busy`, 0 to 1."""
+    """Add to advice for another worker that it does not help here, where the cores that it would have are `busy`, 0 to 1."""
     if bottleneck.name not in _MORE_WORKERS or busy < FULL_HOST:
         return bottleneck
-    caveat = f"Another worker needs another host: the {num_cores} cores of this one are {busy:.0%} busy."
+    told = f"the {num_cores} cores that may be used here are {busy:.0%} busy"
+    caveat = f"Another worker needs another host, or a higher CPU limit: {told}."
     return Bottleneck(bottleneck.name, f"{bottleneck.sentence} {caveat}")
 
 

@@ -1,4 +1,4 @@
-"""How busy the cores are that this process may use, with whatever runs on them."""
+"""How busy the cores are that this process may use, with whatever runs on them, or its quota of their time."""
 
 import time
 from pathlib import Path
@@ -16,20 +16,22 @@ class CpuUsage:
 
     def __init__(self) -> None:
         self._at, (self._idle, self._total) = time.monotonic(), _ticks()
+        self._throttled, self._periods = system.throttled_periods()
         self._busy = 0.0
 
     @property
     def num_cores(self) -> int:
-        return len(system.cores())
+        return system.num_cores()
 
     def busy(self) -> float:
         """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0 where the
-        system does not tell."""
+        system does not tell. A quota that was used up in each period is all busy, however idle the host is."""
         if (at := time.monotonic()) - self._at >= _LEAST_S:
-            idle, total = _ticks()
-            if total > self._total:
-                self._busy = 1.0 - (idle - self._idle) / (total - self._total)
-            self._at, self._idle, self._total = at, idle, total
+            (idle, total), (throttled, periods) = _ticks(), system.throttled_periods()
+            of_host = 1.0 - (idle - self._idle) / (total - self._total) if total > self._total else 0.0
+            of_quota = (throttled - self._throttled) / max(1, periods - self._periods)
+            self._busy = max(of_host, of_quota)
+            self._at, self._idle, self._total, self._throttled, self._periods = at, idle, total, throttled, periods
         return self._busy
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from baton import system
 from baton.cli.launch.placing import keeper as keeper_module
 from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.log import flush
+from baton.system import GroupEvents
 from tests.support.pace import patience
 
 IMPORTS = "import os, signal, sys, time\n"
@@ -172,6 +174,61 @@ async def test_failed_start_of_a_crash_is_whole():
     with pytest.raises(StartError) as raised:
         await keeper.started
     assert str(raised.value).startswith("Traceback") and "a bug" in str(raised.value)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Returns what sets what the kernel has ended and refused so far."""
+    now = [GroupEvents(3, 5)]
+    monkeypatch.setattr(system, "group_events", lambda: now[-1])
+    monkeypatch.setattr(system, "memory_limit", lambda: 1 << 30)
+    return lambda killed, refused: now.append(GroupEvents(killed, refused))
+
+
+@pytest.mark.parametrize(
+    "end, killed, refused, wanted",
+    [
+        ("os.kill(os.getpid(), 9)", 3, 5, "x was killed by SIGKILL"),
+        (
+            "os.kill(os.getpid(), 9)", 4, 5,
+            "x was killed by SIGKILL: memory ran out, of which this host or container has 1.0 GiB; give fewer workers or "
+            "--num-blocks, --quantization int8, or a larger limit",
+        ),
+        ("os.kill(os.getpid(), 11)", 4, 5, "x was killed by SIGSEGV"),
+        (
+            "os.kill(os.getpid(), 11)", 3, 6,
+            "x was killed by SIGSEGV: no thread or process was left within its group's limit (pids.max, TasksMax of "
+            "systemd); give a larger one, or fewer workers",
+        ),
+        (
+            "raise RuntimeError('can\\'t start new thread')", 3, 6,
+            "x ended with status 1: no thread or process was left within its group's limit (pids.max, TasksMax of systemd); "
+            "give a larger one, or fewer workers",
+        ),
+        ("sys.exit('x: no model')", 3, 5, "x: no model"),
+        ("print('x: no model', file=sys.stderr); sys.exit(2)", 3, 6, "x: no model"),
+    ],
+)  # fmt: skip
+async def test_a_limit_that_ended_a_start_is_told(events, tmp_path, end, killed, refused, wanted):
+    wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    keeper = Keeper("x", program(IMPORTS + wait + end))
+    await until(lambda: keeper._child is not None, "it was not started")
+    events(killed, refused)
+    (tmp_path / "go").touch()
+    with pytest.raises(StartError) as raised:
+        await keeper.started
+    assert str(raised.value) == wanted
+
+
+async def test_a_limit_that_ended_what_served_is_told(events):
+    lives = []
+    keeper = Keeper("x", program(READY + "time.sleep(60)"), on_change=lives.append)
+    pid = int((await keeper.started)["pid"])
+    events(4, 5)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: any(life.state == "lost" for life in lives), "its end was not seen")
+    assert "was killed by SIGKILL: memory ran out" in lives[-1].reason
+    await keeper.stop(10)
 
 
 async def test_what_stays_away_is_left_ended(capfd):

@@ -18,11 +18,12 @@ from typing import NamedTuple
 from baton import system
 from baton.cli.launch.placing.log import log
 from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
+from baton.service.exits import WRONG_USE
 from baton.service.logs import NAME_VARIABLE
 from baton.service.progress import PREFIX
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
-_LINE_BYTES = 1 << 20
+_LINE_BYTES, _GIB = 1 << 20, 1 << 30
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
 _KILLED_S = 5.0  # in which what was killed is gone, unless its GPU's driver holds it
 _LAST_WORDS_S = 1.0  # beyond its end, in which what it wrote is read
@@ -128,9 +129,10 @@ class Keeper:
         if self.started.done():
             child.release()
             return ended
-        reason = child.last_words()
+        words = child.last_words()
+        reason = "" if child.limit else words
         if not self._stopping.is_set():  # else another's failure, or a signal, is what the user hears of
-            self._fail(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
+            self._fail(StartError(reason or f"{self.name} {ended}", 2 if child.status == WRONG_USE else 1))
         return ended
 
     def _fail(self, error: StartError) -> None:
@@ -158,8 +160,10 @@ class _Child:
     """One life of a program. Its stderr is held back until it is ready, so that a failed start is one line;
     for some seconds at most."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, streams: _Streams):
-        self._transport, self._streams = transport, streams
+    def __init__(self, transport: asyncio.SubprocessTransport, streams: _Streams, before: system.GroupEvents):
+        """before: what had happened in its group when it was started."""
+        self._transport, self._streams, self._before = transport, streams, before
+        self.limit = ""  # of its group, in words, that brought its end about
         self._held: list[str] | None = []
         self._stderr = asyncio.create_task(self._pump_stderr())
         self._ending = asyncio.create_task(self._watch_end())
@@ -167,6 +171,7 @@ class _Child:
 
     @classmethod
     async def spawn(cls, argv: list[str], env: Mapping[str, str]) -> _Child:
+        before = system.group_events()
         transport, streams = await asyncio.get_running_loop().subprocess_exec(
             _Streams,
             *(sys.executable, "-IS", "-c", system.RUN_WITH_PARENT, str(os.getpid())),
@@ -175,7 +180,7 @@ class _Child:
             env={**os.environ, **env, "PYTHONUNBUFFERED": "1", KEEPER_VARIABLE: "baton up"},
             start_new_session=True,
         )
-        return cls(transport, streams)
+        return cls(transport, streams, before)
 
     @property
     def status(self) -> int | None:
@@ -198,7 +203,20 @@ class _Child:
         self.signal(signal.SIGKILL)  # what it had started itself
         status = self.status
         assert status is not None  # it has exited
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self.limit = self._limit_met(status)
+        return f"{how}: {self.limit}" if self.limit else how
+
+    def _limit_met(self, status: int) -> str:
+        """Return the limit that this end followed from, and what to do, as far as the kernel's counts tell; "" for none."""
+        now = system.group_events()
+        if status == -signal.SIGKILL and now.num_killed > self._before.num_killed:
+            has = f"memory ran out, of which this host or container has {system.memory_limit() / _GIB:.1f} GiB"
+            return f"{has}; give fewer workers or --num-blocks, --quantization int8, or a larger limit"
+        if status not in (0, WRONG_USE, STAYS_AWAY, -signal.SIGKILL) and now.num_refused > self._before.num_refused:
+            has = "no thread or process was left within its group's limit (pids.max, TasksMax of systemd)"
+            return f"{has}; give a larger one, or fewer workers"
+        return ""
 
     async def _watch_end(self) -> None:
         """Close its pipes once it has exited: whatever it had started holds them too, and readers wait for their end."""
