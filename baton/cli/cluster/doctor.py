@@ -20,7 +20,7 @@ from baton.cli.cluster.findings import (
     describe_ranks,
     describe_unreachable,
     describe_unused,
-    describe_worker,
+    say_worker,
 )
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
@@ -238,8 +238,7 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
             report.warn(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
             continue
         hellos[address] = hello
-        clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
-        report.say(role, address, f"{describe_worker(hello)}; {clock}")
+        say_worker(role, address, hello, offset_s, round_trip_s, report)
         for line in describe_ranks(hello.group):
             report.say("ranks", address, line)
     if not found.decode:

@@ -19,6 +19,7 @@ from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 
 _SOON_S = 14 * 86400.0  # as the alert BatonCertificateEnds
+_CLOCK_S = 2.0  # beyond what NTP leaves, and a slow answer
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
 
 
@@ -141,8 +142,23 @@ def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:
     return None
 
 
-def describe_worker(hello: pb.Hello) -> str:
-    """Say what a worker serves, and with what."""
+def say_worker(
+    role: str, address: str, hello: pb.Hello, offset_s: float, round_trip_s: float, report: Findings
+) -> None:
+    """Say what a worker serves, and with what, and how its clock goes: a warning where that is off."""
+    served = _describe_worker(hello)
+    if abs(offset_s) > _CLOCK_S + round_trip_s:
+        told = f"{served}; its clock is {abs(offset_s):,.0f} s {'ahead of' if offset_s > 0 else 'behind'} this host's"
+        advice = (
+            "set the one that is wrong, by NTP: certificates and credentials end by it; leases and deadlines do not"
+        )
+        report.warn(role, address, told, advice)
+    else:
+        clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
+        report.say(role, address, f"{served}; {clock}")
+
+
+def _describe_worker(hello: pb.Hello) -> str:
     card = hello.model
     cache = "on" if card.prefix_cache else "off"
     return (

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -213,11 +214,12 @@ def test_a_prefill_slower_than_the_lease_is_no_fault(fork_server, model, tmp_pat
 class Silent(worker_pb2_grpc.WorkerServicer):
     """Describes itself, but sends no Hello."""
 
-    def __init__(self):
-        self.over = threading.Event()
+    def __init__(self, ahead_s: int = 0):
+        self.over, self._ahead_s = threading.Event(), ahead_s
 
     def Describe(self, request, context):
-        return pb.Hello(roles=["prefill", "decode"], epoch=1)
+        wall_time_ns = time.time_ns() + self._ahead_s * 10**9
+        return pb.Hello(roles=["prefill", "decode"], epoch=1, wall_time_ns=wall_time_ns)
 
     def Session(self, request_iterator, context):
         self.over.wait(60)
@@ -343,3 +345,21 @@ def test_workers_of_two_builds_are_told_as_such():
         ("note", f"equal, but of other kernels or another build: {blocks}32"),
         ("note", f"{blocks}32 is converted to {blocks}64"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "told"),
+    [
+        (0, ""),
+        (3600, "its clock is 3,600 s ahead of this host's: set"),
+        (-60, "its clock is 60 s behind this host's: set"),
+    ],
+)
+async def test_a_clock_that_is_off_is_a_warning(capsys, ahead_s, told):
+    with served(Silent(ahead_s)) as worker:
+        async with doctor_command._Channels(Access()) as channels:
+            report = Findings()
+            hellos = await doctor_command._workers(channels, doctor_command.Found(decode=[worker]), report)
+    said = capsys.readouterr().out
+    assert [*hellos] == [worker] and [each.status for each in report.found] == ["warning" if told else "ok"]
+    assert (told or "; clock ") in said and ("NTP" in said) == bool(told)
