@@ -83,9 +83,9 @@ def cpu_quota() -> CpuQuota | None:
 def throttled_periods() -> tuple[int, int]:
     """Return in how many periods the group that has the quota was stopped, as it had used it up, and of how many in which it
     computed; zeros where there is none."""
-    quota = cpu_quota()
-    for folder in _cgroups("cpu") if quota is not None else ():
-        if folder.exists() and folder.stat().st_ino == quota.group:
+    group = quota.group if (quota := cpu_quota()) is not None else None
+    for folder in _cgroups("cpu"):
+        if folder.exists() and folder.stat().st_ino == group:
             counts = _counts(folder / "cpu.stat")
             return counts.get("nr_throttled", 0), counts.get("nr_periods", 0)
     return 0, 0
