@@ -4,7 +4,7 @@ is not an answer is a BatonError."""
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import grpc
@@ -30,7 +30,7 @@ from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
-from gateway.request.validation import check_detokenize, check_model, check_size, validate
+from gateway.request.validation import check_detokenize, check_model, check_size, request_id_of, validate
 from gateway.text.detokenizer import Detokenizer
 
 # gRPC tells a server of a deadline in few digits, rounded up by 1 % at most; its client ends the call at the exact one.
@@ -131,24 +131,25 @@ class RequestHandler:
     async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
         """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
         operation = "chat" if box[0].WhichOneof("input") == "messages" else "text_completion"
-        record = self._record(operation, call)
+        record = self._record(operation, call, box[0].request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
             del call  # what is needed no more is not kept for the length of an answer
             request = box.pop()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
-                record.validated = validate(request, model, record.tenant, self._max_priority(record.tenant))
+                max_priority = self._max_priority(record.tenant)
+                record.validated = validate(request, model, record.tenant, max_priority, record.request_id)
                 del request  # and its prompt
                 await version.pipeline.serve(record.validated, model, deadline, record, emit)
 
     async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:
         """Return a vector for each input. Raises BatonError."""
-        record = self._record("embeddings", call)
+        record = self._record("embeddings", call, request.request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
             with self._using(request.model, record) as version:
-                batch = self._embed_batch(request, version)
+                batch = self._embed_batch(request, version, record.request_id)
                 vectors = await version.pooling.pool_prompts(batch, version.seen_by(record.tenant), deadline, record)
             return pb.EmbedResponse(
                 embeddings=[pb.Embedding(values=each) for each in vectors],
@@ -160,17 +161,18 @@ class RequestHandler:
         """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for what
         can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
         version = self._catalog.find(request.model, guard.tenant())
-        self._embed_batch(request, version)
+        self._embed_batch(request, version, request_id_of(request.request_id))
         return request.dimensions or _hidden_size(version)
 
     async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
         """Return how well each document answers the query. Raises BatonError."""
-        record = self._record("rerank", call)
+        record = self._record("rerank", call, request.request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
             with self._using(request.model, record) as version:
                 model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
-                batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
+                max_priority = self._max_priority(record.tenant)
+                batch = check_score(request, model, label_ids, record.tenant, max_priority, record.request_id)
                 found = await version.pooling.pool_prompts(batch, model, deadline, record)
             return pb.ScoreResponse(
                 scores=map(score_of, found),
@@ -183,12 +185,14 @@ class RequestHandler:
         self.num_running += 1
         self._on_begin(record)
 
-    def refuse(self, operation: str, asked: object, call: CallContext, error: BatonError) -> None:
-        """Record a request that its transport could not read, which names `asked` as its model."""
-        record = self._record(operation, call)
+    def refuse(self, operation: str, body: Mapping[str, object], call: CallContext, error: BatonError) -> None:
+        """Record a request whose transport refuses its `body`, which may name a model and an id."""
+        asked, given = (value if isinstance(value := body.get(name), str) else "" for name in ("model", "request_id"))
+        record = self._record(operation, call, given)
         with contextlib.suppress(BatonError):
-            record.model = self._catalog.find(asked if isinstance(asked, str) else "", record.tenant).name
+            record.model = self._catalog.find(asked, record.tenant).name
         self.begin(record)
+        error.request_id = record.request_id
         self.end(record, error)
 
     def end(self, record: RequestRecord, error: BaseException | None) -> None:
@@ -262,9 +266,10 @@ class RequestHandler:
                 raise NoWorker("no worker serves")
             return pb.ListModelsResponse(models=map(_described, versions))
 
-    def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion) -> PromptBatch:
+    def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion, request_id: str) -> PromptBatch:
         tenant = guard.tenant()
-        return check_embed(request, version.seen_by(tenant), _hidden_size(version), tenant, self._max_priority(tenant))
+        model, max_priority = version.seen_by(tenant), self._max_priority(tenant)
+        return check_embed(request, model, _hidden_size(version), tenant, max_priority, request_id)
 
     def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
         """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest, Unavailable."""
@@ -285,7 +290,7 @@ class RequestHandler:
     def _max_priority(self, tenant: str) -> int:
         return self._admission.quotas.quota(tenant).max_priority
 
-    def _record(self, operation: str, call: CallContext) -> RequestRecord:
+    def _record(self, operation: str, call: CallContext, given_id: str) -> RequestRecord:
         received = now()
         root = new_context(call.parent, self._settings.trace_sample)
         return RequestRecord(
@@ -295,6 +300,7 @@ class RequestHandler:
             model=self._catalog.only_name,  # until the request's is known
             operation=operation,
             tenant=guard.tenant(),
+            request_id=request_id_of(given_id),
         )
 
     def words_of_cut(self, record: RequestRecord) -> str:
@@ -340,8 +346,8 @@ class _Recording(_ErrorMapping):
     def _end(self, error: BaseException | None) -> None:
         if isinstance(error, asyncio.CancelledError) and _is_at_deadline(self._record):
             error = DeadlineExceeded("the client ended the call at its deadline")
-        if isinstance(error, BatonError) and self._record.validated is not None:
-            error.request_id = self._record.validated.request_id
+        if isinstance(error, BatonError):
+            error.request_id = self._record.request_id
         self._handler.end(self._record, error)
 
 

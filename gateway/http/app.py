@@ -116,6 +116,7 @@ class HttpApi:
         async def embed(group: int, context: CallContext) -> list[bytes]:
             request, call.names = body.requests[group], body.names[group]
             response, objects = await self._handler.embed(request, context), list[bytes]()
+            call.request_id = call.request_id or response.request_id
             _check_size(num_texts, len(response.embeddings[0].values), body.encoding)
             usage.prompt_tokens += response.usage.prompt_tokens
             for each in response.embeddings:
@@ -174,7 +175,9 @@ class HttpApi:
     ) -> tuple[ParsedRerank, pb.ScoreResponse]:
         body, context = self._read(call, "rerank", read)
         call.names = body.names
-        return body, await self._handler.score(body.request, context)
+        response = await self._handler.score(body.request, context)
+        call.request_id = response.request_id
+        return body, response
 
     def _most_inputs(self, values: Mapping[str, Any]) -> int:
         """Return how many texts a request of the model that a body names may have."""
@@ -182,15 +185,14 @@ class HttpApi:
         return self._handler.model(name if isinstance(name, str) else "").limits.inputs
 
     async def _check(self, call: HttpCall, body: ParsedEmbeddings) -> None:
-        """Check all texts of a call before the first are read and paid for. Raises InvalidRequest, NotFound, Unavailable, which
-        are recorded."""
+        """Check all texts of a call before the first are read and paid for. Raises BatonError, which is recorded."""
         num_texts = sum(len(request.inputs) for request in body.requests)
         try:
             for request, call.names in zip(body.requests, body.names, strict=True):
                 _check_size(num_texts, self._handler.check_embed(request), body.encoding)
                 await asyncio.sleep(0)  # others run in between
         except BatonError as error:
-            self._handler.refuse("embeddings", body.requests[0].model, call.without_deadline, error)
+            self._handler.refuse("embeddings", call.values, call.without_deadline, error)
             raise
 
     def _known(self, body: ParsedBody) -> tuple[str, TokenTexts]:
@@ -203,12 +205,11 @@ class HttpApi:
         return name if model.find(name) else model.name
 
     def _read(self, call: HttpCall, operation: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, CallContext]:
-        """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded as a
-        request that was refused."""
+        """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded."""
         try:
             return read(call.values), call.context
         except InvalidRequest as error:
-            self._handler.refuse(operation, call.values.get("model"), call.without_deadline, error)
+            self._handler.refuse(operation, call.values, call.without_deadline, error)
             raise
 
     async def _answer(self, call: HttpCall, context: CallContext, body: ParsedBody, writer: AnswerWriter) -> None:
@@ -358,10 +359,10 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
     """Answer a path or a verb that is not here."""
     path = request.url.path[:100]
     if isinstance(raised, HTTPException) and raised.status_code == 405:
-        error, headers = BadCall("method", f"{path} takes another one", "METHOD_NOT_ALLOWED"), raised.headers
-    else:
-        error, headers = NotFound(f"{path} is not here; /openapi.json lists the paths"), None
-    return _error_response(error, path, headers)
+        headers = raised.headers or {}
+        told = f"{path} takes {headers.get('Allow', 'another one')}, not {request.method[:20]}"
+        return _error_response(BadCall("method", told, "METHOD_NOT_ALLOWED"), path, headers)
+    return _error_response(NotFound(f"{path} is not here; /openapi.json lists the paths"), path)
 
 
 def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -146,6 +146,7 @@ class HttpCall:
     async def _fail(self, error: BatonError) -> None:
         """Answer with the error: as a status, or as the last event of an answer that has begun."""
         value, headers = self._to_error(error, self.names), headers_of(error)
+        self.request_id = error.request_id or self.request_id
         if self.has_begun:
             await self._end(self._to_event(value), _LAST_WORDS_S)
         elif self._has_read_all:

@@ -23,7 +23,7 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
     durations = timing(stamps, record.measured, record.num_longest_output)
     spent = breakdown(stamps, record.measured)
     values: dict[str, object] = {
-        "request_id": record.validated.request_id if record.validated else "-",
+        "request_id": record.request_id,
         "trace_id": f"{record.context.trace_id:032x}",
         "tenant": record.tenant,
         "model": record.model or "-",

@@ -131,7 +131,7 @@ def _cached_share(records: Sequence[RequestRecord]) -> float:
 def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
     at = now()
     view = pb.RequestView(
-        request_id=record.validated.request_id if record.validated else "",
+        request_id=record.request_id,
         trace_id=f"{record.context.trace_id:032x}",
         phase=PHASE_OF[record.phase],
         outcome=how[0],

@@ -131,6 +131,7 @@ def _attributes(record: RequestRecord, outcome: _Outcome) -> dict[str, object]:
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": record.model,
         "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.request_id,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
@@ -158,7 +159,6 @@ def _error_attributes(error: BaseException | None) -> dict[str, object]:
 def _request_attributes(record: RequestRecord) -> dict[str, object]:
     validated, sampling = record.validated, record.validated.sampling
     return {
-        "gen_ai.response.id": validated.request_id,
         "gen_ai.request.max_tokens": validated.max_tokens,
         **{f"gen_ai.request.{name}": _shortest(getattr(sampling, name)) for name in _SAMPLING},
         "gen_ai.request.seed": str(sampling.seed),  # 64 bits do not fit an OTLP integer

@@ -9,7 +9,7 @@ from gateway.request.validation import ValidatedRequest, check_model, check_size
 
 
 def check_embed(
-    request: pb.EmbedRequest, served: ServedModel, hidden_size: int, tenant: str, max_priority: int
+    request: pb.EmbedRequest, served: ServedModel, hidden_size: int, tenant: str, max_priority: int, request_id: str
 ) -> PromptBatch:
     """Return the prompts, and what is wanted of each. `hidden_size`: of the model; 0: not known. Raises InvalidRequest,
     NotFound."""
@@ -28,8 +28,7 @@ def check_embed(
         shared.priority = request.priority
     prompts: list[ValidatedRequest] = []
     for index, given in enumerate(request.inputs):
-        prompts.append(_validated(index, given, shared, served, tenant, max_priority))
-        shared.request_id = prompts[0].request_id  # where it is drawn, once
+        prompts.append(_validated(index, given, shared, served, tenant, max_priority, request_id))
     pooling = worker_pb2.PoolingSpec(
         pooling=request.pooling or pb.POOLING_LAST,
         normalize=request.normalize or not request.HasField("normalize"),
@@ -39,7 +38,13 @@ def check_embed(
 
 
 def _validated(
-    index: int, given: pb.EmbedInput, shared: pb.GenerateRequest, served: ServedModel, tenant: str, max_priority: int
+    index: int,
+    given: pb.EmbedInput,
+    shared: pb.GenerateRequest,
+    served: ServedModel,
+    tenant: str,
+    max_priority: int,
+    request_id: str,
 ) -> ValidatedRequest:
     request = pb.GenerateRequest()
     request.CopyFrom(shared)
@@ -49,7 +54,7 @@ def _validated(
     elif kind is not None:
         request.token_ids.CopyFrom(given.token_ids)
     try:
-        return validate(request, served, tenant, max_priority)
+        return validate(request, served, tenant, max_priority, request_id)
     except InvalidRequest as error:
         if error.field in ("request_id", "slo_class"):
             raise

@@ -50,6 +50,7 @@ class RequestRecord:
     model: str
     operation: str  # chat | text_completion | embeddings | rerank
     tenant: str = DEFAULT_TENANT  # of the credential, never of the message
+    request_id: str = ""
     validated: ValidatedRequest | None = None
     names_deadline: bool = True
     asked_s: float = 0.0  # the time that the client gave it, if it names a deadline
@@ -76,7 +77,9 @@ class RequestRecord:
     @property
     def phase_name(self) -> str:
         """Return the phase for people."""
-        return "tokenizing" if self.phase is None else self.phase.value
+        if self.phase is None:
+            return "validating" if self.validated is None else "tokenizing"
+        return self.phase.value
 
     @property
     def ttft_s(self) -> float | None:

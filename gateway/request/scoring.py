@@ -22,7 +22,12 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 
 def check_score(
-    request: pb.ScoreRequest, served: ServedModel, label_ids: Sequence[int], tenant: str, max_priority: int
+    request: pb.ScoreRequest,
+    served: ServedModel,
+    label_ids: Sequence[int],
+    tenant: str,
+    max_priority: int,
+    request_id: str,
 ) -> PromptBatch:
     """Return a prompt for each document; `label_ids` are the tokens of LABELS. Raises InvalidRequest, NotFound."""
     check_size(request, "documents")
@@ -46,10 +51,9 @@ def check_score(
             raise InvalidRequest(f"documents[{index}]", "is empty")
         shared.messages.messages[1].content = head + document
         try:
-            prompts.append(validate(shared, served, tenant, max_priority))
+            prompts.append(validate(shared, served, tenant, max_priority, request_id))
         except InvalidRequest as error:
             raise error if error.field in ("request_id", "slo_class") else in_place(error, _place(index, "")) from None
-        shared.request_id = prompts[0].request_id  # where it is drawn, once
     return PromptBatch(prompts, worker_pb2.PoolingSpec(label_token_ids=label_ids), _place)
 
 

@@ -113,15 +113,20 @@ def check_size(request, where: str = "token_ids") -> None:
 
 
 def validate(
-    request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
+    request: pb.GenerateRequest,
+    served: ServedModel,
+    tenant: str = DEFAULT_TENANT,
+    max_priority: int = 0,
+    request_id: str = "",
 ) -> ValidatedRequest:
     """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
-    as that. Raises InvalidRequest, NotFound or NoWorker."""
+    as that. `request_id`: its `request_id_of`, where that is known. Raises InvalidRequest, NotFound or NoWorker."""
     check_size(request)
     adapter = check_model(request.model, served)
     prompt = check_input(request, served, may_be_empty=bool(request.suffix))
     stopping = request.stopping
-    request_id, sampling = _request_id(request.request_id), _sampling(request.sampling, served)
+    _check_request_id(request.request_id)
+    request_id, sampling = request_id or request_id_of(request.request_id), _sampling(request.sampling, served)
     resume_from = _resume_from(request, sampling)
     return ValidatedRequest(
         request_id=request_id,
@@ -199,12 +204,15 @@ def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -
     raise ContextLengthExceeded(field, message)
 
 
-def _request_id(request_id: str) -> str:
-    if not request_id:
-        return secrets.token_hex(12)
-    if not REQUEST_ID.fullmatch(request_id):
+def request_id_of(given: str) -> str:
+    """Return the id by which a request is known from its first moment: the one that it gives; drawn where it gives none, or
+    one for which it will be refused."""
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _check_request_id(given: str) -> None:
+    if given and not REQUEST_ID.fullmatch(given):
         _refuse("request_id", f"must match {REQUEST_ID.pattern}")
-    return request_id
 
 
 def _key_id(request_id: str, tenant: str) -> str:

@@ -161,7 +161,7 @@ def _read_line(line: str) -> tuple[Json, str]:
 
 
 def _refusal(error: BatonError, names: dict[str, str]) -> Json:
-    return {"status_code": status_of(error), "request_id": "", "body": to_json(error, names)}
+    return {"status_code": status_of(error), "request_id": error.request_id, "body": to_json(error, names)}
 
 
 def _read(error: CallError) -> BatonError:
@@ -169,4 +169,6 @@ def _read(error: CallError) -> BatonError:
     # gRPC's own word for a message that is too large.
     if not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         reason = "BODY_TOO_LARGE"
-    return from_code(error.code(), error.message, reason=reason or None, field=error.field)
+    found = from_code(error.code(), error.message, reason=reason or None, field=error.field)
+    found.request_id = error.request_id
+    return found

@@ -169,7 +169,8 @@ def test_lines_of_several_models(run, echo):
 
 
 def test_a_failing_line_ends_nothing(run, echo):
-    echo.failures = {"wrong": [InvalidRequest("messages", "is wrong")], "full": [Overloaded("full", 0.01)] * 3}
+    echo.failures = {"wrong": [wrong := InvalidRequest("messages", "is wrong")], "full": [Overloaded("full", 0.01)] * 3}
+    wrong.request_id = "r7"
     bad = [
         b"{no JSON", b"[]", b"\xff", b'{"custom_id": 1}', b'{"custom_id": "\\ud800"}',
         {**chat("m"), "method": "GET"}, {**chat("u"), "url": "/v1/nowhere"}, {**chat("l"), "url": []},
@@ -185,6 +186,7 @@ def test_a_failing_line_ends_nothing(run, echo):
     for result, param in zip(results[10:13], ("stream", "no_such", "messages"), strict=True):
         assert result["response"]["status_code"] == 400 and result["error"] is None
         assert result["response"]["body"]["error"]["param"] == param
+    assert results[12]["response"]["request_id"] == "r7"  # by which the gateway's log has it
 
 
 def test_a_line_that_is_refused_again_and_again_waits(run, echo):

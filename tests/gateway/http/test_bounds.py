@@ -75,6 +75,12 @@ async def test_refused_with_its_status_and_field(served, request_bytes, status, 
         assert headers["content-type"] == "application/json" and "\n" not in value["error"]["message"]
 
 
+async def test_a_wrong_method_is_told_the_right_one(served):
+    async with served() as (c, _):
+        *_, value = decoded(await said(c, with_length(ASK).replace(b"POST", b"PUT")))
+        assert value["error"]["message"] == "method: /v1/completions takes POST, not PUT"
+
+
 async def test_what_ends_by_a_deadline_that_it_did_not_name_says_so(served):
     usual_s = patience(0.5)
     async with served(default_timeout_s=usual_s) as (c, _):

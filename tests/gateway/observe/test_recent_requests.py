@@ -48,7 +48,8 @@ def test_only_the_last_are_kept(monkeypatch):
 def test_what_was_asked_is_not_kept():
     """A prompt may have a MiB, and the gateway says that it keeps none."""
     kept, each = RecentRequests(), record()
-    request = inference_pb2.GenerateRequest(request_id="a1", text="secret " * 100)
+    each.request_id = "a1"
+    request = inference_pb2.GenerateRequest(text="secret " * 100)
     request.sampling.logit_bias[7] = 1.0
     request.stopping.stop.append("secret")
     request.constraint.regex = "secret"

@@ -11,6 +11,8 @@ from grpc._cython import cygrpc
 from baton.client.errors import read_call_error
 from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded
+from baton.v1 import fleet_pb2
+from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import _ErrorMapping
 from gateway.attempts import attempt
 from gateway.link.mailbox import Mailbox
@@ -101,6 +103,34 @@ async def test_an_error_names_its_request_as_the_log_does(cluster, caplog, monke
         error = read_call_error(caught.value)
         (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ended")]
         assert error.request_id and f"request_id={error.request_id} " in line and f"reason={error.reason} " in line
+
+
+@pytest.mark.parametrize("given", ["mine", "", "no id"])
+@pytest.mark.parametrize(
+    "method, request_",
+    [
+        ("Complete", make_request(PROMPT, max_tokens=0)),
+        ("Complete", make_request(PROMPT, model="other")),
+        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")], model="other")),
+        ("Embed", pb.EmbedRequest()),
+        ("Score", pb.ScoreRequest(query="a", documents=["b"])),
+    ],
+)
+async def test_a_request_that_is_refused_at_once_has_an_id_too(cluster, caplog, method, request_, given):
+    """Its own, where that is one."""
+    named = type(request_)()
+    named.CopyFrom(request_)
+    named.request_id = given
+    async with cluster() as c:
+        caplog.set_level("INFO")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(c.stub, method)(named, timeout=patience(20))
+        request_id = read_call_error(caught.value).request_id
+        assert request_id == given if given == "mine" else re.fullmatch("[0-9a-f]{24}", request_id)
+        (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ended")]
+        assert f"request_id={request_id} " in line and "phase=validating " in line
+        (view,) = c.gateway.recent.listed(fleet_pb2.ListRequestsRequest(), 0).recent
+        assert view.request_id == request_id
 
 
 @pytest.mark.parametrize("asked_s, given_s", [(None, 600), (590, 590), (3000, 3000), (7000, 3600)])

@@ -517,4 +517,28 @@ async def test_the_id_by_which_the_log_has_a_request_is_where_clients_look_for_i
             caplog.clear()
         # Nothing of a client's own goes into the head that is no id.
         answer = await raw.post("chat/completions", json={**ask, "model": "fake", "request_id": "a\r\nb: c"})
-        assert answer.status_code == 400 and "x-request-id" not in answer.headers and "b" not in answer.headers
+        assert answer.status_code == 400 and "b" not in answer.headers
+        assert f"request_id={answer.headers['x-request-id']} " in caplog.text
+
+
+@pytest.mark.parametrize("given", [{}, {"request_id": "mine"}])
+async def test_an_answer_of_any_path_has_the_id_of_the_log_also_where_it_is_refused(served, caplog, given):
+    caplog.set_level("INFO")
+    ask = {"prompt": "a fox", "model": "fake"}
+    async with served() as (_, client), httpx2.AsyncClient(base_url=client.base_url) as raw:
+        for path, body, status in (
+            ("completions", {**ask, "nonsense": 1}, 400),
+            ("completions", {**ask, "temperature": -1}, 400),
+            ("completions", {**ask, "model": "other"}, 404),
+            ("chat/completions", {**ask, "messages": 3}, 400),
+            ("embeddings", {"input": "a", "model": "fake"}, 200),
+            ("embeddings", {"input": "a", "model": "other"}, 404),
+            ("embeddings", {"input": ["a"] * 129, "model": "other"}, 404),
+            ("rerank", {"query": "a", "documents": ["b"], "model": "fake"}, 400),
+        ):
+            answer = await raw.post(path, json=body | given)
+            assert answer.status_code == status
+            request_id = answer.headers["x-request-id"]
+            assert request_id.startswith("mine") or not given
+            assert f"request_id={request_id} " in caplog.text, answer.text
+            caplog.clear()
