@@ -67,8 +67,11 @@ def _leave_stdout() -> None:
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
     name = word.partition("=")[0].lstrip("-")
+    flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+    flags = [flag for flag in flags if flag.startswith("no-") == name.startswith("no-")]  # never the opposite
+    if name in ("host", "port") and "http" in flags:  # of servers with one address
+        return "; give --listen HOST:PORT for gRPC, --http HOST:PORT for HTTP"
     role, _, plain = name.rpartition(".")
     if role and plain in flags:  # a setting that gateway or workers have through a flag of the command itself
         return f"; did you mean --{plain}?"

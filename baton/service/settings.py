@@ -63,15 +63,17 @@ def add_flags(
     hidden: bool = False,
     shown: Collection[str] | None = None,
     names_variable: bool = False,
+    defaults: Mapping[str, object] | None = None,
 ) -> None:
     """Add a flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
-    namespace. `hidden` flags, or all but those of `shown`, are not in the help."""
+    namespace. `hidden` flags, or all but those of `shown`, are not in the help. `defaults`: the command's own."""
     for field, kind in flat_fields(cls).values():
         if field.name in skip:
             continue
         shared: dict[str, typing.Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
         is_hidden = hidden or (shown is not None and field.name not in shown)
-        shared["help"] = argparse.SUPPRESS if is_hidden else _help(field, names_variable)
+        default = (defaults or {}).get(field.name, field.default)
+        shared["help"] = argparse.SUPPRESS if is_hidden else _help(field, default, names_variable)
         flag = f"--{prefix}{_dashed(field.name)}"
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
@@ -80,8 +82,8 @@ def add_flags(
             parser.add_argument(flag, metavar=metavar, **shared)
 
 
-def _help(field: dataclasses.Field, names_variable: bool) -> str:
-    default, help = field.default, field.metadata.get("help", "").replace("%", "%%")
+def _help(field: dataclasses.Field, default: object, names_variable: bool) -> str:
+    help = field.metadata.get("help", "").replace("%", "%%")
     if default not in (dataclasses.MISSING, None, ()):
         help += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
     return f"{help} [{variable(field.name)}]" if names_variable else help

@@ -1,5 +1,7 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack|builds COUNT [--seed
-N] [--seconds S] [--other CHECKOUT].
+"""Figures that take many runs.
+
+python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack|builds COUNT [--seed N] [--seconds S]
+[--other CHECKOUT]
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 

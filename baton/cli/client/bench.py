@@ -195,7 +195,7 @@ async def _served(args: argparse.Namespace) -> _Served:
         here = is_loopback(f"{urlsplit(args.openai).hostname}:80")
         return _Served(args.openai, info.server.model, VOCAB_SIZE, info.context or sys.maxsize, here, info.server)
     info = await model_info(args.target, access, args.model or "")
-    model = f"{info.name}, {info.dtype}, weights {info.quantization}, kv {info.kv_dtype}"
+    model = f"{info.name}, {info.dtype}, quantization {info.quantization}, kv {info.kv_dtype}"
     return _Served(args.target, model, info.vocab_size, info.context, is_loopback(args.target))
 
 

@@ -23,7 +23,7 @@ _EXAMPLES = """
 baton generate "def read_lines(path):" --max-tokens 48
 git diff | baton generate --chat --system "Write a commit message." --temperature 0
 baton generate --chat "Name a city and its country." --schema city.json
-baton generate "def f(" -n 3 --seed 1 --json --logprobs 2
+baton generate "def f(" -n 3 --seed 1 --temperature 1 --json --logprobs 2
 """
 
 

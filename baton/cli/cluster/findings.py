@@ -162,7 +162,7 @@ def _describe_worker(hello: pb.Hello) -> str:
     card = hello.model
     cache = "on" if card.prefix_cache else "off"
     return (
-        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
+        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, quantization {card.quantization}, kv {card.kv_dtype}, "
         f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
     )
 

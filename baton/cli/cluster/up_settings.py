@@ -45,6 +45,7 @@ _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
 _NOT_GATEWAY_OPTIONS = (
     "model", "served_model_name", "listen", "http", "prefill_workers", "decode_workers", "redis", "admin",
 )  # fmt: skip
+_GATEWAY_DEFAULTS: Mapping[str, object] = {"stand_in": True}  # one worker a role is usual here, and each may die
 _SHIPPED_NAME = "baton-demo"
 # The help of one screen has these; --help-all the rest.
 _SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
@@ -175,8 +176,9 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
         add_flags(parser, WorkerSettings, f"{role}.", skip=_NOT_OPTIONS, hidden=True)
     gateway = parser if is_short else parser.add_argument_group("gateway options")
     add_flags(
-        gateway, GatewaySettings, "gateway.", skip=_NOT_GATEWAY_OPTIONS, hidden=is_short, names_variable=not is_short
-    )
+        gateway, GatewaySettings, "gateway.", skip=_NOT_GATEWAY_OPTIONS, hidden=is_short, names_variable=not is_short,
+        defaults=_GATEWAY_DEFAULTS,
+    )  # fmt: skip
 
 
 def options_of(cls: type) -> list[str]:
@@ -250,7 +252,7 @@ def _present(given: Path, up: UpSettings) -> Path:
     wanted = model if is_gguf(model) else model / "config.json"
     if not wanted.is_file():
         what = "give --model DIR" if up.model is None else "is it a model folder?"
-        raise StartError(f"{wanted} does not exist; {what}", 1)
+        raise StartError(f"{wanted} does not exist; {what}", 2)
     return model
 
 
@@ -264,8 +266,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
         if settings.served_model_name is None and None in models:
             name = _SHIPPED_NAME if settings.model is None else name_on_hub(models[None])
             settings = replace(settings, served_model_name=name)
-        # One worker a role is the default, and each may die.
-        gateway: dict[str, object] = {} if is_in_environment("stand_in") else {"stand_in": True}
+        gateway = {name: value for name, value in _GATEWAY_DEFAULTS.items() if not is_in_environment(name)}
         if is_in_environment("fleet_listen"):  # each gateway has an address of its own there, and workers are told
             gateway["fleet_listen"] = os.environ[variable("fleet_listen")]
         gateway |= {

@@ -71,7 +71,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._commands.on_stream_lost(last)
             last.close()
         outbox.reply(pb.Event(hello=self._hello))  # now that it will be sent what changes
-        log.info("session opened %s", fields(gateway=hello.instance.hex()[:8], peer=context.peer()))
+        log.info("session opened %s", fields(session=hello.instance.hex()[:8], peer=context.peer()))
         reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
         writer = asyncio.create_task(outbox.run(), name="session writer")
         try:
@@ -84,7 +84,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             writer.cancel()
             ends = await asyncio.gather(reader, writer, return_exceptions=True)
             why = next((_words(end) for end in ends if isinstance(end, Exception)), "hung up")
-            log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
+            log.info("session closed %s", fields(session=hello.instance.hex()[:8], why=why))
 
     async def _greet(self, commands: AsyncIterator[pb.Command]) -> pb.Hello:
         """Return the gateway's Hello. Raises FailedPrecondition where the two cannot talk."""

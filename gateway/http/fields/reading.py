@@ -96,7 +96,7 @@ def check_known(
             if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
                 raise InvalidRequest(name, "is not supported here")
         elif name not in known:
-            raise InvalidRequest(name[:80], "is not known here")
+            raise InvalidRequest(name[:80], "is not known here; /openapi.json lists the fields of each path")
 
 
 def fill_rows(request: Any, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:

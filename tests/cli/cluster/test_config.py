@@ -1,6 +1,7 @@
 """`baton config`, and the file that `baton up --config` reads: file < variables < flags, and where a value was set."""
 
 import argparse
+import re
 import tomllib
 from pathlib import Path
 
@@ -272,6 +273,10 @@ def test_a_mistyped_flag_gets_its_nearest_and_the_usage_of_its_command(capsys):
         (["up", "--gateway.splt", "auto"], "--gateway.splt auto; did you mean --gateway.split?\n"),
         (["up", "--split", "always"], "--split always; did you mean --gateway.split?\n"),
         (["up", "--prefill-workers", "h:1"], "--prefill-workers h:1; did you mean --prefill?\n"),
+        (["up", "--stand-in"], "--stand-in; did you mean --gateway.stand-in?\n"),  # not its opposite
+        (["up", "--no-stand-in"], "--no-stand-in; did you mean --no-gateway.stand-in?\n"),
+        (["up", "--port", "8000"], "--port 8000; give --listen HOST:PORT for gRPC, --http HOST:PORT for HTTP\n"),
+        (["up", "--host=::"], "--host=::; give --listen HOST:PORT for gRPC, --http HOST:PORT for HTTP\n"),
     ],
 )
 def test_what_is_suggested_is_alike(capsys, argv, ending):
@@ -306,4 +311,5 @@ def test_help_fits_one_screen_and_help_all_has_every_flag(capsys):
     short, full = (part for part in capsys.readouterr().out.split("usage: baton up")[1:])
     assert len(short.splitlines()) <= 60 and "--speculator" in short and "--lease-ttl-s" not in short
     assert "examples:" in short and "--help-all" in short
+    assert re.search(r"--no-gateway.stand-in\s[^-]*\(default:\s+True\)", full)  # that of the command
     assert "--lease-ttl-s" in full and "[BATON_LEASE_TTL_S]" in full and "--gateway.max-queue-wait-s" in full

@@ -33,19 +33,25 @@ def test_node(stack, client, slow):
     assert saw["info"]["vocab_size"] == 1024
 
 
-def test_the_node_client_of_the_docs(stack):
-    """Word for word, but for the address."""
+@pytest.mark.parametrize("stops_at_once", [False, True])
+def test_the_node_client_of_the_docs(stack, stops_at_once):
+    """Word for word, but for the address, and of one answer whose messages have no text."""
     page = (ROOT / "docs" / "howto" / "clients.md").read_text()
     (program,) = re.findall(r"<!-- node -->\n```\n(.*?)```", page, re.DOTALL)
+    program = program.replace("127.0.0.1:50051", stack.target)
+    if stops_at_once:
+        program = program.replace(
+            "max_tokens: 32", f"max_tokens: 32, stop_token_ids: [{', '.join(map(str, range(1, 1023)))}]"
+        )
     ran = subprocess.run(
-        [node(), "-e", program.replace("127.0.0.1:50051", stack.target)],
+        [node(), "-e", program],
         cwd=ROOT,
         env={**os.environ, "NODE_PATH": str(NODE_CLIENTS / "node_modules")},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert ran.returncode == 0 and not ran.stderr and len(ran.stdout) > 5, ran.stderr
+    assert ran.returncode == 0 and not ran.stderr and (len(ran.stdout) > 5) != stops_at_once, ran.stderr
 
 
 def _reflect(channel: grpc.Channel, *requests):
