@@ -84,8 +84,8 @@ class GatewaySettings(Exposure):
         "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
     )
     control_tokens_in_prompts: bool = option(
-        "take control tokens that the text of a prompt spells for these, as vLLM and llama.cpp do (default: all of it is "
-        "text; in conversations it always is)",
+        "parse control tokens such as <|im_start|> in a prompt's text, as vLLM and llama.cpp do; otherwise they are plain "
+        "text, as they always are in conversations",
         False,
     )
     limits: str = option("limits on a single request", "normal", choices=tuple(PRESETS))
@@ -101,8 +101,8 @@ class GatewaySettings(Exposure):
         metavar="FILE",
     )
     adapter_tenants: Path | None = option(
-        'TOML file of the tenants that may name an adapter, name = ["tenant", ...] (default: all; others are as if it were '
-        "not there)",
+        'TOML file of the tenants that may use an adapter, name = ["tenant", ...]; to others it does not exist (default: all '
+        "tenants may)",
         None,
         metavar="FILE",
     )

@@ -92,6 +92,9 @@ def _continue(args: argparse.Namespace, access: Access, results: ResultsFile, nu
         return fail("baton batch", f"--target {error}", WRONG_USE)
     except OSError as error:
         return fail("baton batch", f"{error.filename or results.path}: {error.strerror}", FAILED)
+    if num_done and not results.num_added:
+        print(f"{results.path}: nothing to do, all {num_done} results were there already")
+        return 0
     already = f", {num_done} were there already" if num_done else ""
     print(f"{results.path}: {results.num_added} results, {results.num_failed} of them failures{already}")
     return 0

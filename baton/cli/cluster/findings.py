@@ -69,7 +69,7 @@ class Findings:
             )
             return
         num = sum(one.status == "warning" for one in self.found)
-        verdict = "a request works" if self.request_works else "a request does not work"
+        verdict = "OK: a request works" if self.request_works else "FAILED: a request does not work"
         print(verdict + (f"; {num} {'warning' if num == 1 else 'warnings'}" if num else ""))
 
     def _add(self, finding: Finding) -> None:

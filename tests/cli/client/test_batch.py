@@ -269,6 +269,7 @@ def test_what_has_a_result_is_not_sent_again(run, echo, tmp_path, capsys):
     assert "3 results" in (said := capsys.readouterr().out) and "4 were there already" in said
     echo.requests.clear()
     assert run(lines)[0] == 0 and not echo.requests
+    assert capsys.readouterr().out.endswith(": nothing to do, all 7 results were there already\n")
 
 
 @pytest.mark.parametrize("results", [
