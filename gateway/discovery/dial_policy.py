@@ -10,7 +10,7 @@ from gateway.discovery.worker_directory import Worker
 from gateway.link.worker_link import LinkState, WorkerLink
 
 MAX_TRIALS = 64  # workers at once that are dialled and do not answer
-_MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 7 s where it is refused at once
+_MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 2 s where it is refused at once
 _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
 
 
@@ -22,20 +22,26 @@ class DialPolicy:
         self._resting: dict[Worker, tuple[float, float, str]] = {}  # until when, how long, and why
 
     def choose(
-        self, here: Set[Worker], elsewhere: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
+        self,
+        here: Set[Worker],
+        elsewhere: Set[Worker],
+        links: Mapping[Worker, WorkerLink],
+        missed: Set[Worker],
+        at: float,
     ) -> set[Worker]:
         """Return the workers to keep a session with. `here` have registered with this gateway, `elsewhere` with others;
-        `links` are those that exist now; `at`: time.monotonic()."""
-        named = here | elsewhere
-        self.proven = {worker for worker in named & links.keys() if self._is_proven(worker, links[worker])}
+        `links` are those that exist now, `missed` those of them that were lost a moment ago; `at`: time.monotonic()."""
+        named = here | elsewhere | missed
+        stay = missed | {worker for worker in named & links.keys() if _in_session(links[worker])}
+        self.proven = stay | {worker for worker in self.proven & named & links.keys() if not _is_failing(links[worker])}
         self._resting = {worker: rest for worker, rest in self._resting.items() if worker in named}
         chosen, room = set(), MAX_TRIALS
         for worker in self._in_order(named, here, links, at):
             link = links.get(worker)
-            if link is not None and _in_session(link):
+            if worker in stay:
                 chosen.add(worker)
                 self._resting.pop(worker, None)
-            elif link is not None and link.num_failed_sessions >= _MAX_FAILED_SESSIONS:
+            elif link is not None and _is_failing(link):
                 self._rest(worker, link.reason, at)
             elif room:
                 chosen.add(worker)
@@ -45,9 +51,6 @@ class DialPolicy:
     def excuses(self, role: str) -> list[str]:
         """Return why some workers of this role are not dialled at present, one line each."""
         return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
-
-    def _is_proven(self, worker: Worker, link: WorkerLink) -> bool:
-        return _in_session(link) or (worker in self.proven and link.num_failed_sessions < _MAX_FAILED_SESSIONS)
 
     def _in_order(
         self, named: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
@@ -69,3 +72,7 @@ class DialPolicy:
 
 def _in_session(link: WorkerLink) -> bool:
     return link.state not in (LinkState.CONNECTING, LinkState.REFUSED)
+
+
+def _is_failing(link: WorkerLink) -> bool:
+    return link.num_failed_sessions >= _MAX_FAILED_SESSIONS

@@ -97,7 +97,8 @@ class Registrations:
         here = {entries[worker]: until - at for worker, until in self._until.items() if worker in entries}
         known = [entries[worker] for worker in self._policy.proven if worker in entries]
         elsewhere = self._of_these_stacks(await self._directory.exchange(here, known))
-        chosen = self._policy.choose(self._until.keys(), self._allowed(elsewhere), links, at)
+        missed = {(role, link.address) for role, members in self._members.items() for link in members.missed}
+        chosen = self._policy.choose(self._until.keys(), self._allowed(elsewhere), links, missed, at)
         for role, members in self._members.items():
             members.keep([address for its_role, address in chosen if its_role == role], group)
 

@@ -57,6 +57,7 @@ class ModelFleet:
             self.candidates, settings.split, self.pace_estimator, settings.max_start_wait_s, settings.stand_in
         )
         self.last_identity = b""  # that its workers had, also while none is here
+        self.last_gone: dict[str, str] = {}  # by role: the last worker that was forgotten, and why it had no session
         # Of its folder, or what its workers said, where rope stretches that; also while none is here.
         self._model_context = folder.context
         self._settings, self._identities = settings, identities

@@ -1,12 +1,14 @@
 """The workers of this gateway: sessions with them, their roles, and which of the served models each of them has."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection
 from functools import partial
 
 from baton import tasks
 from baton.protocol import INSTANCE_BYTES, ROLES
+from baton.service.logs import fields
 from baton.service.observe.core_wait import EventLoopWatch
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
@@ -26,6 +28,8 @@ from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import LOOK_S
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.routing.latency_model import PaceEstimator
+
+log = logging.getLogger(__name__)
 
 
 class Registry:
@@ -178,12 +182,16 @@ class Registry:
 
     def _session_set(self, role: str, is_named: bool = True) -> SessionSet:
         """`is_named`: the addresses come from this gateway's settings; others have registered."""
-        return SessionSet(self._links[role], lambda: self.links, partial(self._link, is_named=is_named), self._remove)
+        make_link = partial(self._link, is_named=is_named)
+        wait_s = self._settings.max_start_wait_s
+        return SessionSet(self._links[role], lambda: self.links, make_link, self._remove, wait_s)
 
     def _remove(self, link: WorkerLink) -> None:
         self._forget()  # its length no longer counts
-        self._placed.pop(link, None)
-        self._fleet_of.pop(link, None)
+        role, fleet = self._placed.pop(link, None), self._fleet_of.pop(link, None)
+        if role and fleet:
+            fleet.last_gone[role] = f"{link.address} gone: {link.reason}"
+            log.info("worker forgotten %s", fields(worker=link.name, address=link.address, reason=link.reason))
         for links in self._links.values():
             if link in links:
                 links.remove(link)
@@ -300,7 +308,7 @@ class Registry:
         found += [f"{link.address} {link.state.value}: {link.reason}" for link in away]
         found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.role == role]
         found += self.registered.excuses(role)
-        return "; ".join(found) or "none is configured, and none has registered"
+        return "; ".join(found) or fleet.last_gone.get(role) or "none is configured, and none has registered"
 
 
 def _make_directory(redis_url: str | None) -> WorkerDirectory:

@@ -66,7 +66,7 @@ class WorkerLink:
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
-        self._away_since = now()
+        self._away_since, self._has_left = now(), False
         self.num_failed_sessions = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
@@ -104,6 +104,11 @@ class WorkerLink:
     def may_come(self, within_s: float) -> bool:
         """Return whether it may yet serve: it has not been away for longer than `within_s`, as one that starts is."""
         return self.state in _COMING and now() - self._away_since < within_s
+
+    def is_missed(self, within_s: float) -> bool:
+        """Return whether it has served and was lost less than `within_s` ago: one that drained has left, and is not missed."""
+        is_lost = self.state is LinkState.CONNECTING and self.limits is not None and not self._has_left
+        return is_lost and now() - self._away_since < within_s
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -177,7 +182,8 @@ class WorkerLink:
         """End the session, which may have been tried in vain, and its legs."""
         self.num_failed_sessions = 0 if self.hello is not None else self.num_failed_sessions + 1
         if self.hello is not None:
-            write, what = (log.info, "left") if self.state is LinkState.DRAINING else (log.warning, "lost")
+            self._has_left = self.state is LinkState.DRAINING
+            write, what = (log.info, "left") if self._has_left else (log.warning, "lost")
             write("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:

@@ -39,6 +39,15 @@ async def answered(c) -> str:
     return next(link.address for link in c.gateway.registry.decode if link.is_serving)
 
 
+async def looked(c) -> None:
+    """The gateway has looked the name up since, and acted on it."""
+    (name,), looks = c.gateway.registry._names, []
+    keep = name._sessions.keep
+    name._sessions.keep = lambda addresses, group: looks.append(keep(addresses, group))
+    await c.until(lambda: looks)
+    del name._sessions.keep
+
+
 async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
     first, second = [await FakeWorker("decode", digest, 400).start() for _ in range(2)]
     dns.addresses["decode"] = [first.address]
@@ -50,10 +59,18 @@ async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
         dns.addresses["decode"].append(second.address)
         await c.until(lambda: sorted(serving()) == sorted([first.address, second.address]))
 
-        # Gone from the DNS alone ends nothing; gone for good is forgotten.
+        # Gone from the DNS alone ends nothing; one that is lost too may be back, and one that has left is forgotten.
         dns.addresses["decode"] = [second.address]
         await answered(c)
         assert len(serving()) == 2
+        await first.stop()
+        await c.until(lambda: serving() == [second.address])
+        await looked(c)
+        assert len(registry.links) == 2
+        await first.start(first.port)
+        await c.until(lambda: len(serving()) == 2)
+        first.state = "draining"
+        await c.until(lambda: serving() == [second.address])
         await first.stop()
         await c.until(lambda: [link.address for link in registry.links] == [second.address])
         assert await answered(c) == second.address
@@ -64,7 +81,7 @@ async def test_two_addresses_of_one_worker_are_one_session(cluster, digest, dns)
     worker = await FakeWorker("decode", digest, 400).start()
     addresses = [worker.address, f"localhost:{worker.port}"]
     dns.addresses["decode"] = addresses
-    async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
+    async with cluster(0, 0, decode_workers=("decode:50062",), max_start_wait_s=0) as c:
         c.workers.append(worker)
         links = c.gateway.registry.decode
         states = lambda: sorted(link.state.value for link in links)  # noqa: E731

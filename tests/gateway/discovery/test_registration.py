@@ -20,9 +20,11 @@ from gateway.discovery.dial_policy import MAX_TRIALS, DialPolicy
 from gateway.discovery.redis_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
+from gateway.link import worker_session
 from gateway.link.worker_link import LinkState
+from tests.gateway.calls import PROMPT, expect_refusal, ids_of, start
 from tests.support.client import read_error
-from tests.support.gateway.fake_worker import FakeWorker
+from tests.support.gateway.fake_worker import FakeWorker, tokens_of
 from tests.support.redis_server import RedisServer
 
 
@@ -66,7 +68,7 @@ async def test_both_roles(cluster, digest):
 async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(cluster, digest, monkeypatch):
     monkeypatch.setattr(registration, "TTL_S", 0.1)
     worker = await FakeWorker("decode", digest, 400).start()
-    async with cluster(0, 0) as c:
+    async with cluster(0, 0, max_start_wait_s=0.2) as c:
         c.workers.append(worker)
         await register(c, worker.address)
         await c.until(lambda: serving(c) == [worker.address])
@@ -74,6 +76,50 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
         assert serving(c) == [worker.address]
         await worker.stop()
         await c.until(lambda: not c.gateway.registry.links)
+        assert f"no decode worker serves: {worker.address} gone: " in c.gateway.registry.not_ready()
+
+
+async def test_one_that_is_lost_is_waited_for_as_one_that_is_named(cluster, digest, monkeypatch):
+    """Its registration ends and it is dialled in vain, long before it has loaded its model again."""
+    monkeypatch.setattr(registration, "TTL_S", 0.1)
+    monkeypatch.setattr(dial_policy, "_MAX_FAILED_SESSIONS", 2)
+    monkeypatch.setattr(worker_session, "_STARTING_PAUSE_S", 0.02)
+    worker = await FakeWorker("decode", digest, 400).start()
+    async with cluster(0, 0) as c:
+        c.workers.append(worker)
+        await register(c, worker.address)
+        await c.until(lambda: serving(c) == [worker.address])
+        (link,) = c.gateway.registry.links
+        worker.hold("decode")
+        running = start(c)
+        await c.until(lambda: "admit" in worker.kinds())
+        await worker.stop()
+        await c.until(lambda: not c.gateway.registry.registered._until)
+        await looked(c)
+        await c.until(lambda: link.num_failed_sessions > 4 or not c.gateway.registry.links)
+        came_later = start(c, request_id="later")
+        await c.until(lambda: c.gateway.handler.num_running == 2 or came_later.done())
+        worker.release("decode")
+        worker.held.clear()
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        assert [ids_of(await each) for each in (running, came_later)] == [tokens_of(PROMPT, 6, 400)] * 2
+
+
+async def test_one_that_drained_and_went_is_not_waited_for(cluster, digest, monkeypatch):
+    monkeypatch.setattr(registration, "TTL_S", 0.1)
+    worker = await FakeWorker("decode", digest, 400).start()
+    async with cluster(0, 0) as c:
+        c.workers.append(worker)
+        await register(c, worker.address)
+        await c.until(lambda: serving(c) == [worker.address])
+        (link,) = c.gateway.registry.links
+        worker.state = "draining"
+        await c.until(lambda: link.state is LinkState.DRAINING)
+        await worker.stop()
+        await c.until(lambda: not c.gateway.registry.links)
+        said = await expect_refusal(start(c))
+        assert said.code is grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
 
 
 async def test_one_that_comes_back_in_the_other_role_has_one_session(cluster, digest):
@@ -265,22 +311,25 @@ def test_those_that_answered_stay_and_those_that_registered_here_come_first():
     links = {real: Link(LinkState.SERVING)}
     flood = strangers(5000)
     for at in range(100):
-        chosen = chosen_by.choose({new}, flood | {real}, links, float(at))
+        chosen = chosen_by.choose({new}, flood | {real}, links, set(), float(at))
         assert {real, new} <= chosen and len(chosen) <= MAX_TRIALS + 1
         links = {worker: links.get(worker) or Link() for worker in chosen}
         for worker, link in links.items():
             link.num_failed_sessions += worker not in (real, new)
     links[real].state = LinkState.CONNECTING  # lost for a moment
-    assert real in chosen_by.choose({new}, flood | {real}, links, 100.0) and real in chosen_by.proven
+    assert real in chosen_by.choose({new}, flood | {real}, links, set(), 100.0) and real in chosen_by.proven
     links[real].num_failed_sessions = 1000
-    assert real not in chosen_by.choose({new}, flood | {real}, links, 101.0) and real not in chosen_by.proven
+    for named in (flood | {real}, flood):
+        chosen = chosen_by.choose({new}, named, links, {real}, 101.0)
+        assert {real, new} <= chosen and len(chosen) <= MAX_TRIALS + 1 and real in chosen_by.proven
+    assert real not in chosen_by.choose({new}, flood | {real}, links, set(), 102.0) and real not in chosen_by.proven
 
 
 def test_a_stranger_is_dialled_ever_more_seldom():
     chosen_by, (worker,) = DialPolicy(), strangers(1)
     tried_at, link = [], None
     for at in range(1000):
-        is_chosen = worker in chosen_by.choose(set(), {worker}, {worker: link} if link else {}, float(at))
+        is_chosen = worker in chosen_by.choose(set(), {worker}, {worker: link} if link else {}, set(), float(at))
         if is_chosen and link is None:
             tried_at.append(at)
             link = Link(num_failed_sessions=1000)
@@ -288,12 +337,12 @@ def test_a_stranger_is_dialled_ever_more_seldom():
             link = None
     assert [b - a for a, b in zip(tried_at, tried_at[1:])][:6] == [6, 11, 21, 41, 61, 61]
     assert chosen_by.excuses("decode") == ["127.0.0.1:1: refused"]
-    chosen_by.choose(set(), set(), {}, 1000.0)
-    assert not chosen_by.excuses("decode") and worker in chosen_by.choose(set(), {worker}, {}, 1000.0)
+    chosen_by.choose(set(), set(), {}, set(), 1000.0)
+    assert not chosen_by.excuses("decode") and worker in chosen_by.choose(set(), {worker}, {}, set(), 1000.0)
 
 
 def make_registered(*cidrs: str) -> Registrations:
-    members = {role: SessionSet([], None, None, None) for role in ("prefill", "decode")}
+    members = {role: SessionSet([], None, None, None, 30.0) for role in ("prefill", "decode")}
     return Registrations(members, None, Networks(cidrs), set, lambda link: "")
 
 
