@@ -33,7 +33,7 @@ class DialPolicy:
         `links` are those that exist now, `missed` those of them that were lost a moment ago; `at`: time.monotonic()."""
         named = here | elsewhere | missed
         stay = missed | {worker for worker in named & links.keys() if _in_session(links[worker])}
-        self.proven = stay | {worker for worker in self.proven & named & links.keys() if not _is_failing(links[worker])}
+        self.proven = {worker for worker in self.proven & named & links.keys() if not _is_failing(links[worker])} | stay
         self._resting = {worker: rest for worker, rest in self._resting.items() if worker in named}
         chosen, room = set(), MAX_TRIALS
         for worker in self._in_order(named, here, links, at):

@@ -270,6 +270,30 @@ async def test_a_worker_whose_certificate_has_expired_registers_with_the_next_on
     await server.stop(None)
 
 
+async def test_each_reason_for_which_a_worker_is_not_registered_is_told(tmp_path, installation, monkeypatch, caplog):
+    """The gateway is started again, and meanwhile the worker's certificate has expired."""
+    monkeypatch.setattr(registration, "PAUSE_S", 0.05)
+    server = grpc_server.make_server()
+    worker_pb2_grpc.add_RegistrationServicer_to_server(Registering(), server)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        where = pb.RegisterRequest(address="127.0.0.1:1", role="decode")
+        old = expired(installation, tmp_path / "old")
+        registering = asyncio.create_task(registration.register((address,), where, old))
+        async with asyncio.timeout(patience(20)):
+            while "Connection refused" not in caplog.text:
+                await asyncio.sleep(0.01)
+    grpc_server.bind(server, address, installation.tls("gateway").server(require_certificate=True))
+    await server.start()
+    async with asyncio.timeout(patience(20)):
+        while f"Socket closed; {old.tls_cert} ended on 20" not in caplog.text:
+            await asyncio.sleep(0.01)
+    registering.cancel()
+    await asyncio.gather(registering, return_exceptions=True)
+    await server.stop(None)
+
+
 async def test_a_pair_that_does_not_fit_changes_nothing(tmp_path, installation, stranger):
     folder = tmp_path / "certs"
     shutil.copytree(installation.folder, folder)
