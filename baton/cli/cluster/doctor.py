@@ -16,6 +16,7 @@ from baton.cli.cluster.findings import (
     Findings,
     advice_for,
     check_certificates,
+    check_collector,
     describe_layout,
     describe_ranks,
     describe_unreachable,
@@ -126,7 +127,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
     if found.redis:
         await _redis(found.redis, bool(args.redis), report)
     if found.collector:
-        await _collector(found.collector, report)
+        await check_collector(found.collector, report)
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
         for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why
@@ -203,20 +204,6 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
         report.say("redis", without_password(url), f"answers, {took_ms:.1f} ms with connecting")
     finally:
         await client.aclose()
-
-
-async def _collector(url: str, report: Findings) -> None:
-    address = url.partition("://")[2] or url
-    try:
-        host, port = split_address(address.partition("/")[0])
-        async with asyncio.timeout(_ANSWER_S):
-            _, writer = await asyncio.open_connection(host, port)
-        writer.close()
-    except (OSError, TimeoutError, ValueError) as error:
-        words = getattr(error, "strerror", None) or str(error) or "no answer"
-        report.warn("collector", url, words, "start it, or unset OTEL_EXPORTER_OTLP_ENDPOINT")
-    else:
-        report.say("collector", url, "accepts connections")
 
 
 async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[str, pb.Hello]:

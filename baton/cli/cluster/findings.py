@@ -3,16 +3,20 @@ advice."""
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import grpc
 
+from baton.service.addresses import AddressError, split_address
 from baton.service.logs import printable
-from baton.service.net.client import certificate_end, wrong_access
+from baton.service.net.client import certificate_end, connect, wrong_access
+from baton.service.observe.telemetry import is_insecure
 from baton.service.security.access import Access
 from baton.service.security.tls import end_of
 from baton.v1 import fleet_pb2
@@ -20,6 +24,7 @@ from baton.v1 import worker_pb2 as pb
 
 _SOON_S = 14 * 86400.0  # as the alert BatonCertificateEnds
 _CLOCK_S = 2.0  # beyond what NTP leaves, and a slow answer
+_COLLECTOR_S = 3.0
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
 
 
@@ -129,6 +134,26 @@ async def check_certificates(addresses: Iterable[str], access: Access, report: F
             day = time.strftime("%Y-%m-%d", time.gmtime(end))
             expiry = f"ended on {day}" if left_s < 0 else f"ends on {day}"
             report.warn("tls", where, f"its certificate {expiry}", "renew it; processes read new files by themselves")
+
+
+async def check_collector(url: str, report: Findings) -> None:
+    """Connect to the collector of spans as their exporters do, which go by `http_proxy` of the environment. Takes up to 3 s."""
+    address = (url.partition("://")[2] or url).partition("/")[0]
+    try:
+        split_address(address)
+        roots = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE")
+        credentials = (
+            None if is_insecure(url) else grpc.ssl_channel_credentials(Path(roots).read_bytes() if roots else None)
+        )
+        channel = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+        async with channel, asyncio.timeout(_COLLECTOR_S):
+            await connect(channel)
+    except (AddressError, OSError, TimeoutError, grpc.aio.AioRpcError) as error:
+        words = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        advice = "start it, correct or unset OTEL_EXPORTER_OTLP_ENDPOINT, or name its host in no_proxy"
+        report.warn("collector", url, words or "no answer", advice)
+    else:
+        report.say("collector", url, "accepts connections from here")
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import grpc
 import pytest
 
 from baton.cli.cluster import doctor as doctor_command
-from baton.cli.cluster.findings import Findings
+from baton.cli.cluster.findings import Findings, check_collector
 from baton.cli.cluster.handover import Handover
 from baton.service.security.access import Access
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2_grpc
@@ -167,6 +168,21 @@ def test_a_request_works_without_redis_and_collector(stack):
     assert status == 0 and output.endswith("a request works; 2 warnings\n")
     warnings = [line for line in output.splitlines() if "WARN" in line]
     assert len(warnings) == 2 and "redis" in warnings[0] and "collector" in warnings[1], output
+
+
+async def test_a_collector_is_reached_as_exporters_reach_it(receiver, monkeypatch):
+    """By the proxy that the environment names, unless that leaves this host out."""
+    report = Findings(is_json=True)
+    for no_proxy in ("", "127.0.0.1"):
+        monkeypatch.setenv("http_proxy", f"http://{NOBODY}")
+        monkeypatch.setenv("no_proxy", no_proxy)
+        await check_collector(receiver.endpoint, report)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        await check_collector(f"http://127.0.0.1:{silent.getsockname()[1]}", report)
+    await check_collector("http://collector", report)
+    assert [one.status for one in report.found] == ["warning", "ok", "warning", "warning"]
+    assert NOBODY in report.found[0].text and "no_proxy" in report.found[0].advice
+    assert [one.text for one in report.found[1:3]] == ["accepts connections from here", "no answer"]
 
 
 def test_a_redis_that_wants_a_password_answers(tmp_path):
