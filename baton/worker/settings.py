@@ -1,5 +1,6 @@
 """Settings of a worker, the same for both roles. Imports no torch."""
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
 LEAST_LEASE_S = 2.0  # gateways renew a lease every 1.5 s, and workers that fetch every second
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST = re.compile(rf"({_LABEL}\.)*{_LABEL}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
+_HOST = re.compile(rf"({_LABEL}\.)*{_LABEL}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class WorkerSettings(Exposure):
             raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
         self._check_kv_port()
         host = self.advertise_host
-        if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
+        if host is not None and (not _is_host(host) or host in ("0.0.0.0", "::")):
             raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")
         is_everywhere = self.listen_host in ("0.0.0.0", "::")
         if self.gateways and is_everywhere and host is None:
@@ -180,3 +181,13 @@ class WorkerSettings(Exposure):
             raise ValueError(f"--workers-per-gpu has no effect on {why}; leave it out")
         if engine.gpu_memory_utilization is not None:
             raise ValueError(f"--gpu-memory-utilization has no effect on {why}; size the pool with --num-blocks")
+
+
+def _is_host(text: str) -> bool:
+    """Return whether it is a name, or an IP address that means the same on other machines: one with a scope does not."""
+    if ":" not in text:
+        return bool(_HOST.fullmatch(text))
+    try:
+        return "%" not in text and bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     print(args.out)
     if not args.renew:
         host = args.host[0] if args.host else "localhost"
+        host = f"[{host}]" if ":" in host else host
         print(
             "next:\n"
             f"  baton up --certs {args.out} --listen 0.0.0.0:50051\n"

@@ -112,6 +112,8 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
             "shows a certificate without this name",
             "`baton certs --out NEW --renew DIR --host HOST` makes one with it",
         )
+    if "CERTIFICATE_VERIFY_FAILED: certificate has expired" in details:
+        return "shows a certificate that has expired", "renew it there, and look at both clocks"
     if found := re.search("CERTIFICATE_VERIFY_FAILED: ([a-z ]+)", details):
         return f"shows a certificate that --tls-ca does not prove ({found[1]})", "give the ca.crt of its authority"
     if "Failed to create security handshaker" in details:

@@ -111,6 +111,11 @@ def names_in(tls) -> list[str]:
     return text.splitlines()[1].strip().split(", ")
 
 
+def test_the_command_that_is_printed_has_an_address(tmp_path, capsys):
+    assert baton(["certs", "--out", str(tmp_path / "certs"), "--host", "fd77::1"]) == 0
+    assert "--target [fd77::1]:50051 " in capsys.readouterr().err
+
+
 def test_hosts_of_the_gateway(tmp_path):
     """They stay when certificates are renewed, whose authority may be kept without them."""
     made = install(tmp_path / "certs", "--host", "llm.example.net", "--host", "192.0.2.7", "--host", "*.a.example")

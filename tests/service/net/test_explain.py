@@ -17,7 +17,7 @@ import pytest
 from baton.cli.cluster import doctor, findings
 from baton.cli.main import main
 from baton.cli.planning import scaler
-from baton.service.net.client import explain_failure
+from baton.service.net.client import _wrong_handshake, explain_failure
 from baton.service.security.access import Access
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import fleet_pb2_grpc
@@ -126,6 +126,12 @@ def test_a_handshake_that_fails_is_told_in_our_words(targets, certs, tmp_path):
     assert "cannot be asked with --tls-ca: give PEM files" in fails_at(targets["tls"], Access(tmp_path / "text"))
     mixed = Access(certs / "ca.crt", certs / "operator.crt", tmp_path / "other" / "operator.key")
     assert "with --tls-ca, --tls-cert and --tls-key: give PEM files" in fails_at(targets["both"], mixed)
+
+
+def test_a_servers_certificate_that_has_expired_wants_another():
+    """Another authority would prove it no better."""
+    details = "Ssl handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired"
+    assert _wrong_handshake(details, Access()) == ("shows a certificate that has expired", "renew it there, and look at both clocks")
 
 
 def test_the_certificate_of_another_name(certs):

@@ -22,6 +22,8 @@ NO_HOSTS = (
     "http://kv",
     "-x",
     "[::1]",
+    "fd77::4:50062",
+    "fe80::1%eth0",
     "kv..example",
     f"{'a' * 64}.example",
 )
