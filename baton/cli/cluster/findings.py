@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.service.addresses import AddressError, split_address
+from baton.addresses import AddressError, split_address
 from baton.service.logs import printable
 from baton.service.net.client import certificate_end, connect, wrong_access
 from baton.service.observe.telemetry import is_insecure

@@ -131,7 +131,10 @@ def test_a_handshake_that_fails_is_told_in_our_words(targets, certs, tmp_path):
 def test_a_servers_certificate_that_has_expired_wants_another():
     """Another authority would prove it no better."""
     details = "Ssl handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired"
-    assert _wrong_handshake(details, Access()) == ("shows a certificate that has expired", "renew it there, and look at both clocks")
+    assert _wrong_handshake(details, Access()) == (
+        "shows a certificate that has expired",
+        "renew it there, and look at both clocks",
+    )
 
 
 def test_the_certificate_of_another_name(certs):
