@@ -49,7 +49,7 @@ from baton.engine.weights.formats.base import WeightSource
 from kvtransfer.layout import KVGroup, KVLayout
 
 if TYPE_CHECKING:
-    from baton.engine.adapters.gpu_low_rank import StepAdapters
+    from baton.engine.adapters.gpu_low_rank import GpuAdapters, StepAdapters
 
 Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 
@@ -72,45 +72,18 @@ class Model:
         self.device = attention.shape.device
         self._between = make_between(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
-        vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
-        shard = WHOLE if collectives is None else collectives.shard
-        self.collectives, linears = collectives, Linears(source, make, collectives)
+        self.collectives = collectives
         stage = PipelineStage(0, range(spec.num_layers)) if stage is None else stage
-        self.own_layers, has_ends = stage.layers, stage.index == 0
-        if has_ends:
-            self.embedding = source.embedding(vocab_size, hidden_size)
-        self.layers = [
-            read_layer(spec, index, source, linears, make_router, shard) if index in stage.layers else None
-            for index in range(spec.num_layers)
-        ]
-        if spec.sinks:
-            attention.set_sinks(read_sinks(spec, source, shard, stage.layers))
-        if has_ends:
-            self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
-            self.head = read_head(spec, source, linears, self.embedding)
-        if has_ends and spec.tied:
-            self.embedding = tied(self.embedding, self.head)
+        self.own_layers, linears = stage.layers, Linears(source, make, collectives)
+        self._read_weights(source, linears, make_router, has_ends=stage.index == 0)
         self._row_multiple = linears.row_multiple
         self.weights = linears.report()
-        if collectives is not None and has_ends:
-            self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
-            self.head = VocabularyHead(self.head, vocab_size, collectives)
-        others = (index for index in range(spec.num_layers + spec.num_extra_layers) if index not in stage.layers)
-        not_here = (*(f"model.layers.{index}" for index in others), *linears.left_out)
-        source.check_all_read("model.layers.", tuple(f"{module}." for module in not_here))
-        source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
         unfit = (layer.experts.unfit for layer in self.layers if layer is not None and layer.experts is not None)
         if why := next(filter(None, unfit), ""):
             self.reasons["layers"]["grouped experts"] = why
-        self._adapted, self._gpu_adapters = adapted, None
-        self._make_low_rank: MakeLowRank = partial(ComposedLowRank, make)
-        if self.layers_name == FusedLayers.name:
-            self._make_low_rank = NativeLowRank
-        elif adapted and self.weights.kernels == ("triton",):
-            from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an extra
-
-            self._make_low_rank, self._gpu_adapters = GpuLowRank, GpuAdapters(self.device)
+        self._adapted = adapted
+        self._make_low_rank, self._gpu_adapters = self._choose_low_rank()
         pooled = [layer for layer in spec.kv_layers if not self.pools_own_layers or layer in self.own_layers]
         self._kv_index = {layer: index for index, layer in enumerate(pooled)}
         self._temperature = None
@@ -122,8 +95,45 @@ class Model:
         self._mixer = next((mixer for mixer in mixers if mixer is not None), None)
         if collectives is not None and collectives.shares_memory and attention.name != NativeAttention.name:
             raise ModelError(
-                f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
+                f"tensor_parallel {collectives.shard.degree}: needs native attention; what was chosen is {attention.name}"
             )
+
+    def _read_weights(
+        self, source: WeightSource, linears: Linears, make_router: MakeRouter | None, has_ends: bool
+    ) -> None:
+        """Read the layers that are here, and `has_ends`: the embedding, the last norm and the head."""
+        spec, collectives = self.spec, self.collectives
+        shard = WHOLE if collectives is None else collectives.shard
+        if has_ends:
+            self.embedding = source.embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = [
+            read_layer(spec, index, source, linears, make_router, shard) if index in self.own_layers else None
+            for index in range(spec.num_layers)
+        ]
+        if spec.sinks:
+            self.attention.set_sinks(read_sinks(spec, source, shard, self.own_layers))
+        if has_ends:
+            self.norm = read_norm(spec.norm, source, "model.norm", spec.hidden_size)
+            self.head = read_head(spec, source, linears, self.embedding)
+            if spec.tied:
+                self.embedding = tied(self.embedding, self.head)
+            if collectives is not None:
+                self.embedding = VocabularyEmbedding(self.embedding, spec.vocab_size, collectives)
+                self.head = VocabularyHead(self.head, spec.vocab_size, collectives)
+        others = (index for index in range(spec.num_layers + spec.num_extra_layers) if index not in self.own_layers)
+        not_here = (*(f"model.layers.{index}" for index in others), *linears.left_out)
+        source.check_all_read("model.layers.", tuple(f"{module}." for module in not_here))
+        source.release()
+
+    def _choose_low_rank(self) -> "tuple[MakeLowRank, GpuAdapters | None]":
+        """Return what makes the low-rank pairs of adapters, and what has them on a GPU."""
+        if self.layers_name == FusedLayers.name:
+            return NativeLowRank, None
+        if self._adapted and self.weights.kernels == ("triton",):
+            from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an extra
+
+            return GpuLowRank, GpuAdapters(self.device)
+        return partial(ComposedLowRank, self._make), None
 
     @property
     def numerics(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """From a Hugging Face folder or a .gguf file to a Model: weights are mapped, each tensor is read once."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve_dtypes
 from baton.engine.core.device import Memory, check_weights, memory_share
 from baton.engine.core.model_errors import ModelError
-from baton.engine.core.model_spec import PREDICTOR, WRONG_VALUE
+from baton.engine.core.model_spec import PREDICTOR, WRONG_VALUE, ModelSpec
 from baton.engine.kv.pool import CPU, DTYPES
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
@@ -35,7 +37,7 @@ from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import PipelineLeader
-from baton.engine.parallel.shard import WHOLE, unfit_for_ranks
+from baton.engine.parallel.shard import WHOLE, Shard, unfit_for_ranks
 from baton.engine.parallel.stage import PipelineStage
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
@@ -82,19 +84,9 @@ def load_model(
     if why := unfit_for_ranks(spec, shard) if shard.degree > 1 else "":
         raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
     attended = shard if spec.kv_layers else WHOLE
-    heads = (
-        len(attended.range_of(spec.num_heads)), len(attended.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
-    )  # fmt: skip
-    shape = AttentionShape(
-        *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,
-        spec.sinks, spec.chunked,
-    )  # fmt: skip
+    shape = _attention_shape(spec, attended, compute, device, config.kv_dtype, config.block_size)
     backend, attention_reasons = choose_attention(config.attention, shape, config.batch_invariant)
-    try:
-        ropes = [Rope(rope, spec.head_dim, config.max_model_len or spec.context) for rope in spec.ropes]
-    except WRONG_VALUE as error:
-        named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
-        raise ModelError(f"{named}: {error}") from None
+    ropes = _read_ropes(spec, config)
     source = open_source(
         spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads, spec.names.renamed
     )
@@ -111,15 +103,7 @@ def load_model(
     agree = collectives is not None and not kernels.unavailable(device.type)
     make_router, _ = choose_linear("auto", config.batch_invariant or agree, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
-    if stages is not None:
-        assert stage is not None
-        model = (NextDeviceStage if stage.index else FirstDeviceStage)(stages, *arguments)
-    elif pipeline is not None:
-        model = (FirstStage if collectives is None else FirstStageOfRanks)(pipeline, *arguments)
-    else:
-        leads = collectives is not None and shard.rank == 0 and stage is None
-        leading = LeadingModel if collectives is None or collectives.shares_memory else LeadingDeviceModel
-        model = (leading if leads else Model)(*arguments)
+    model = _model_class(collectives, stage, stages, pipeline)(*arguments)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     system.trim_heap()
     return model
@@ -139,8 +123,7 @@ def load_predictor(model: Model, config: EngineConfig, block_size: int) -> Predi
         source = PlacedSource(source, model.device)
     make, _ = choose_linear(config.linear, config.batch_invariant, model.dtype, model.device)
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, model.device)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, own.windows, model.dtype, model.device)
-    shape = AttentionShape(*heads, config.dtype, block_size, spec.attention_scale, spec.attention_softcap)
+    shape = _attention_shape(own, WHOLE, model.dtype, model.device, config.dtype, block_size)
     attention, _ = choose_attention(config.attention, shape, config.batch_invariant)
     size = spec.hidden_size
     project = Linears(source, make).read([f"{PREDICTOR}.project"], [size], 2 * size, False)
@@ -165,6 +148,50 @@ def model_identity(path: str | Path) -> ModelIdentity:
     if not config.is_file():
         raise ModelError(f"{config}: {why_not_itself(config) or 'no such file'}")
     return identity_of(config.read_bytes(), manifest.encode(), tokenizer.read_bytes() if tokenizer.is_file() else b"")
+
+
+def _attention_shape(
+    spec: ModelSpec, shard: Shard, compute: torch.dtype, device: torch.device, kv_form: str, block_size: int
+) -> AttentionShape:
+    """Return what attention sees of a rank's part of a model."""
+    return AttentionShape(
+        num_heads=len(shard.range_of(spec.num_heads)),
+        num_kv_heads=len(shard.kv_heads(spec.num_kv_heads)),
+        head_dim=spec.head_dim,
+        windows=spec.windows,
+        dtype=compute,
+        device=device,
+        kv_form=kv_form,
+        block_size=block_size,
+        given_scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
+        sinks=spec.sinks,
+        chunked=spec.chunked,
+    )
+
+
+def _read_ropes(spec: ModelSpec, config: EngineConfig) -> list[Rope]:
+    """Return the ropes of a model, on the CPU. Raises ModelError for values that are wrong."""
+    try:
+        return [Rope(rope, spec.head_dim, config.max_model_len or spec.context) for rope in spec.ropes]
+    except WRONG_VALUE as error:
+        named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
+        raise ModelError(f"{named}: {error}") from None
+
+
+def _model_class(
+    collectives: Collectives | None, stage: PipelineStage | None, stages: StageCollectives | None,
+    pipeline: PipelineLeader | None,
+) -> Callable[..., Model]:  # fmt: skip
+    """Return what makes the model of this process, of the arguments of Model: whole, of a rank, or of a stage."""
+    if stages is not None:
+        assert stage is not None
+        return partial(NextDeviceStage if stage.index else FirstDeviceStage, stages)
+    if pipeline is not None:
+        return partial(FirstStage if collectives is None else FirstStageOfRanks, pipeline)
+    if collectives is None or collectives.shard.rank != 0 or stage is not None:
+        return Model
+    return LeadingModel if collectives.shares_memory else LeadingDeviceModel
 
 
 def _sha256(path: Path) -> str:

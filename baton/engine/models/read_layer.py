@@ -52,15 +52,7 @@ def read_layer(
             return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim, device=source.device))
         return _read_head_norm(spec, source, f"{prefix}self_attn.{name}", num_heads, order, own)
 
-    qkv = output = None
-    if not of.has_attention:
-        pass
-    elif spec.latent is None:
-        qkv = _read_qkv(spec, prefix, order, linears, heads, kv_heads)
-        sizes = [hidden], spec.num_heads * spec.head_dim
-        output = linears.read([prefix + names.output], *sizes, spec.output_bias, row_parallel=True)
-    else:
-        qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears, heads)
+    qkv, output = _read_attention(spec, prefix, order, source, linears, shard) if of.has_attention else (None, None)
     experts, gate_up, down = of.experts, None, None
     if experts is not None:
         experts = Experts(spec, experts, prefix, source, linears, make_router)
@@ -68,8 +60,6 @@ def read_layer(
         gate_up, down = _read_mlp(spec, prefix, linears)
     state = None if of.state is None else read_mixer(spec, of.state, prefix + names.state, source, linears)
     if (by := spec.multipliers) is not None:
-        sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
-        qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [hidden])
         width = len(shard.range_of(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE))
         gate_up, down = scaled(gate_up, by.gate_up, [width, width]), scaled(down, by.down, [hidden])
     return Layer(
@@ -86,6 +76,25 @@ def read_layer(
         experts=experts,
         state=state,
     )
+
+
+def _read_attention(
+    spec: ModelSpec, prefix: str, order: torch.Tensor | None, source: WeightSource, linears: Linears, shard: Shard
+) -> tuple[LinearKernel, LinearKernel]:
+    """Return what gives a rank's queries, keys and values, and what mixes its heads."""
+    heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
+    if spec.latent is not None:
+        qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears, heads)
+    else:
+        qkv = _read_qkv(spec, prefix, order, linears, heads, kv_heads)
+        inputs = spec.num_heads * spec.head_dim
+        output = linears.read(
+            [prefix + spec.names.output], [spec.hidden_size], inputs, spec.output_bias, row_parallel=True
+        )
+    if (by := spec.multipliers) is not None:
+        sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
+        qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [spec.hidden_size])
+    return qkv, output
 
 
 def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Sequence[int]) -> LinearKernel | None:
