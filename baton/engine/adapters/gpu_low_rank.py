@@ -51,7 +51,7 @@ class StepAdapters:
     largest_rank: int
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add to y [T, out], contiguous, what adapters say of x [T, in] in the linear `name` of a layer."""
+        """Add to y [T, out], contiguous, what adapters make of x [T, in] in the linear `name` of a layer."""
         place, num_tiles = layer * len(LINEARS) + LINEARS.index(name), len(self.tiles)
         x = x if x.stride(1) == 1 else x.contiguous()
         inner = x.new_empty(x.shape[0], self.largest_rank)

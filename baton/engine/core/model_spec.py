@@ -79,7 +79,7 @@ class ExpertsSpec:
     num_chosen_groups: int = 1  # among whose experts is chosen
     group_best: int = 1  # of a group's highest scores as many are added to rank it
     scale: float = 1.0  # of the weights, at last
-    scales_inputs: bool = False  # weights are of what an expert reads, not of what it says
+    scales_inputs: bool = False  # weights are of an expert's inputs, not of its outputs
     latent_size: int = 0  # of the rows that experts read and write; 0: the hidden size
     latent_names: tuple[str, ...] = ()  # what makes such rows of hidden states, and back
     stacked_names: tuple[str, ...] = ()  # in place of `names` where the folder has the tensors of all experts in one

@@ -124,7 +124,7 @@ def multiply_grouped(
 
 @triton.jit
 def add_chosen(outputs, weights, y, size, NUM_CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Add what NUM_CHOSEN experts say of a row, [T * NUM_CHOSEN, size], times their weights fp32, in the order in which it
+    """Add the outputs of NUM_CHOSEN experts for a row, [T * NUM_CHOSEN, size], times their weights fp32, in the order in which it
     chose them: y fp32 [T, size]. Grid (T, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

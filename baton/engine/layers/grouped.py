@@ -118,7 +118,7 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """What the chosen experts of a layer say, weighed and added, in five launches; with a sum in between where ranks have a part
+    """The outputs of the chosen experts of a layer, weighed and added, in five launches; with a sum in between where ranks have a part
     of each expert."""
 
     def __init__(

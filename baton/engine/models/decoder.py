@@ -248,7 +248,7 @@ class Model:
         return self.embedding(token_ids)
 
     def scored(self, features: Tensor) -> Tensor:
-        """Return what the head says of rows [R, hidden_size] as they are, [R, vocab_size], for drafts."""
+        """Return the head's outputs for rows [R, hidden_size] as they are, [R, vocab_size], for drafts."""
         return self.head(features)
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ class Model:
                 out = attended if out is None else out + attended
                 if on_layer is not None:  # not before: behind this sum every rank has written its heads
                     on_layer(self._kv_index[index])
-            x = self._half_layers(layer, apply, x, normed, out)
+            x = self._add_residuals(layer, apply, x, normed, out)
         return x
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -338,9 +338,9 @@ class Model:
                 y[begin:end] += pair(x[begin:end])
         return y
 
-    def _half_layers(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor | None) -> Tensor:
-        """Add what attention and MLP say to the rows x; `normed`: what attention was asked with; `attended`: None where
-        the layer is an MLP alone."""
+    def _add_residuals(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor | None) -> Tensor:
+        """Add the outputs of attention and MLP to the rows x; `normed`: the inputs of attention; `attended`: its outputs, None
+        where the layer is an MLP alone."""
         if attended is None:
             return x + self._scaled(self._mlp(layer, apply, layer.mlp_norm(x)))
         if layer.attention_out_norm is not None:

@@ -1,7 +1,7 @@
 """A mixture of experts: every row goes to the few experts that its router scores highest.
 
 Batch-invariant: the router is a row's own, in fp32, and ranks equal scores by index; the rows of an expert are gathered
-(a counting sort) and go through its row-invariant linears; what the chosen experts say is added in the order in which
+(a counting sort) and go through its row-invariant linears; the outputs of the chosen experts are added in the order in which
 the row chose them, in fp32. Experts that no row chose are not read. On a GPU all of that is a few launches
 (layers/grouped.py), where the experts' weights have one form.
 """
@@ -126,14 +126,14 @@ class Experts:
         return total.to(x.dtype)
 
     def _weighed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return what each row's chosen experts say of it, weighed and added in the order of choice, fp32 [T, elements]."""
+        """Return the outputs of each row's chosen experts, weighed and added in the order of choice, fp32 [T, elements]."""
         of_inputs = weights.flatten() if self.spec.scales_inputs else None
-        spoken = self._spoken(x, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
+        outputs = self._run_chosen(x, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
         if of_inputs is None:
-            spoken = spoken * weights.unsqueeze(2)
-        total = spoken[:, 0]
+            outputs = outputs * weights.unsqueeze(2)
+        total = outputs[:, 0]
         for slot in range(1, self.spec.num_chosen):
-            total = total + spoken[:, slot]
+            total = total + outputs[:, slot]
         return total
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,26 +161,26 @@ class Experts:
             1, order[:, spec.num_chosen_groups :].unsqueeze(2).expand(-1, -1, groups.shape[2]), float("-inf")
         ).flatten(1)
 
-    def _spoken(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
-        """What each row's chosen experts say of it, [T * num_chosen, elements of a row]; of rows times `weights`, where
+    def _run_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the outputs of each row's chosen experts, [T * num_chosen, elements of a row]; of rows times `weights`, where
         those are given for each."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()
-        outputs = [x.new_empty(0, x.shape[1])]
+        sorted_outputs = [x.new_empty(0, x.shape[1])]
         for expert, places in enumerate(order.split(counts)):
             gate_up, down = self.gate_up[expert], self.down[expert]
             if len(places) and gate_up is not None and down is not None:
                 rows = x[places // self.spec.num_chosen]
                 if weights is not None:
                     rows = (rows * weights[places].unsqueeze(1)).to(x.dtype)
-                outputs.append(down(self._between(gate_up(rows))))
-        spoken = x.new_empty(flat.shape[0], x.shape[1])
-        spoken[order] = self._of_all(torch.cat(outputs), counts)
-        return spoken
+                sorted_outputs.append(down(self._between(gate_up(rows))))
+        outputs = x.new_empty(flat.shape[0], x.shape[1])
+        outputs[order] = self._gather_outputs(torch.cat(sorted_outputs), counts)
+        return outputs
 
-    def _of_all(self, outputs: Tensor, counts: list[int]) -> Tensor:
-        """Return what the experts of all ranks said, in their order; `counts`: of each expert's rows."""
+    def _gather_outputs(self, outputs: Tensor, counts: list[int]) -> Tensor:
+        """Return the outputs of the experts of all ranks, in their order; `counts`: of each expert's rows."""
         if len(self.own) == len(counts) or self._collectives is None:
             return outputs
         sizes = [sum(counts[begin : begin + len(self.own)]) for begin in range(0, len(counts), len(self.own))]

@@ -28,7 +28,7 @@ class CommandKind(IntEnum):
     STEP = 1
     LOGITS = 2  # of rows [R, hidden_size] that a step left
     EMBEDDED = 3  # rows of the embedding, of token ids [R]
-    SCORED = 4  # what the head says of rows [R, hidden_size]
+    SCORED = 4  # the head's outputs for rows [R, hidden_size]
     LAYERS = 5  # a step, from its rows as the stage before left them
     SUMMED = 6  # rows [R, hidden_size], several times (sums.py)
     ADAPTER = 7  # its bytes and its number: hold it, or where there are none let it go

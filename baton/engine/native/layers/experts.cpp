@@ -2,7 +2,7 @@
 //
 // A row's experts are those that its router scores highest, in fp32, the lower index first among equals. Rows are put in
 // order of their expert (a counting sort), so that each expert's linears are called once, and only those that were
-// chosen; a row then adds what its experts say in the order in which it chose them. No sum depends on other rows.
+// chosen; a row then adds the outputs of its experts in the order in which it chose them. No sum depends on other rows.
 #include "fused.h"
 
 namespace baton {
@@ -79,13 +79,13 @@ struct Sorted {
   int64_t begin(int64_t e) const { return e ? ends[e - 1] : 0; }
 };
 
-// Rows whose experts are asked in one call. Threads wait for one another at its end, for half a panel on average: with 64 rows
+// Rows whose experts run in one call. Threads wait for one another at its end, for half a panel on average: with 64 rows
 // that is an eighth of the time of an expert of 512 outputs. Rows of 512 are quantized and multiplied in the third cache.
 constexpr int64_t TOGETHER = 512;
 
-// What experts [first, last) say of their rows, in `said`.
-void ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
-                 int64_t last, char* between, char* said) {
+// Runs experts [first, last) on their rows -> `outputs`.
+void run_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
+                 int64_t last, char* between, char* outputs) {
   thread_local std::vector<Product> ups, downs;
   const int64_t width = bytes_of(model.kind), bytes = model.hidden_size * width;
   const int64_t size = experts.intermediate_size, gated = model.gated ? 2 * size : size;
@@ -99,7 +99,7 @@ void ask_experts(const Model& model, const Step& step, const Experts& experts, c
       if (!count) continue;
       char* entered = activated + own.num_tokens * size * width;
       ups.push_back({experts.gate_up[e], sorted.rows + at * bytes, nullptr, between + own.num_tokens * gated * width, count});
-      downs.push_back({experts.down[e], entered, nullptr, said + at * bytes, count});
+      downs.push_back({experts.down[e], entered, nullptr, outputs + at * bytes, count});
       own.num_tokens += count;
     }
     if (!own.num_tokens) return;
@@ -109,9 +109,9 @@ void ask_experts(const Model& model, const Step& step, const Experts& experts, c
   }
 }
 
-// As ask_experts, of experts that this rank has a part of each: parts of what they say. False: a rank is lost.
-bool ask_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
-               int64_t said_bytes, char* said) {
+// As run_experts, of experts that this rank has a part of each: parts of their outputs. False: a rank is lost.
+bool run_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
+               int64_t output_bytes, char* outputs) {
   const int64_t bytes = model.hidden_size * bytes_of(model.kind);
   Step own = step;
   for (int64_t e = 0; e < experts.num_experts; e++) {
@@ -119,14 +119,15 @@ bool ask_parts(const Model& model, const Step& step, const Experts& experts, con
     if ((own.num_tokens = sorted.ends[e] - begin) == 0) continue;
     const char* rows = sorted.rows + begin * bytes;
     void* entered = enter_mlp(model, own, experts.gate_up[e], experts.intermediate_size, rows, between);
-    if (!part_of_sum(model, own, experts.down[e], experts.down_sums[e], entered, said + begin * said_bytes)) return false;
+    char* const parts = outputs + begin * output_bytes;
+    if (!part_of_sum(model, own, experts.down[e], experts.down_sums[e], entered, parts)) return false;
   }
   return true;
 }
 
-// Parts of all ranks -> what experts say, in one turn for all of them: each row by itself, then the bias of its expert.
+// Parts of all ranks -> outputs of experts, in one turn for all of them: each row by itself, then the bias of its expert.
 bool sum_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, float* parts,
-               char* spoken) {
+               char* outputs) {
   const int64_t hidden = model.hidden_size, count = sorted.ends[experts.num_experts - 1];
   if (baton_sum_ranks(model.ranks, parts, FP32, count, hidden, nullptr, FP32, parts, step.num_threads)) return false;
   for (int64_t e = 0; e < experts.num_experts; e++)
@@ -134,13 +135,13 @@ bool sum_parts(const Model& model, const Step& step, const Experts& experts, con
       for (int64_t i = 0; i < hidden; i += 16) {
         const V16 sum = load16(parts + row * hidden + i);
         const float* bias = experts.down_sums[e].bias;
-        write16(model.kind, spoken, row * hidden + i, bias ? sum + load16(bias + i) : sum);
+        write16(model.kind, outputs, row * hidden + i, bias ? sum + load16(bias + i) : sum);
       }
   return true;
 }
 
-// What the experts of every rank said, on all of them: each has neighbouring rows of `spoken`.
-bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sorted, char* spoken) {
+// The outputs of the experts of every rank, on all of them: each has neighbouring rows of `outputs`.
+bool gather_outputs(const Model& model, const Experts& experts, const Sorted& sorted, char* outputs) {
   thread_local Scratch memory;
   const int64_t degree = model.ranks->degree, each = experts.num_experts / degree;
   const int64_t bytes = model.hidden_size * bytes_of(model.kind);
@@ -149,30 +150,30 @@ bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sor
   int64_t most = 0;
   for (int64_t rank = 0; rank < degree; rank++) most = std::max(most, size(rank));
   char *own = scratch(memory, most * (1 + degree)), *all = own + most;
-  std::memcpy(own, spoken + begin(model.ranks->rank), size(model.ranks->rank));
+  std::memcpy(own, outputs + begin(model.ranks->rank), size(model.ranks->rank));
   if (baton_gather_ranks(model.ranks, own, most, all)) return false;
-  for (int64_t rank = 0; rank < degree; rank++) std::memcpy(spoken + begin(rank), all + rank * most, size(rank));
+  for (int64_t rank = 0; rank < degree; rank++) std::memcpy(outputs + begin(rank), all + rank * most, size(rank));
   return true;
 }
 
-// What each row's experts say of it, on all ranks; where sums are fast, what those of this rank say. False: a rank is lost.
-bool speak(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
-           char* spoken) {
+// Runs each row's experts -> the outputs of those of all ranks; where sums are fast, of this rank's. False: a rank is lost.
+bool run_chosen(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
+                char* outputs) {
   const int64_t count = experts.num_experts, bytes = model.hidden_size * bytes_of(model.kind);
   const bool fast = model.ranks && model.ranks->fast;
   if (model.ranks && experts.are_whole) {
     const int64_t each = count / model.ranks->degree, first = model.ranks->rank * each;
-    if (fast) std::memset(spoken, 0, sorted.ends[count - 1] * bytes);
-    ask_experts(model, step, experts, sorted, first, first + each, between, spoken);
-    return fast || gather_spoken(model, experts, sorted, spoken);
+    if (fast) std::memset(outputs, 0, sorted.ends[count - 1] * bytes);
+    run_experts(model, step, experts, sorted, first, first + each, between, outputs);
+    return fast || gather_outputs(model, experts, sorted, outputs);
   }
-  if (!model.ranks) return ask_experts(model, step, experts, sorted, 0, count, between, spoken), true;
-  if (fast) return ask_parts(model, step, experts, sorted, between, bytes, spoken);
+  if (!model.ranks) return run_experts(model, step, experts, sorted, 0, count, between, outputs), true;
+  if (fast) return run_parts(model, step, experts, sorted, between, bytes, outputs);
   thread_local Scratch memory;
   const int64_t part_bytes = model.hidden_size * 4;
   char* parts = scratch(memory, sorted.ends[count - 1] * part_bytes);
-  return ask_parts(model, step, experts, sorted, between, part_bytes, parts) &&
-         sum_parts(model, step, experts, sorted, (float*)parts, spoken);
+  return run_parts(model, step, experts, sorted, between, part_bytes, parts) &&
+         sum_parts(model, step, experts, sorted, (float*)parts, outputs);
 }
 
 }  // namespace
@@ -197,7 +198,7 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
   float *wide = (float*)take(), *scores = (float*)take();
   int32_t* chosen = (int32_t*)take();
   float* weights = (float*)take();
-  char *sorted = take(), *spoken = take(), *shared = take(), *between = take();
+  char *sorted = take(), *outputs = take(), *shared = take(), *between = take();
 
   each_row(step, hidden, [&](int64_t t) {
     read_row(kind, x, t * hidden, hidden, wide + t * hidden);
@@ -215,19 +216,19 @@ bool mix_experts(const Model& model, const Step& step, const Experts& experts, c
     for (int64_t slot = 0; slot < count; slot++)
       std::memcpy(sorted + place[t * count + slot] * bytes, (const char*)x + t * bytes, bytes);
   });
-  if (!speak(model, step, experts, {sorted, starts.data()}, between, spoken)) return false;
+  if (!run_chosen(model, step, experts, {sorted, starts.data()}, between, outputs)) return false;
   const bool fast = model.ranks && model.ranks->fast;
   if (experts.shared_gate_up) {
     void* entered = enter_mlp(model, step, experts.shared_gate_up, experts.shared_size, x, between);
-    const auto say = fast ? part_of_sum : sum_linear;
-    if (!say(model, step, experts.shared_down, experts.shared_down_sum, entered, shared)) return false;
+    const auto multiply = fast ? part_of_sum : sum_linear;
+    if (!multiply(model, step, experts.shared_down, experts.shared_down_sum, entered, shared)) return false;
   }
   each_row(step, hidden, [&](int64_t t) {
     const float share = experts.shared_gate_up ? 1 / (1 + std::exp(-scores[t * num_scores + experts.num_experts])) : 0;
     for (int64_t i = 0; i < hidden; i += 16) {
       V16 sum{};
       for (int64_t slot = 0; slot < count; slot++)
-        sum = sum + read16(kind, spoken, place[t * count + slot] * hidden + i) * weights[t * count + slot];
+        sum = sum + read16(kind, outputs, place[t * count + slot] * hidden + i) * weights[t * count + slot];
       if (experts.shared_gate_up) sum = sum + read16(kind, shared, t * hidden + i) * share;
       write16(kind, to, t * hidden + i, sum);
     }

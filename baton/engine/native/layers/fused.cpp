@@ -146,9 +146,9 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
   for (int64_t index = first; index < last; index++) {
     const Layer& layer = model->layers[index];
     const Norm& next = index + 1 < last ? model->layers[index + 1].input_norm : none;
-    const void* asked = normed(layer.input_norm);
-    baton_linear(layer.qkv, asked, nullptr, a, rows, threads);
-    adapt(*model, *step, index, QKV, asked, a);
+    const void* const inputs = normed(layer.input_norm);
+    baton_linear(layer.qkv, inputs, nullptr, a, rows, threads);
+    adapt(*model, *step, index, QKV, inputs, a);
     if (layer.q_norm.weight && model->norm_of_heads == OF_ALL_HEADS && model->ranks)
       if (!norm_heads_of_ranks(*model, *step, layer, a)) return 1;
     rotate_and_store(*model, *step, layer, index, a);
@@ -157,7 +157,7 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
     if (!sum_linear(*model, *step, layer.output, layer.output_sum, b, attended)) return 1;
     if (!adapt(*model, *step, index, OUTPUT, b, attended)) return 1;
     if (model->parallel) {
-      if (!run_mlp(*model, *step, index, asked, a, b, c)) return 1;
+      if (!run_mlp(*model, *step, index, inputs, a, b, c)) return 1;
       add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);
     } else {
       add_norm(*model, *step, c, layer.attention_out_norm, layer.mlp_norm, c);

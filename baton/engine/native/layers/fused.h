@@ -114,7 +114,7 @@ bool part_of_sum(const Model& model, const Step& step, const Linear* linear, con
 bool sum_linear(const Model& model, const Step& step, const Linear* linear, const RowParallel& sum, const void* x,
                 void* to);
 
-// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows. Of inputs that ranks
+// Adds to y, the rows of a layer's linear, what adapters make of x. Both without gaps between rows. Of inputs that ranks
 // share it takes those of all, so that it has the bits of one process. False: a rank is lost.
 bool adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y);
 

@@ -46,7 +46,7 @@ struct Convolution {
   }
 };
 
-// What ranks with a part of a layer each say to each other in the middle of it. `span` neighbours share a norm: they add
+// What ranks with a part of a layer each exchange in the middle of it. `span` neighbours share a norm: they add
 // what each has summed for it, by the tree of all sums. Where several have the same channels none writes a tail before all
 // have read it. ranks null: neither is so.
 struct Meeting {
@@ -55,11 +55,11 @@ struct Meeting {
 
   // sums: of each row one, where norms are shared. Not 0: a rank is lost.
   int64_t meet(float* sums, int64_t num_rows) const {
-    static thread_local std::vector<float> said;
+    static thread_local std::vector<float> exchanged;
     if (!ranks) return 0;
     const int64_t count = span > 1 ? num_rows : 1;
-    said.resize((1 + ranks->degree) * count);
-    float *own = said.data(), *all = own + count;
+    exchanged.resize((1 + ranks->degree) * count);
+    float *own = exchanged.data(), *all = own + count;
     std::copy_n(span > 1 ? sums : own, count, own);
     if (baton_gather_ranks(ranks, own, count * 4, all)) return 1;
     for (int64_t row = 0; span > 1 && row < num_rows; row++)
