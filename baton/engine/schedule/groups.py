@@ -125,7 +125,7 @@ def fork(
         trunk.share_prompt(seq, ledger, block_size, copies)
     trunk.recurrent.unpromise(ledger.states)
     trunk.choice = first_tokens[0].choice
-    trunk.rank = (*trunk.rank[:2], trunk.choice)
+    trunk.order_key = (*trunk.order_key[:2], trunk.choice)
     trunk.token_ids.append(first_tokens[0].token_id)
     share = trunk.reserve // (1 + len(others))
     for seq in others:

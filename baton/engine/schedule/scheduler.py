@@ -1,13 +1,13 @@
 """Select the sequences of the next step: continuous batching with chunked prefill, two policies one after the other.
 
-    running   decode     one token each, first in rank first; out of blocks: the last in rank is preempted
+    running   decode     one token each, first in order first; out of blocks: the last in order is preempted
     running   prefill    the rest of the step's tokens, in chunks that end on spans except the last
-    waiting ──┘          enters in rank order as far as sequences and blocks allow
+    waiting ──┘          enters in order as far as sequences and blocks allow
 
-Rank is priority, then arrival, then choice. A sequence that is preempted gives its blocks back (whole units stay in the
-cache) and keeps its token record; it waits in its old rank and continues by a prefix hit, recomputing what was evicted.
+The order is priority, then arrival, then choice. A sequence that is preempted gives its blocks back (whole units stay in the
+cache) and keeps its token record; it waits in its old place and continues by a prefix hit, recomputing what was evicted.
 
-Rank is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
+The order is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
 waits that has less than its part of the sequences or blocks, what others have beyond theirs is preempted. No tenant
 preempts one that holds less than itself.
 """
@@ -44,8 +44,8 @@ class Slice(NamedTuple):
     end: int
 
 
-def by_rank(seq: Sequence) -> tuple[int, int, int]:
-    return seq.rank
+def by_order(seq: Sequence) -> tuple[int, int, int]:
+    return seq.order_key
 
 
 class Scheduler:
@@ -62,7 +62,7 @@ class Scheduler:
         self.copies = copies
         self._blocks = SequenceBlocks(layout, ledger)
         self.wait_clock = WaitClock()
-        self.waiting: list[Sequence] = []  # both in rank order
+        self.waiting: list[Sequence] = []  # both by order
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
         self._tenants = Counter[bytes]()  # of both, by sequences
@@ -82,8 +82,8 @@ class Scheduler:
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
         has_state = self.ledger.states is None or seq.recurrent.is_ready
         ready = seq.remaining == 1 and seq.block_ids and has_state and len(self.running) < self.config.max_num_seqs
-        seq.lacked = self.wait_clock.seconds
-        insort(self.running if ready else self.waiting, seq, key=by_rank)
+        seq.waits_at_queueing = self.wait_clock.seconds
+        insort(self.running if ready else self.waiting, seq, key=by_order)
 
     def remove(self, seq: Sequence) -> None:
         """Forgets a sequence, if it is here; its blocks are still its own."""
@@ -220,7 +220,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         self._clear_wait(seq)
-        insort(self.running, seq, key=by_rank)
+        insort(self.running, seq, key=by_order)
         seq.group.note_wait(seq, self.wait_clock.seconds)
         self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
         return True
@@ -312,17 +312,17 @@ class Scheduler:
         """Blocks back, record kept, the same place in the queue."""
         if seq in self.running:
             self.running.remove(seq)
-            seq.lacked = self.wait_clock.seconds
-            insort(self.waiting, seq, key=by_rank)
+            seq.waits_at_queueing = self.wait_clock.seconds
+            insort(self.waiting, seq, key=by_order)
             seq.group.note_preemption()
         seq.give_back(self.ledger)
 
     # ---- tenants ----
 
     def _precedence(self, seq: Sequence) -> tuple[int, bytes, tuple[int, int, int]]:
-        """Those of a tenant that holds less go first; of one tenant by rank."""
+        """Those of a tenant that holds less go first; of one tenant by order."""
         tenant = seq.group.tenant
-        return self._held.get(tenant, 0), tenant, seq.rank
+        return self._held.get(tenant, 0), tenant, seq.order_key
 
     def _by_precedence(self, queue: list[Sequence]) -> list[Sequence]:
         return sorted(queue, key=self._precedence) if self._held else list(queue)

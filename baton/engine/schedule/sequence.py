@@ -44,7 +44,7 @@ class Sequence:
 
     __slots__ = (
         "group", "choice", "token_ids", "num_computed", "block_ids", "num_outside", "leaving", "reserve", "num_sealed",
-        "hashes", "rank", "block_table", "recurrent", "draft_ids", "masks", "lacked", "_cursor",
+        "hashes", "order_key", "block_table", "recurrent", "draft_ids", "masks", "waits_at_queueing", "_cursor",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -59,11 +59,11 @@ class Sequence:
         self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
         self.num_sealed = 0  # units
-        self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest is preempted first
+        self.order_key = (-group.request.priority, group.arrival, choice)  # lowest first; highest is preempted first
         self.block_table = None  # block_ids as a tensor; the runner's
         self.recurrent = RecurrentState()
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
-        self.lacked = Waits()  # by all that waited, when it began to wait
+        self.waits_at_queueing = Waits()  # of all that waited, when it began to wait
         self.masks: StepMasks | None = None  # of a constraint, for the step in flight
         self._cursor: GrammarCursor | None = None
 
@@ -360,12 +360,12 @@ class Group:
         if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
             self.preempted_at += (time.monotonic(),)
 
-    def note_wait(self, seq: Sequence, lacked: Waits) -> None:
+    def note_wait(self, seq: Sequence, waits: Waits) -> None:
         """Add what a sequence has waited that runs now; of several choices, which wait side by side, the first counts.
-        `lacked`: by all that waited, until now."""
+        `waits`: of all that waited, until now."""
         if seq is self.trunk:
             self.waits = Waits(
-                *(own + end - begin for own, begin, end in zip(self.waits, seq.lacked, lacked, strict=True))
+                *(own + end - begin for own, begin, end in zip(self.waits, seq.waits_at_queueing, waits, strict=True))
             )
 
     def note_first_tokens(self) -> None:

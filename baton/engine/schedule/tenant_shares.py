@@ -72,11 +72,11 @@ def by_tenant(seqs: Iterable[Sequence], num_of: Callable[[Sequence], int]) -> Co
 
 
 def last_above(part: int, seqs: Collection[Sequence], num_of: Callable[[Sequence], int]) -> Sequence | None:
-    """Return the last in rank of those with anything of the tenant with most, if that is more than its part. A held prefill
+    """Return the last in order of those with anything of the tenant with most, if that is more than its part. A held prefill
     is none of them."""
     tenant, amount = max(by_tenant(seqs, num_of).items(), key=lambda entry: entry[1], default=(b"", 0))
     theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_for_taker]
-    return max(theirs, key=lambda seq: seq.rank) if amount > part and theirs else None
+    return max(theirs, key=lambda seq: seq.order_key) if amount > part and theirs else None
 
 
 def first_below(part: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[bytes, Sequence]:
@@ -195,7 +195,7 @@ class Shares:
         return Amounts(sum(lacked.blocks for lacked in others), sum(lacked.states for lacked in others))
 
     def _awaited_before(self, request: Request) -> Amounts:
-        """Return what a sequence of its tenant lacks that is before it in rank. One that is more than the tenant's part has to
+        """Return what a sequence of its tenant lacks that is before it in order. One that is more than the tenant's part has to
         wait until others end: nothing is kept for it."""
         wait = self._waits.get(request.tenant_mark)
         if wait is None or wait.seq.group.request.priority < request.priority:

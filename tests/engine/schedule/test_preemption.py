@@ -1,4 +1,4 @@
-"""Out of blocks: the last in rank is preempted and continues later, with the same answer."""
+"""Out of blocks: the last in order is preempted and continues later, with the same answer."""
 
 import random
 
