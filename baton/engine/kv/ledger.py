@@ -180,7 +180,7 @@ class Ledger:
                 self._add(block_id, weight)
             if self.parts is not None:
                 self.parts.see(block_ids[num_outside:])
-                self.parts.held(block_ids[:num_outside], self.cache.now())
+                self.parts.on_held(block_ids[:num_outside], self.cache.now())
             return True
 
     def leave(self, block_ids: Sequence[int], holder: Holder) -> None:
@@ -347,10 +347,10 @@ class Ledger:
         if after == Holder.FREE:
             self._free.append(block_id)
             if self.parts is not None:
-                self.parts.freed(block_id)
+                self.parts.on_freed(block_id)
         elif after == Holder.CACHED:
-            self.cache.idle(block_id)
+            self.cache.mark_idle(block_id)
             if self.parts is not None:
-                self.parts.cached(block_id)
+                self.parts.on_cached(block_id)
         elif before == Holder.CACHED and not evicted:
-            self.cache.busy(block_id)
+            self.cache.mark_busy(block_id)

@@ -108,7 +108,7 @@ class PrefixCache:
                 self._sealed[span] = None
         return True
 
-    def idle(self, block_id: int) -> None:
+    def mark_idle(self, block_id: int) -> None:
         """The cache is the block's last holder: its unit may be evicted, and is the most recently used."""
         unit = self._unit_of[block_id]
         unit.num_idle += 1
@@ -116,7 +116,7 @@ class PrefixCache:
         self._idle[unit.spans[-1]] = unit
         self._idle.move_to_end(unit.spans[-1])
 
-    def busy(self, block_id: int) -> None:
+    def mark_busy(self, block_id: int) -> None:
         """Note that a request holds the block too."""
         unit = self._unit_of[block_id]
         unit.num_idle -= 1

@@ -86,17 +86,17 @@ class WindowParts:
                 self.num_seen -= 1
                 self._left[block_id] = now
 
-    def held(self, block_ids: Sequence[int], now: int) -> None:
+    def on_held(self, block_ids: Sequence[int], now: int) -> None:
         """Blocks have a holder that does not see them: the cache alone may have held them before."""
         for block_id in block_ids:
             if self._is_there[block_id] and not self._num_seeing[block_id]:
                 self._left.setdefault(block_id, now)
 
-    def cached(self, block_id: int) -> None:
+    def on_cached(self, block_id: int) -> None:
         """The cache alone holds the block."""
         self._left.pop(block_id, None)
 
-    def freed(self, block_id: int) -> None:
+    def on_freed(self, block_id: int) -> None:
         """Nobody holds the block, which is the last of the free ones."""
         self._left.pop(block_id, None)
         self.num_warm += 1
