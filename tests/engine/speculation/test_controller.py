@@ -34,10 +34,10 @@ class World:
 
     def step(self) -> None:
         controller, num_seqs = self.controller, self.num_seqs
-        widths, asked = [0] * num_seqs, []
+        widths, adaptive = [0] * num_seqs, []
         controller.begin(num_seqs)
         if not controller.wants_plain(num_seqs) and not controller.is_resting("draft", num_seqs):
-            widths, asked = controller.widths("draft", num_seqs, self.own, [16] * num_seqs), ["draft"]
+            widths, adaptive = controller.widths("draft", num_seqs, self.own, [16] * num_seqs), ["draft"]
         self.widths.append(widths)
         proposed, draft_s, made = sum(widths), 0.0, 0
         noise = self.chance.uniform(0.97, 1.03) * (8.0 if self.chance.random() < 0.01 else 1.0)
@@ -57,7 +57,7 @@ class World:
             self.made[index] += 1 + accepted
             if width:
                 controller.note_accepted("draft", own, width, accepted)
-        controller.note_step(made, proposed, step_s, draft_s, asked, last="draft")
+        controller.note_step(made, proposed, step_s, draft_s, adaptive, last="draft")
         self.tokens += made
 
     @property
@@ -78,8 +78,8 @@ class World:
         self.controller.refill.rate = refill
         self.controller.begin(self.num_seqs)
         rates, limits = self.acceptances, [16] * self.num_seqs
-        all_right = math.prod(rates)
-        return self.controller._best_width("draft", rates, all_right, limits, self.plain, False, 0.0, num_left)
+        p_all_accepted = math.prod(rates)
+        return self.controller._best_width("draft", rates, p_all_accepted, limits, self.plain, False, 0.0, num_left)
 
     def best(self) -> float:
         def speed(width):

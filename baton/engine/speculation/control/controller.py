@@ -5,7 +5,7 @@
     costs    seconds of a plain step, of a verifying step beyond it by its proposals and proposer, of a draft by its
              width: each measured by this engine from its own steps, by the number of sequences (powers of two), see
              costs.py; plain steps again and again, soon at first: an engine that begins cold takes three times as long
-    trust    what steps with a proposer took against what was foreseen of them, by its name and the batch: what the
+    trust    what steps with a proposer took against what was predicted of them, by its name and the batch: what the
              costs leave out (prompts that a draft reads, hidden states that are kept) ends in this factor
     worth    tokens that all sequences gain save whole steps. What one gains beyond the one that gains least only
              frees its place earlier: that counts as far as places are filled again, see Refill
@@ -28,11 +28,11 @@ from baton.engine.speculation.control.costs import Costs
 from baton.engine.speculation.control.proposer_state import FIRST_ALLOWANCE, SMALL_BATCH, ProposerState
 from baton.protocol import MAX_DRAFT_TOKENS
 
-GAIN = 1.03  # below it a foreseen gain may be noise
+GAIN = 1.03  # below it a predicted gain may be noise
 DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess
 PRIOR_ACCEPTANCE = 0.6
 PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the fourth
-DRAFTED = 4  # times as wide where the proposals are there anyway
+READY_DRAFT_FACTOR = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
 DEAREST_READ = 0.75 * FIRST_ALLOWANCE  # plain steps that a try counts for reading, as no more is ever saved up
 DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
@@ -41,7 +41,7 @@ PLAIN_INTERVAL = 256  # the most of them
 PLAIN_RUN = 6  # running, behind COLD ones
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
 PLAIN_SAMPLE = 32  # where all are plain one of this many is measured
-MANY = 1 << 30  # steps: nobody is to be asked
+NEVER = 1 << 30  # steps: nobody is to be asked
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
 
@@ -56,8 +56,8 @@ class TimeCorrection:
     def __init__(self):
         self.excess = 1.0
 
-    def add(self, spent: float, foreseen: float) -> None:
-        self.excess += EXCESS_STEP if spent > self.excess * foreseen else -EXCESS_STEP
+    def add(self, spent: float, predicted: float) -> None:
+        self.excess += EXCESS_STEP if spent > self.excess * predicted else -EXCESS_STEP
 
     @property
     def trust(self) -> float:
@@ -99,7 +99,7 @@ class DraftPlan:
         self.last = ""  # of the proposers that something is proposed by
         self.is_known = True  # what it will take
 
-    def rest(self, num: int) -> tuple[float, float]:
+    def others(self, num: int) -> tuple[float, float]:
         """(sum, least) of the tokens of all sequences but `num` that are being planned."""
         num_plain = self.num_seqs - num - len(self.tokens)
         least = 1.0 if num_plain else min(self.tokens, default=math.inf)
@@ -160,7 +160,7 @@ class Controller:
         resting = (
             1 if has_fixed else self._states[name].num_resting(self.step, num_seqs, self.steps_a_call) for name in names
         )
-        return min(resting, default=MANY)
+        return min(resting, default=NEVER)
 
     def note_plain_steps(self, num_steps: int) -> None:
         """The planned step has passed without proposals, or as many steps in its place."""
@@ -187,8 +187,8 @@ class Controller:
         state, prior = self._states[name], self.prior(name)
         rates = [acceptance.rate(prior) for acceptance in own]
         if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECIDED_FOR:
-            all_right = math.prod(acceptance.mean(prior) for acceptance in own)
-            state.best = self._best_width(name, rates, all_right, limits, plain_s, has_drafts, num_reads, num_left)
+            p_all_accepted = math.prod(acceptance.mean(prior) for acceptance in own)
+            state.best = self._best_width(name, rates, p_all_accepted, limits, plain_s, has_drafts, num_reads, num_left)
             state.decided_at = self.step
         if state.best:
             best = state.choose_width()
@@ -202,11 +202,11 @@ class Controller:
             reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
             widths = self._try(name, state, own, limits, plain_s, has_drafts, reads)
             state.rest(self.step, num_seqs, has_drafts)
-        self._foresee(name, rates, widths, has_drafts)
+        self._predict(name, rates, widths, has_drafts)
         return widths
 
     def note_step(
-        self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str], num_steps: int = 1,
+        self, num_made: int, num_proposed: int, step_s: float, draft_s: float, adaptive: Iterable[str], num_steps: int = 1,
         is_plain: bool = True, last: str = "", least_made: int = 1,
     ) -> None:  # fmt: skip
         """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`: where
@@ -229,14 +229,14 @@ class Controller:
         if plain_s is None:
             return
         spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
-        foreseen_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
-        for name in asked:
+        predicted_spent = 1 + (self._extra_s(plan) + plan.draft_s) / plain_s
+        for name in adaptive:
             state, correction = self._states[name], self._correction(name, num_seqs)
             if num_proposed:
                 state.note_worth(self._worth(least_made, num_made / num_seqs) - spent)
             if num_proposed and plan.is_known:
-                correction.add(spent, foreseen_spent)
-                spent = min(spent, foreseen_spent / correction.trust)  # it may have been disturbed
+                correction.add(spent, predicted_spent)
+                spent = min(spent, predicted_spent / correction.trust)  # it may have been disturbed
             if state.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
                 state.note_try(spent - 1 - gained, num_proposed > 0)
@@ -271,11 +271,11 @@ class Controller:
         return least + self.refill.rate * (mean - least)
 
     def _best_width(
-        self, name: str, rates: Sequence[float], all_right: float, limits: Sequence[int], plain_s: float, has_drafts: bool,
+        self, name: str, rates: Sequence[float], p_all_accepted: float, limits: Sequence[int], plain_s: float, has_drafts: bool,
         num_reads: float, num_left: int,
     ) -> int:  # fmt: skip
         """The width that is worth most per second, all sequences at that width, at their limit or above the floor.
-        `all_right`: the chance that a proposal is right for each of them."""
+        `p_all_accepted`: the chance that a proposal is right for each of them."""
         if not self._is_known(name, has_drafts):
             return 0
         plan = self.plan
@@ -286,7 +286,7 @@ class Controller:
             most = min(most, 2 * draft.largest)
         read_s = self.costs.read_s(name) * num_reads
         fixed_s = plain_s + plan.draft_s
-        total, least = plan.rest(len(rates))
+        total, least = plan.others(len(rates))
         total += len(rates)
         gain = GAIN if has_drafts else DRAFT_GAIN
         best, best_speed = 0, gain / (plain_s * self._correction(name, num_seqs).trust)
@@ -302,7 +302,7 @@ class Controller:
                     num_proposals += 1
             if num_proposals > 2 * extra.largest:
                 break
-            chance_of_all *= all_right if width <= shortest else 0.0
+            chance_of_all *= p_all_accepted if width <= shortest else 0.0
             at_once += chance_of_all
             worth = self._worth(_of_slowest(min(least, *tokens), at_once, num_left), total / num_seqs)
             if not has_drafts:
@@ -314,16 +314,16 @@ class Controller:
                 break
         return best
 
-    def _foresee(self, name: str, rates: Sequence[float], widths: Sequence[int], has_drafts: bool) -> None:
-        plan, asked = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
-        plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in asked]
-        plan.num_proposals += sum(width for _, width in asked)
-        if asked:
+    def _predict(self, name: str, rates: Sequence[float], widths: Sequence[int], has_drafts: bool) -> None:
+        plan, drafted = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
+        plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in drafted]
+        plan.num_proposals += sum(width for _, width in drafted)
+        if drafted:
             plan.last = name
-        if asked and not self._is_known(name, has_drafts):
+        if drafted and not self._is_known(name, has_drafts):
             plan.is_known = False
-        elif asked and not has_drafts:
-            plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
+        elif drafted and not has_drafts:
+            plan.draft_s += self.costs.draft_s(name, len(drafted), max(width for _, width in drafted))
 
     def _try(
         self, name: str, state: ProposerState, own: Sequence[AcceptanceRate], limits: Sequence[int], plain_s: float,
@@ -332,7 +332,7 @@ class Controller:
         """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same until
         the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
-        widths, width = [0] * len(own), state.width * (DRAFTED if has_drafts else 1)
+        widths, width = [0] * len(own), state.width * (READY_DRAFT_FACTOR if has_drafts else 1)
         if not state.is_trying:
             if not state.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, has_drafts)):
                 return widths

@@ -45,8 +45,8 @@ class DraftedStep:
 
     has_chunks: bool = False  # of prompts, beside the sequences that decode
     proposer_of: dict[Sequence, str] = field(default_factory=dict)  # whose proposals a sequence has
-    asked: list[str] = field(default_factory=list)  # proposers, to decide as pays
-    looked: list[str] = field(default_factory=list)  # proposers, whatever came of it
+    asked: list[str] = field(default_factory=list)  # proposers, whatever came of it
+    adaptive: list[str] = field(default_factory=list)  # those of them whose widths the controller decides
     begun_at: float | None = None  # None: it is not measured
     draft_s: float = 0.0
 
@@ -139,9 +139,9 @@ class Speculator:
         self.controller.refill.note_change(len(now - before), len(before - now), len(now))
         for tracks in self._tracks.values():
             tracks.keep(now)
-        asked = {seq: seq.group.request.speculation for seq in seqs}
+        wanted = {seq: seq.group.request.speculation for seq in seqs}
         candidates = {
-            name: [seq for seq in seqs if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
+            name: [seq for seq in seqs if wanted[seq].num_tokens != 0 and wanted[seq].proposer in ("", name)]
             for name in self.proposers
         }
         fixed = {self._fixed(seq) is not None for able in candidates.values() for seq in able}
@@ -171,7 +171,7 @@ class Speculator:
             if not step.proposer_of:  # others are to guess for all of them
                 self.controller.note_nothing_proposed(name)
             return 0
-        step.looked.append(name)
+        step.asked.append(name)
         limits = [self._limit(seq, budget) for seq in seqs]
         if tracks.proposer.is_quick:
             drafts = _cut(seqs, self._looked_up(tracks, seqs, limits))
@@ -234,7 +234,7 @@ class Speculator:
         widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
         if self._step.has_chunks:
             return widths
-        self._step.asked.append(name)
+        self._step.adaptive.append(name)
         tracks = self._tracks[name]
         free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
         own = [tracks[seqs[index]].acceptance for index in free]
@@ -257,8 +257,8 @@ class Speculator:
         return self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
 
     def _fixed(self, seq: Sequence) -> int | None:
-        asked = seq.group.request.speculation.num_tokens
-        return asked if asked is not None else self._num_draft_tokens
+        wanted = seq.group.request.speculation.num_tokens
+        return wanted if wanted is not None else self._num_draft_tokens
 
     def _limit(self, seq: Sequence, budget: int) -> int:
         request, scheduler = seq.group.request, self._scheduler
@@ -274,8 +274,8 @@ class Speculator:
         if self._step.proposer_of or self.wants_hidden:
             return 1
         decoding = self._decoding
-        asked_for = [name for name, seqs in decoding.candidates.items() if seqs]
-        return self.controller.num_plain_steps(asked_for, len(decoding.seqs), decoding.has_fixed)
+        names = [name for name, seqs in decoding.candidates.items() if seqs]
+        return self.controller.num_plain_steps(names, len(decoding.seqs), decoding.has_fixed)
 
     # ---- after it ----
 
@@ -289,18 +289,18 @@ class Speculator:
             return
         step_s = (self._clock() - step.begun_at - step.draft_s) / num_steps
         draft_s = step.draft_s + self._advance_s
-        asked = () if self._decoding.has_fixed else step.asked  # what is asked for anyway is not foreseen
+        adaptive = () if self._decoding.has_fixed else step.adaptive  # what is asked for anyway is not predicted
         if step.proposer_of:
             num_proposed = sum(len(seq.draft_ids) for seq in step.proposer_of)
             made = [len(samples) for _, samples in drawn]
             last, least = self._last_of_step(), min(made)
-            controller.note_step(sum(made), num_proposed, step_s, draft_s, asked, last=last, least_made=least)
+            controller.note_step(sum(made), num_proposed, step_s, draft_s, adaptive, last=last, least_made=least)
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
-            controller.note_look(step.looked, step.draft_s)
+            controller.note_look(step.asked, step.draft_s)
             # One that was done alone to ask again says nothing of those that are done in one call.
             is_plain = not (controller.steps_a_call > 1 and self.num_plain_steps == 1)
-            controller.note_step(num_seqs, 0, step_s, draft_s, asked, num_steps, is_plain)
+            controller.note_step(num_seqs, 0, step_s, draft_s, adaptive, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s
