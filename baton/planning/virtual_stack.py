@@ -130,11 +130,11 @@ class VirtualStack:
         self._requests = {str(request.number): request for request in requests}
         if self._concurrency is None:
             for request in requests:
-                self._at(request.entry.at_s, partial(self._come, request))
+                self._at(request.entry.at_s, partial(self._arrive, request))
         else:
             self._waiting_entries = requests[: self._concurrency - 1 : -1]
             for request in requests[: self._concurrency]:
-                self._at(0.0, partial(self._come, request))
+                self._at(0.0, partial(self._arrive, request))
         while self._events:
             when, _, event, waiting = heapq.heappop(self._events)
             if waiting is None or waiting.is_open:  # for who waits no longer time does not go on
@@ -148,7 +148,7 @@ class VirtualStack:
 
     # ---- the gateway ----
 
-    def _come(self, request: ServedRequest) -> None:
+    def _arrive(self, request: ServedRequest) -> None:
         request.entry = replace(request.entry, at_s=self.now)
         try:
             alone_s = self._fleet_rates.pace(self.now).prefill_s(request.entry.num_prompt)
@@ -161,7 +161,7 @@ class VirtualStack:
     def _admit(self, request: ServedRequest) -> None:
         """Route, and ask the decode worker for credit; wait in the queue where it refuses."""
         if not self._queues.credit.is_open_to("") and request.queue_entry is None:
-            self._wait(self._queues.credit, request, lambda: self._admit(request))
+            self._enqueue(self._queues.credit, request, lambda: self._admit(request))
             return
         decision = self._route(request)
         queued = self._queued(request)
@@ -179,9 +179,9 @@ class VirtualStack:
             if refusal.reason == TOO_LONG:
                 self._refuse(request, refusal.reason)
                 return
-            self._wait(self._queues.credit, request, lambda: self._admit(request))
+            self._enqueue(self._queues.credit, request, lambda: self._admit(request))
             return
-        self._leave(self._queues.credit, request)
+        self._dequeue(self._queues.credit, request)
         request.decision = decision
         taker.num_legs += 1
         taker.recent_load.add(decision.decode_s, self.now)
@@ -199,30 +199,30 @@ class VirtualStack:
         try:
             accepted = source.engine.admission.accept(self._engine_request(request))
         except Refusal:
-            self._wait(self._queues.prefill, request, lambda: self._prefill(request))
+            self._enqueue(self._queues.prefill, request, lambda: self._prefill(request))
             return
-        self._leave(self._queues.prefill, request)
+        self._dequeue(self._queues.prefill, request)
         request.num_cached = accepted.num_cached_tokens
         source.num_legs += 1
         source.waiting_tokens += request.entry.num_prompt - request.num_cached
         source.recent_load.add(request.decision.prefill_s, self.now)
         self._wake(source)
 
-    def _wait(self, queue: WaitingQueue, request: ServedRequest, again: Callable[[], None]) -> None:
+    def _enqueue(self, queue: WaitingQueue, request: ServedRequest, retry: Callable[[], None]) -> None:
         if request.queue_entry is None:
             request.queue_entry = queue.join(
-                self._queued(request), lambda: self._at(self.now, lambda: self._again(request, again))
+                self._queued(request), lambda: self._at(self.now, lambda: self._retry(request, retry))
             )
             entry = request.queue_entry
-            self._at(self.now + entry.queued.max_wait_s, lambda: self._waited(queue, request, entry), entry)
+            self._at(self.now + entry.queued.max_wait_s, lambda: self._expire(queue, request, entry), entry)
         else:
             queue.call_next_tenant(request.queue_entry)
 
-    def _again(self, request: ServedRequest, again: Callable[[], None]) -> None:
+    def _retry(self, request: ServedRequest, retry: Callable[[], None]) -> None:
         if request.queue_entry is not None and request.queue_entry.is_open:
-            again()
+            retry()
 
-    def _waited(self, queue: WaitingQueue, request: ServedRequest, entry: QueueEntry) -> None:
+    def _expire(self, queue: WaitingQueue, request: ServedRequest, entry: QueueEntry) -> None:
         """It has waited as long as it may; one with credit gives that back."""
         request.refused, request.queue_entry = "QUEUE_WAIT", None
         queue.leave(entry, served=False)
@@ -233,14 +233,14 @@ class VirtualStack:
         taker.engine.admission.cancel(Key(str(request.number)))
         self._wake(taker)
 
-    def _leave(self, queue: WaitingQueue, request: ServedRequest) -> None:
+    def _dequeue(self, queue: WaitingQueue, request: ServedRequest) -> None:
         if (entry := request.queue_entry) is not None:
             request.queue_entry = None
             queue.leave(entry)
 
     def _refuse(self, request: ServedRequest, reason: str) -> None:
         request.refused = reason
-        self._leave(self._queues.credit, request)
+        self._dequeue(self._queues.credit, request)
         self._next_in_loop()
 
     def _queued(self, request: ServedRequest) -> QueuedRequest:
@@ -292,9 +292,9 @@ class VirtualStack:
         worker.is_busy = True
         seconds = self._crowded_s(launcher.step_s)
         worker.busy_s += seconds
-        self._at(self.now + seconds, lambda: self._stepped(worker, outputs, seconds))
+        self._at(self.now + seconds, lambda: self._end_step(worker, outputs, seconds))
 
-    def _stepped(self, worker: VirtualWorker, outputs: list[Output], seconds: float) -> None:
+    def _end_step(self, worker: VirtualWorker, outputs: list[Output], seconds: float) -> None:
         worker.is_busy = False
         self._deliver(worker, outputs, seconds)
         self._wake(worker)
@@ -314,19 +314,19 @@ class VirtualStack:
         num_tokens = 0
         for output in outputs:
             if isinstance(output, PrefillDone):
-                self._first(worker, self._requests[output.key.request_id], output)
+                self._end_prefill(worker, self._requests[output.key.request_id], output)
             elif isinstance(output, TokenRun):
                 request = self._requests[output.key.request_id]
                 request.num_output += len(output.token_ids)
                 request.last_s = self.now + self._host.token_s
                 num_tokens += len(output.token_ids)
             elif isinstance(output, RequestEnded):
-                self._ended(worker, self._requests[output.key.request_id])
+                self._end(worker, self._requests[output.key.request_id])
         self._gateway_s += num_tokens * self._host.token_s
         if num_tokens:
             worker.pace_estimator.note_decode(worker.num_legs, step_s, self.now)
 
-    def _first(self, worker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
+    def _end_prefill(self, worker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
         num_read = request.entry.num_prompt - request.num_cached
         worker.waiting_tokens -= num_read
         elsewhere_s = self._host.split_s if worker.role == "prefill" else 0.0
@@ -360,7 +360,7 @@ class VirtualStack:
         self._wake(source)
         self._wake(taker)
 
-    def _ended(self, worker: VirtualWorker, request: ServedRequest) -> None:
+    def _end(self, worker: VirtualWorker, request: ServedRequest) -> None:
         assert request.decision is not None
         if worker.name != request.decision.decode:
             return
@@ -373,4 +373,4 @@ class VirtualStack:
     def _next_in_loop(self) -> None:
         if self._waiting_entries:
             request = self._waiting_entries.pop()
-            self._at(self.now, lambda: self._come(request))
+            self._at(self.now, lambda: self._arrive(request))
