@@ -11,7 +11,7 @@ from baton.cli.client.asking import add_sampling_flags, add_target_flags, explai
 from baton.client import CallError, Client, GenerateOptions
 from baton.service.arguments import add_command
 from baton.service.exits import FAILED, WRONG_USE, fail
-from baton.service.security.access import read_access
+from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -46,16 +46,21 @@ def run(args: argparse.Namespace) -> int:
         with open_client(args.target, access) as client:
             conversation = TerminalChat(client, args.system, options_of(args), is_terminal)
             for line in _lines(is_terminal):
-                try:
-                    conversation.say(line)
-                except CallError as error:
-                    status = fail("baton chat", explain(error, args.target, access), FAILED)
-                    if not is_terminal:
-                        return status
+                if (status := _answer_turn(conversation, line, args, access)) and not is_terminal:
+                    return status
     except (ValueError, SettingsError) as error:
         return fail("baton chat", error, WRONG_USE)
     except OSError as error:
         return fail("baton chat", error, FAILED)
+    return 0
+
+
+def _answer_turn(conversation: TerminalChat, line: str, args: argparse.Namespace, access: Access) -> int:
+    """Have one message answered; a failed call is one line on stderr. 0 done, 1 failed."""
+    try:
+        conversation.say(line)
+    except CallError as error:
+        return fail("baton chat", explain(error, args.target, access), FAILED)
     return 0
 
 

@@ -48,7 +48,7 @@ def test_a_run_and_its_files(target, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_trace(target, tmp_path, capsys):
+def test_bench_replays_a_trace(target, tmp_path, capsys):
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 900, "output_length": 9, "hash_ids": [1, 2]}\n' * 6)
     bench("--target", target, "--trace", str(trace), "--length-scale", "0.25", "--out", str(tmp_path / "o"))

@@ -41,6 +41,23 @@ async def until(condition, what: str):
         await asyncio.sleep(0.01)
 
 
+class ShownLog:
+    """What keepers have written to stderr so far."""
+
+    def __init__(self, capfd):
+        self._capfd = capfd
+        self.text = ""
+
+    def read(self) -> str:
+        self.text += self._capfd.readouterr().err
+        return self.text
+
+
+@pytest.fixture
+def shown(capfd) -> ShownLog:
+    return ShownLog(capfd)
+
+
 async def test_ready_then_drained():
     keeper = Keeper("x", program(READY + "time.sleep(60)"))
     fields = await keeper.started
@@ -94,31 +111,17 @@ async def test_restarts_with_growing_pauses(tmp_path, capfd):
     assert "worker ended with status 7; it starts again in 0.05 s" in err and "again in 0.2 s" in err
 
 
-async def test_a_settled_program_is_restarted_soon(capfd):
+async def test_a_settled_program_is_restarted_soon(shown):
     keeper = Keeper("worker", program(READY + "sys.exit(0)"), pause_s=0.01, settled_s=0.0)
-    seen = ""
-
-    def three():
-        nonlocal seen
-        seen += capfd.readouterr().err
-        return seen.count("again in") >= 3
-
-    await until(three, "no restarts")
+    await until(lambda: shown.read().count("again in") >= 3, "no restarts")
     await keeper.stop(10)
-    assert "0.02" not in seen
+    assert "0.02" not in shown.text
 
 
-async def test_killed_by_name(capfd):
+async def test_killed_by_name(shown):
     keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
     os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
-    seen = ""
-
-    def told():
-        nonlocal seen
-        seen += capfd.readouterr().err
-        return "was killed by SIGKILL" in seen
-
-    await until(told, "nothing was logged")
+    await until(lambda: "was killed by SIGKILL" in shown.read(), "nothing was logged")
     await keeper.stop(10)
 
 
@@ -143,29 +146,23 @@ async def test_its_end_is_seen_whoever_holds_its_pipes(apart):
                 os.kill(int(life.fields["held"]), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("status, told", [(1, 1), (2, 2), (7, 1)])
-async def test_failed_start_is_its_last_line(status, told, capfd):
+@pytest.mark.parametrize("status, expected", [(1, 1), (2, 2), (7, 1)])
+async def test_failed_start_is_its_last_line(status, expected, capfd):
     body = f"sys.stderr.write('loading\\nx: /m/config.json is missing\\n'); sys.exit({status})"
     keeper = Keeper("x", program(IMPORTS + body))
     with pytest.raises(StartError) as raised:
         await keeper.started
-    assert str(raised.value) == "x: /m/config.json is missing" and raised.value.status == told
+    assert str(raised.value) == "x: /m/config.json is missing" and raised.value.status == expected
     await keeper.stop(1)
     assert flush(patience(10))
     assert "loading" not in capfd.readouterr().err
 
 
-async def test_what_a_start_is_at_is_shown_at_once(capfd):
-    said = "sys.stderr.write('loading\\nstarting: x: reading /m\\n'); sys.stderr.flush(); time.sleep(60)"
-    keeper, seen = Keeper("x", program(IMPORTS + said)), ""
-
-    def told():
-        nonlocal seen
-        seen += capfd.readouterr().err
-        return "starting: x: reading /m" in seen
-
-    await until(told, "it was held back")
-    assert "loading" not in seen
+async def test_what_a_start_is_at_is_shown_at_once(shown):
+    body = "sys.stderr.write('loading\\nstarting: x: reading /m\\n'); sys.stderr.flush(); time.sleep(60)"
+    keeper = Keeper("x", program(IMPORTS + body))
+    await until(lambda: "starting: x: reading /m" in shown.read(), "it was held back")
+    assert "loading" not in shown.text
     await keeper.stop(10)
 
 
@@ -231,19 +228,12 @@ async def test_a_limit_that_ended_what_served_is_told(events):
     await keeper.stop(10)
 
 
-async def test_what_stays_away_is_left_ended(capfd):
+async def test_what_stays_away_is_left_ended(shown):
     """It knows what keeps it, and tells the operator who drains it."""
     body = READY + "print(os.environ['BATON_KEEPER'], flush=True); sys.exit(3)"
     keeper = Keeper("decode worker 0", program(body), pause_s=0.01)
-    said = ""
-
-    def ended():
-        nonlocal said
-        said += capfd.readouterr().err
-        return "decode worker 0 was drained and stays away" in said
-
-    await until(ended, "it was not left ended")
-    assert said.count("baton up\n") == 1 and "starts again" not in said
+    await until(lambda: "decode worker 0 was drained and stays away" in shown.read(), "it was not left ended")
+    assert shown.text.count("baton up\n") == 1 and "starts again" not in shown.text
     assert await keeper.stop(10)
 
 
@@ -253,17 +243,10 @@ async def test_silent_failed_start():
         await keeper.started
 
 
-async def test_a_slow_start_can_be_watched(capfd, monkeypatch):
+async def test_a_slow_start_can_be_watched(shown, monkeypatch):
     monkeypatch.setattr("baton.cli.launch.placing.keeper._HOLD_S", 0.05)
     keeper = Keeper("gateway", program(IMPORTS + "print('no worker yet', file=sys.stderr); time.sleep(60)"))
-    seen = ""
-
-    def told():
-        nonlocal seen
-        seen += capfd.readouterr().err
-        return "no worker yet" in seen
-
-    await until(told, "nothing was shown")
+    await until(lambda: "no worker yet" in shown.read(), "nothing was shown")
     await keeper.stop(10)
 
 
