@@ -82,7 +82,7 @@ def goodput(outcomes: Sequence[Outcome]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value of this rank, not between two as in baton.loadgen.summary: so is every result of this bench."""
+    """Nearest rank, not baton.loadgen.summary's interpolation: comparable with the recorded results."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 

@@ -102,7 +102,7 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
         for sender, part, concurrency in zip(senders, parts, _split(plan.concurrency, len(parts)), strict=True):
             sender.send((plan, part, concurrency))
         for sender in senders:
-            sender.hear()  # it is ready
+            sender.receive()  # it is ready
         begin = time.monotonic() + _HEAD_START_S
         for sender in senders:
             sender.send(begin)
@@ -125,7 +125,7 @@ def _read(senders: Sequence["_SenderProcess"], on_end: OnEnd) -> list[_Sent]:
     while running:
         spoke = wait([sender.connection for sender in running])
         for sender in [sender for sender in running if sender.connection in spoke]:
-            message = sender.hear()
+            message = sender.receive()
             if isinstance(message, _Sent):
                 sent.append(message)
                 running.remove(sender)
@@ -165,7 +165,7 @@ class _SenderProcess:
         except OSError:
             raise self._died() from None
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Raises SenderDied."""
         try:
             return self.connection.recv()

@@ -58,7 +58,7 @@ def measure(quick: bool, sm_share: float | None = None) -> Interference:
 
 
 def _p99(seconds: list[float]) -> float:
-    """Of all steps, of which these are a sample: above what baton.loadgen.summary finds in them, as are the results of this bench."""
+    """Exclusive quantile, not baton.loadgen.summary's: comparable with the recorded results."""
     return statistics.quantiles(seconds, n=100)[98]
 
 

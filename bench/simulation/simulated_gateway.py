@@ -10,11 +10,19 @@ MAX_REQUESTS = 100_000  # open in one gateway
 
 
 class LoadReport(NamedTuple):
-    """What a worker has told all gateways of itself."""
+    """A worker's, to all gateways."""
 
     at_s: float
     num_sequences: int = 0
     num_waiting_tokens: int = 0
+
+
+class SentLoad(NamedTuple):
+    """What a gateway has sent a worker since its report of `reported_at_s`."""
+
+    reported_at_s: float
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
 
 
 class SimulatedGateway:
@@ -25,9 +33,7 @@ class SimulatedGateway:
         self.admission = AdmissionControl(MAX_REQUESTS)
         self.queues = WaitingQueues(MAX_REQUESTS, clock=clock)
         self.breakers: dict[str, WorkerBreaker] = {}
-        self._sent: dict[
-            str, LoadReport
-        ] = {}  # what it has sent each worker since that one's report, of which `at_s` is
+        self._sent: dict[str, SentLoad] = {}  # to each worker, since its last report
         self.has_timer = False  # it asks again soon, for who waits
 
     def breaker(self, name: str) -> WorkerBreaker:
@@ -44,12 +50,12 @@ class SimulatedGateway:
     def load_of(self, name: str, report: LoadReport) -> tuple[int, int]:
         """Return the sequences and waiting tokens of a worker: as reported, and what was sent since."""
         sent = self._sent_since(name, report.at_s)
-        return report.num_sequences + sent.num_sequences, report.num_waiting_tokens + sent.num_waiting_tokens
+        return report.num_sequences + sent.num_sequences, report.num_waiting_tokens + sent.num_prompt_tokens
 
     def count_sent(self, name: str, report_at_s: float, num_prompt: int) -> None:
         sent = self._sent_since(name, report_at_s)
-        self._sent[name] = LoadReport(report_at_s, sent.num_sequences + 1, sent.num_waiting_tokens + num_prompt)
+        self._sent[name] = SentLoad(report_at_s, sent.num_sequences + 1, sent.num_prompt_tokens + num_prompt)
 
-    def _sent_since(self, name: str, report_at_s: float) -> LoadReport:
+    def _sent_since(self, name: str, report_at_s: float) -> SentLoad:
         sent = self._sent.get(name)
-        return sent if sent is not None and sent.at_s >= report_at_s else LoadReport(report_at_s)
+        return sent if sent is not None and sent.reported_at_s >= report_at_s else SentLoad(report_at_s)

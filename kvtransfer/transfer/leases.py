@@ -267,4 +267,4 @@ class LeaseTable:
         try:
             self._on_lease_end(lease.key, ending)
         except Exception:
-            log.exception("on_over(%s) failed", lease.key)  # the other leases still have to end
+            log.exception("on_lease_end(%s) failed", lease.key)  # the other leases still have to end

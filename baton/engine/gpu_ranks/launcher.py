@@ -14,7 +14,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingDeviceModel, made_of
 from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
-from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, hear
+from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, receive_command
 from baton.engine.parallel.distributed import DistributedCollectives
 from baton.engine.parallel.sums import sum_often
 
@@ -79,10 +79,10 @@ def follow_launches(launcher: GpuLauncher, collectives: DistributedCollectives) 
     ask = _answers(model, pool, collectives)
     last: LaunchedTokens | None = None
     while True:
-        kind, batch, rows, key = hear(collectives, model.spec.hidden_size, model.dtype)
+        kind, batch, rows, key = receive_command(collectives, model.spec.hidden_size, model.dtype)
         if batch is None:
             if kind == CommandKind.ADAPTER:
-                held.hear(key, rows)
+                held.apply(key, rows)
             else:
                 ask[kind](rows)
             continue

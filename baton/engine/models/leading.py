@@ -19,7 +19,7 @@ from baton.engine.layers.vocabulary import VocabularyEmbedding
 from baton.engine.models.decoder import Model
 from baton.engine.parallel.adapters import Files, HeldAdapters, SentAdapters
 from baton.engine.parallel.collectives import Collectives
-from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, hear
+from baton.engine.parallel.commands import CommandKind, broadcast_rows, broadcast_step, receive_command
 from baton.engine.parallel.distributed import StageCollectives
 from baton.engine.parallel.pipeline import COPY, PUT, PipelineFollower, PipelineLeader
 from baton.engine.parallel.stage import micro_batches
@@ -238,16 +238,16 @@ def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None
     is lost: raises RankLost."""
     held, sent = HeldAdapters(partial(made_of, model)), SentAdapters()
 
-    def hear(kind: int, number: int, other: int, data: Tensor) -> None:
+    def on_message(kind: int, number: int, other: int, data: Tensor) -> None:
         if kind == COPY:
             pool.copy_block(number, other)
         elif kind == PUT:
             pool.put_layers_of_block(number, other, data)
         else:
-            held.hear(number, data)
+            held.apply(number, data)
 
     while True:
-        part, rows = follower.receive(hear)
+        part, rows = follower.receive(on_message)
         part = held.named(part)
         if model.collectives is not None:
             broadcast_step(model.collectives, part, sent, rows)
@@ -265,13 +265,13 @@ def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
     }
     held = HeldAdapters(partial(made_of, model))
     while True:
-        kind, batch, rows, key = hear(collectives, model.spec.hidden_size, model.dtype)
+        kind, batch, rows, key = receive_command(collectives, model.spec.hidden_size, model.dtype)
         if batch is not None and rows is not None:
             model.run_layers(rows, held.named(batch), pool)
         elif batch is not None:
             model.hidden(held.named(batch), pool)
         elif kind == CommandKind.ADAPTER and rows is not None:
-            held.hear(key, rows)
+            held.apply(key, rows)
         else:
             ask[kind](rows)
 

@@ -45,14 +45,14 @@ class SentAdapters:
 
 
 class HeldAdapters:
-    """The end that hears."""
+    """The receiving end."""
 
     def __init__(self, make: Callable[[Files], Any]):
         """`make`: of its files an adapter of the part of the model that is here."""
         self._make = make
         self._by_key: dict[int, Any] = {}
 
-    def hear(self, key: int, data: Tensor) -> None:
+    def apply(self, key: int, data: Tensor) -> None:
         """Hold an adapter, or let it go where there is no data."""
         if not len(data):
             del self._by_key[key]

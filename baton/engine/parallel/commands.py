@@ -99,7 +99,7 @@ def broadcast_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) ->
 
 
 class Command(NamedTuple):
-    """What a rank has heard."""
+    """What a rank has received."""
 
     kind: CommandKind
     batch: ForwardBatch | None  # of a step
@@ -107,8 +107,8 @@ class Command(NamedTuple):
     key: int = 0  # of ADAPTER
 
 
-def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Command:
-    """Wait for what is told."""
+def receive_command(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Command:
+    """Wait for what the first rank broadcasts. Raises RankLost."""
     header = torch.empty(HEADER, dtype=torch.int64)
     collectives.broadcast(header)
     numbers = header.tolist()

@@ -140,14 +140,14 @@ class PipelineFollower:
         self._stream, self._rows = stream, rows
         self._waited_ns = self._number = 0
 
-    def receive(self, hear: Callable[[int, int, int, Tensor], None]) -> tuple[ForwardBatch, Tensor]:
-        """Wait for a part of a step, and return it with its rows as the stage before left them. `hear` is called with the
-        numbers and the bytes, uint8, of all else that is told before it. Raises RankLost."""
+    def receive(self, on_message: Callable[[int, int, int, Tensor], None]) -> tuple[ForwardBatch, Tensor]:
+        """Wait for a part of a step, and return it with its rows as the stage before left them. `on_message` is called with
+        the numbers and the bytes, uint8, of all that comes before it. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
         while (prefix := _numbers(message, PREFIX).tolist())[0] != STEP:
             kind, number, other = prefix
-            hear(kind, number, other, _octets(message[8 * PREFIX :]))
+            on_message(kind, number, other, _octets(message[8 * PREFIX :]))
             message = self._stream.receive()
         self._waited_ns += time.monotonic_ns() - begun
         _, self._number, first_row, *header = _numbers(message, PREFIX + HEADER).tolist()

@@ -1,6 +1,6 @@
 """Emit the spans of what has ended once a second, and send them every few, in a thread of their own.
 
-Drawn one after another they take a third of the CPU that each takes right behind its request, in caches that hold other
+Emitted one after another they take a third of the CPU that each takes right behind its request, in caches that hold other
 things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
 
 import logging
@@ -92,7 +92,7 @@ class SpanSender:
             try:
                 emit(*args)
             except Exception:
-                log.exception("telemetry: spans could not be drawn")
+                log.exception("telemetry: spans could not be emitted")
             time.sleep(0)  # an event loop that waits for the interpreter goes on after one, not after 5 ms
 
     def _export(self) -> None:

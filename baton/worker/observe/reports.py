@@ -71,7 +71,7 @@ class Reports:
         since = None if watch is None else watch.since
         return since is not None and time.monotonic() - since < COMPILED_WITHIN_S
 
-    def leave_if_hung(self) -> None:
+    def exit_if_hung(self) -> None:
         """End the process whose GPU is busy with one step for good."""
         silent_s = self._silent_s
         is_hung = silent_s > HUNG_AFTER * self._patience_s and not self._is_compiling
@@ -96,7 +96,7 @@ class Reports:
             report, core_wait = self._engine.load_report(), self._core_wait.share()
             self._sessions.send_load(messages.load_to_proto(report, self.state, self._tables.counts(), core_wait))
             self._set_health()
-            self.leave_if_hung()
+            self.exit_if_hung()
             await asyncio.sleep(LOAD_GAP_S)
 
     async def _send_index(self) -> None:

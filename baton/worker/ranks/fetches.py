@@ -10,10 +10,11 @@ rank     {"fetch": id, "report": FetchReport} or {"fetch": id, "failed": [status
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from baton import tasks
 from baton.worker.ranks.notes import LocalStream, PullOrder
 from kvtransfer.errors import PeerLost, of_status
 from kvtransfer.layout import BlockRef
@@ -75,7 +76,8 @@ class RankFetches:
                 share.verified(heard["verified"])
         except BaseException:
             self._stream.send_note({"fetch": name, "stop": True})
-            await _to_the_end(_ended(answers))
+            with suppress(asyncio.CancelledError):  # the first error counts
+                await tasks.await_despite_cancel(asyncio.create_task(_ended(answers)))  # bytes may land meanwhile
             raise
         finally:
             del self._open[name]
@@ -113,11 +115,3 @@ class GroupFetcher:
 async def _ended(answers: asyncio.Queue[dict]) -> None:
     while "verified" in await answers.get():
         pass
-
-
-async def _to_the_end(waiting: Coroutine[None, None, None]) -> None:
-    """Wait, whatever cancels it: bytes may land meanwhile."""
-    task = asyncio.get_running_loop().create_task(waiting)
-    while not task.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([task])

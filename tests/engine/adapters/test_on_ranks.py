@@ -110,7 +110,7 @@ def test_each_is_told_once_and_when_it_has_gone():
         batch = ForwardBatch(nothing, nothing, nothing, [], nothing, adapters=rows)
         news = list(sent.news(batch))
         for key, data in news:
-            held.hear(key, data)
+            held.apply(key, data)
         return len(news), held.named(sent.numbered(batch))
 
     one, other = Made(b"{}", b"one"), Made(b"{1}", b"other")

@@ -103,11 +103,15 @@ def test_more_sequences_than_slots_never_wait_for_each_other(kind, model, heads)
 
 def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     """Its context moves down in its slot, and rows that were never asked for are dropped."""
-    monkeypatch.setattr("baton.engine.speculation.proposers.feature_proposer.WINDOW", 24)
+    monkeypatch.setattr("baton.engine.speculation.proposers.feature_proposer.WINDOW", 8)
     token_ids = load_tokenizer(model).encode(TEXT).ids
     request = bare.make_request("a", token_ids[:10], max_tokens=200)
     engine = bare.load_engine(model, speculator="eagle", draft_model=heads["eagle"], num_draft_tokens=3)
+    eagle, moved = engine.speculator.proposers["eagle"], []
+    move = eagle._move_down
+    eagle._move_down = lambda context: (moved.append(context.num_rows), move(context))
     assert bare.run(engine, [request]) == bare.run(bare.load_engine(model), [request])
+    assert moved and min(moved) > 8
     counts = engine.speculator.counts["eagle"]
     assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
 

@@ -123,7 +123,7 @@ def test_cancel_wakes_the_dialogue():
         lease.check_alive()
 
 
-def test_on_over_may_come_back():
+def test_on_lease_end_may_come_back():
     table = Table()
     table.lease()
     table._on_lease_end = lambda key, ending: (table.released.append(key), table.cancel(key))

@@ -155,6 +155,6 @@ def prompt_hash(prompt: Prompt) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value of this rank, not between two as in baton.loadgen.summary, and 0 of none: so are all runs that are recorded."""
+    """Nearest rank, 0 of none; not baton.loadgen.summary's interpolation: comparable with the recorded runs."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0

@@ -195,7 +195,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         elif kind == "subscribe":
             session.seq = 0
             self._send_spans(session, list(self.spans), snapshot=True)
-        elif self.misbehavior.is_of(kind):
+        elif self.misbehavior.replaces_answer_to(kind):
             for event in self.misbehavior.events(kind, message, lambda spec: self._draw(spec, 0, 0)[0]):
                 session.send_event(event)
         elif not self.is_silent:

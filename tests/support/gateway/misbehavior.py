@@ -20,7 +20,7 @@ class Misbehavior:
     def says_all_twice(self) -> bool:
         return self.manner == "twice"
 
-    def is_of(self, kind: str) -> bool:
+    def replaces_answer_to(self, kind: str) -> bool:
         """Say whether a command of this kind gets no usual answer."""
         return self.manner not in ("", "twice") and kind in ("admit", "prefill", "offer", "attach")
 

@@ -92,5 +92,5 @@ def test_a_ledger_that_does_not_add_up_is_told_of_when_the_engine_is_idle(monkey
     ],
 )
 def test_a_gpu_that_hangs_ends_its_worker(left, device, silent_s, compiling_s, ends):
-    ReportsHarness(silent_s, device, compiling_s).reports.leave_if_hung()
+    ReportsHarness(silent_s, device, compiling_s).reports.exit_if_hung()
     assert bool(left) == ends
