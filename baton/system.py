@@ -331,8 +331,9 @@ def _count_of(event: str, controller: str, *names: str) -> int:
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """Read a file that names a count on each line."""
-    return {name: int(count) for name, count in map(str.split, _text_of(str(path)).splitlines())}
+    """Read a file that names a count on each line; other lines are passed over."""
+    lines = map(str.split, _text_of(str(path)).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
 def _text_of(path: str) -> str:

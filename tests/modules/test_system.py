@@ -136,6 +136,7 @@ def test_how_often_a_group_was_stopped_as_its_quota_was_used_up(cgroups, own, fi
     [
         (None, {}, (0, 0)),
         ("0::/\n", {"memory.events": "oom 5\noom_kill 3\noom_group_kill 0", "pids.events": "max 7"}, (3, 7)),
+        ("0::/\n", {"memory.events": "\na line of words\noom_kill 3", "pids.events": "max many\n"}, (3, 0)),
         (
             "4:memory:/docker/a\n3:pids:/docker/a\n",
             {"memory/memory.oom_control": "under_oom 0\noom_kill 2", "pids/pids.events": "max 1"},

@@ -21,6 +21,10 @@ from tests.support.pace import patience
 IMPORTS = "import os, signal, sys, time\n"
 SAY_READY = "print('ready grpc=h:1 pid=%d' % os.getpid(), flush=True)\n"
 READY = IMPORTS + SAY_READY
+THREADS = (
+    "its group's limit of threads (pids.max, TasksMax of systemd) was met since it started and may have ended it; "
+    "give a larger one, or fewer workers"
+)
 
 
 def program(body: str) -> list[str]:
@@ -188,19 +192,21 @@ def events(monkeypatch):
         ("os.kill(os.getpid(), 9)", 3, 5, "x was killed by SIGKILL"),
         (
             "os.kill(os.getpid(), 9)", 4, 5,
-            "x was killed by SIGKILL: memory ran out, of which this host or container has 1.0 GiB; give fewer workers or "
-            "--num-blocks, --quantization int8, or a larger limit",
+            "x was killed by SIGKILL: memory, of which this host or container has 1.0 GiB, ran out since it started and may "
+            "have ended it; give fewer workers or --num-blocks, --quantization int8, or a larger limit",
         ),
         ("os.kill(os.getpid(), 11)", 4, 5, "x was killed by SIGSEGV"),
         (
             "os.kill(os.getpid(), 11)", 3, 6,
-            "x was killed by SIGSEGV: no thread or process was left within its group's limit (pids.max, TasksMax of "
-            "systemd); give a larger one, or fewer workers",
+            f"x was killed by SIGSEGV: {THREADS}",
         ),
         (
-            "raise RuntimeError('can\\'t start new thread')", 3, 6,
-            "x ended with status 1: no thread or process was left within its group's limit (pids.max, TasksMax of systemd); "
-            "give a larger one, or fewer workers",
+            "sys.tracebacklimit = 0; raise RuntimeError('can\\'t start new thread')", 3, 6,
+            f"RuntimeError: can't start new thread\nx ended with status 1: {THREADS}",
+        ),
+        (
+            "sys.exit('x: --listen h:1: address already in use')", 3, 6,
+            f"x: --listen h:1: address already in use\nx ended with status 1: {THREADS}",
         ),
         ("sys.exit('x: no model')", 3, 5, "x: no model"),
         ("print('x: no model', file=sys.stderr); sys.exit(2)", 3, 6, "x: no model"),
@@ -224,7 +230,7 @@ async def test_a_limit_that_ended_what_served_is_told(events):
     events(4, 5)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: any(life.state == "lost" for life in lives), "its end was not seen")
-    assert "was killed by SIGKILL: memory ran out" in lives[-1].reason
+    assert "was killed by SIGKILL: memory, of which" in lives[-1].reason
     await keeper.stop(10)
 
 
@@ -305,6 +311,20 @@ async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch
     assert await keeper.stop(10)
     assert flush(patience(10))
     assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
+
+
+async def test_a_start_for_which_no_thread_is_left_is_one_line(monkeypatch):
+    """A thread waits for each child where the kernel has no pidfd."""
+
+    async def refuse(*spawned):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(keeper_module._Child, "spawn", refuse)
+    keeper = Keeper("worker", program(READY))
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises(StartError, match="^worker could not be started: can't start new thread$"):
+            await keeper.started
+    assert await keeper.stop(10)
 
 
 async def test_an_interpreter_that_may_not_be_run_is_named(monkeypatch):

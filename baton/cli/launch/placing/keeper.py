@@ -93,8 +93,8 @@ class Keeper:
             begin = time.monotonic()
             try:
                 ended = await self._run()
-            except OSError as error:  # no process or descriptor was left
-                ended = f"could not be started: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+            except (OSError, RuntimeError) as error:  # no process, descriptor or thread was left
+                ended = f"could not be started: {_words_of(error)}"
                 if not self.started.done():
                     self._fail(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
@@ -112,7 +112,7 @@ class Keeper:
             self.started.cancel()
 
     async def _run(self) -> str:
-        """Run the process once and return how it ended, in words. Raises OSError when it cannot be started."""
+        """Run the process once and return how it ended, in words. Raises OSError or RuntimeError when it cannot be started."""
         self._child = await _Child.spawn(self.argv, {**self.env, NAME_VARIABLE: self.name})
         self._on_change(Life("starting"))
         if self._stopping.is_set():
@@ -129,10 +129,10 @@ class Keeper:
         if self.started.done():
             child.release()
             return ended
-        words = child.last_words()
-        reason = "" if child.limit else words
+        words, end = child.last_words(), f"{self.name} {ended}"
+        reason = "\n".join(filter(None, (words, end))) if child.limit else words or end
         if not self._stopping.is_set():  # else another's failure, or a signal, is what the user hears of
-            self._fail(StartError(reason or f"{self.name} {ended}", 2 if child.status == WRONG_USE else 1))
+            self._fail(StartError(reason, 2 if child.status == WRONG_USE else 1))
         return ended
 
     def _fail(self, error: StartError) -> None:
@@ -161,9 +161,9 @@ class _Child:
     for some seconds at most."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, streams: _Streams, before: system.GroupEvents):
-        """before: what had happened in its group when it was started."""
+        """`before`: what had happened in its group when it was started."""
         self._transport, self._streams, self._before = transport, streams, before
-        self.limit = ""  # of its group, in words, that brought its end about
+        self.limit = ""  # of its group, in words, that may have brought its end about
         self._held: list[str] | None = []
         self._stderr = asyncio.create_task(self._pump_stderr())
         self._ending = asyncio.create_task(self._watch_end())
@@ -208,13 +208,14 @@ class _Child:
         return f"{how}: {self.limit}" if self.limit else how
 
     def _limit_met(self, status: int) -> str:
-        """Return the limit that this end followed from, and what to do, as far as the kernel's counts tell; "" for none."""
+        """Return the limit that this end may have followed from, and what to do; "" for none. The kernel's counts are of the
+        whole group, so that another one of it may have met the limit."""
         now = system.group_events()
         if status == -signal.SIGKILL and now.num_killed > self._before.num_killed:
-            has = f"memory ran out, of which this host or container has {system.memory_limit() / _GIB:.1f} GiB"
-            return f"{has}; give fewer workers or --num-blocks, --quantization int8, or a larger limit"
+            has = f"memory, of which this host or container has {system.memory_limit() / _GIB:.1f} GiB, ran out since it started"
+            return f"{has} and may have ended it; give fewer workers or --num-blocks, --quantization int8, or a larger limit"
         if status not in (0, WRONG_USE, STAYS_AWAY, -signal.SIGKILL) and now.num_refused > self._before.num_refused:
-            has = "no thread or process was left within its group's limit (pids.max, TasksMax of systemd)"
+            has = "its group's limit of threads (pids.max, TasksMax of systemd) was met since it started and may have ended it"
             return f"{has}; give a larger one, or fewer workers"
         return ""
 
@@ -267,6 +268,12 @@ async def _lines(stream: asyncio.StreamReader):
         if not line:
             return
         yield line.decode(errors="replace").rstrip("\r\n")
+
+
+def _words_of(error: OSError | RuntimeError) -> str:
+    if isinstance(error, RuntimeError):
+        return str(error)
+    return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
