@@ -153,11 +153,8 @@ class Stack:
         programs = [_program(name, path, plan) for name, path in plan.models.items()]
         if plan.ray_address is None:
             num_gpus = {role: each.num_gpus for role, each in plan.resources.items()}
-            num_on_gpus = sum(
-                number * num_gpus.get(role, 1) for role, number in plan.num_placed.items() if role not in plan.cpu_roles
-            )
-            num_first, num_on_gpus = (len(programs) * each for each in (sum(plan.num_placed.values()), num_on_gpus))
-            return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_on_gpus, num_gpus)
+            num_first = {role: len(programs) * number for role, number in plan.num_placed.items()}
+            return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_gpus)
         try:  # here: it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
         except ModuleNotFoundError:

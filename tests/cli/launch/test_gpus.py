@@ -87,7 +87,7 @@ async def programs(monkeypatch, tmp_path, gpus: str, *cpu_roles: str) -> list[tu
     started = []
     show(monkeypatch, gpus, *(NEW for name in gpus.split(",") if name))
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append((argv, env)))
-    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 2, cpu_roles, 2 - len(cpu_roles))
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), dict.fromkeys(ROLES, 1), cpu_roles)
     for role in ROLES:
         await launcher.start(role, 1)
     launcher._ports.release_all()
@@ -116,7 +116,7 @@ async def test_workers_on_cpus_are_told_how_many_divide_the_memory(monkeypatch, 
     started = []
     show(monkeypatch, "", OLD)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append(argv))
-    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 3, (), 3)
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), {"prefill": 1, "decode": 2}, ())
     await launcher.start("prefill", 1)
     await launcher.start("decode", 3)
     launcher._ports.release_all()
@@ -125,10 +125,21 @@ async def test_workers_on_cpus_are_told_how_many_divide_the_memory(monkeypatch, 
     assert not any("--workers-per-host" in argv for argv, _ in await programs(monkeypatch, tmp_path, "0"))
 
 
+async def test_workers_on_cpus_are_not_told_of_those_on_gpus(monkeypatch, tmp_path):
+    started = []
+    show(monkeypatch, "0,1,2", NEW, NEW, NEW)
+    monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append(argv))
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), {"prefill": 3, "decode": 2}, ("decode",))
+    await launcher.start("prefill", 3)
+    await launcher.start("decode", 2)
+    launcher._ports.release_all()
+    assert [argv[-2:] for argv in started[3:]] == [["--workers-per-host", "2"]] * 2
+
+
 async def test_workers_on_the_cpu_of_a_machine_with_an_old_gpu_are_not_bounded_by_it(monkeypatch, tmp_path):
     show(monkeypatch, None, OLD)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)
-    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 2, (), 2)
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), {"decode": 2}, ())
     await launcher.start("decode", 3)
     assert launcher.gpus.num_used == 0
     launcher._ports.release_all()
@@ -142,7 +153,7 @@ async def test_a_worker_without_a_port_leaves_its_gpu(monkeypatch, tmp_path):
 
     show(monkeypatch, "0", NEW)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: None)
-    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 1, (), 1)
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), {"decode": 1}, ())
     with monkeypatch.context() as without, pytest.raises(PortError):
         without.setattr(launcher._ports, "hold", refuse)
         await launcher.start("decode", 1)

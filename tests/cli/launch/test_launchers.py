@@ -47,9 +47,9 @@ def folder(tmp_path, monkeypatch):
 
 
 @asynccontextmanager
-async def local(folder, *, num_first: int = 0, num_on_gpus: int = 0):
+async def local(folder, *, num_first: int = 0):
     program = WorkerProgram(folder / "m", {"decode": ["--threads=1"]})
-    launcher = LocalLauncher([program], ["127.0.0.1:1"], num_first, ("prefill",), num_on_gpus)
+    launcher = LocalLauncher([program], ["127.0.0.1:1"], {"decode": num_first}, ("prefill",))
     try:
         yield launcher
     finally:
@@ -145,7 +145,7 @@ async def test_a_drain_that_finds_the_worker_gone(folder):
 
 async def test_a_drain_takes_as_long_as_the_role_may(folder):
     (folder / "decode_worker.hangs").touch()
-    launcher = LocalLauncher([WorkerProgram(folder / "m", {}, {"decode": 0.5})], (), 0, ("decode",), 0)
+    launcher = LocalLauncher([WorkerProgram(folder / "m", {}, {"decode": 0.5})], (), {}, ("decode",))
     await launcher.start("decode", 1)
     await until(launcher, all_serve(1))
     assert not await launcher.close(), "it was killed"
@@ -200,7 +200,7 @@ async def test_what_the_control_port_refuses(folder):
 async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
     monkeypatch.setenv(VISIBLE, "0,1")
     monkeypatch.setattr(gpus, "find_runtime", lambda: CudaRuntime(Cudart(Host())))
-    async with local(folder, num_first=1, num_on_gpus=1) as launcher:
+    async with local(folder, num_first=1) as launcher:
         await launcher.start("decode", 2)
         await launcher.start("prefill", 1)  # on the CPU
         with pytest.raises(LaunchError, match="all 2 GPUs"):
@@ -216,7 +216,7 @@ async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
 async def test_each_model_keeps_a_worker_of_a_role(folder):
     """Numbers are of all models together: those that go are of the one with most workers, those that come of the one with fewest."""
     programs = [WorkerProgram(folder / "m", {}, model_name=name) for name in ("chat", "code")]
-    launcher = LocalLauncher(programs, ["127.0.0.1:1"], 0, ("prefill",), 0)
+    launcher = LocalLauncher(programs, ["127.0.0.1:1"], {}, ("prefill",))
 
     async def models(number: int) -> list[str]:
         return [worker.model for worker in await until(asked, all_serve(number))]

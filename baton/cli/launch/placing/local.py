@@ -24,22 +24,25 @@ class _Kept(NamedTuple):
 
 
 class LocalLauncher:
-    """The first `num_first` workers are known to gateways by their addresses, later ones register with `gateways`."""
+    """The first workers are known to gateways by their addresses, later ones register with `gateways`."""
 
     keeps_roles = False
 
     def __init__(
-        self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: int, cpu_roles: Collection[str],
-        num_on_gpus: int, num_gpus: Mapping[str, int] | None = None,
+        self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: Mapping[str, int],
+        cpu_roles: Collection[str], num_gpus: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        """A worker has the program of the model that has fewest of its role. The first workers take `num_on_gpus` GPUs, if there are any; those of `cpu_roles` never do. `num_gpus`: of a
-        worker, by role (default: 1)."""
+        """A worker has the program of the model that has fewest of its role. `num_first`: workers of the first start, by role.
+        Those of `cpu_roles` take no GPU. `num_gpus`: of a worker, by role (default: 1)."""
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
-        self._num_first = self._num_left = num_first
+        self._num_left = sum(num_first.values())
         self._board, self._ports = WorkerBoard(), HeldPorts()
+        num_on_gpus = sum(num_first.get(role, 0) * self._num_gpus.get(role, 1) for role in {*ROLES} - {*cpu_roles})
         self.gpus = GpuSlots(visible_gpus() if {*ROLES} - {*cpu_roles} else [], num_on_gpus)
+        on_cpus = cpu_roles if self.gpus.num_gpus else ROLES
+        self._num_first_on_cpus = sum(num_first.get(role, 0) for role in on_cpus)
         self._kept: dict[str, _Kept] = {}
         self._drains: dict[str, asyncio.Task[bool]] = {}
 
@@ -85,7 +88,7 @@ class LocalLauncher:
         is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
         name = self._board.new_name(role)
         if share is None:
-            own = ["--workers-per-host", str(max(self._num_first, self._num_on_cpus + 1))]
+            own = ["--workers-per-host", str(max(self._num_first_on_cpus, self._num_on_cpus + 1))]
         else:
             own = ["--workers-per-gpu", str(share.num_workers)] if share.num_workers > 1 else []
         program = self._next_program(role)
