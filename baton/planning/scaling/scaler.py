@@ -152,7 +152,7 @@ class Scaler:
         self._note_lengths(seen)
         self._note_ratios(seen)
         if seen.requests_per_s and not all(map(is_number, self._lengths)):
-            return self._into_bounds(seen)  # something comes, and nothing is known of it yet: answers alone tell it
+            return self._to_least(seen)  # something comes, and nothing is known of it yet: answers alone tell it
         work = role_work(self._model, self._bounds, seen.requests_per_s, *self._lengths)
         wanted, reasons = {}, {}
         for role in ROLES:
@@ -160,11 +160,11 @@ class Scaler:
             wanted[role], reasons[role] = self._wanted(role, seen)
         return ScaleDecision(self._within(wanted, reasons), reasons)
 
-    def _into_bounds(self, seen: FleetCounters) -> ScaleDecision | None:
-        """Return what takes a fleet of which no more is known into its bounds; None where it is within."""
+    def _to_least(self, seen: FleetCounters) -> ScaleDecision | None:
+        """Return what takes a fleet of which no more is known up to its least; None where it has that. None goes."""
         have = {role: seen.serving[role] + seen.starting[role] for role in ROLES}
-        reasons: dict[str, str] = dict.fromkeys(ROLES, "of the load nothing is known yet, this is the bound")
-        wanted = self._within(have, reasons)
+        wanted = {role: max(have[role], self._bounds.least[role]) for role in ROLES}
+        reasons: dict[str, str] = dict.fromkeys(ROLES, "of the load nothing is known yet, this is the least")
         return None if wanted == have else ScaleDecision(wanted, reasons)
 
     def _note_lengths(self, seen: FleetCounters) -> None:

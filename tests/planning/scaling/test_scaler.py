@@ -146,7 +146,11 @@ def test_to_the_minimum_though_nobody_is_there_to_answer():
     ]
     fleet.serving, fleet.starting = {"prefill": 0, "decode": 3}, {"prefill": 1, "decode": 0}
     assert fleet.ask(5, prompt=NAN, output=NAN) is None
+    fleet.serving = {"prefill": 30, "decode": 30}
+    assert fleet.ask(5, prompt=NAN, output=NAN, num_silent=1) is None, "none goes of whose load nothing is known"
     fleet.serving["decode"] = 0
+    decision = fleet.ask(5, prompt=NAN, output=NAN)
+    assert decision is not None and decision.wanted == {"prefill": 31, "decode": 2}
     assert fleet.ask(NAN) is None, "a fleet that says nothing may be one that is cut off"
 
 
