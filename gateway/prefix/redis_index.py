@@ -46,7 +46,7 @@ WRITER_TTL_S = 5
 SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
-_TELL_S = 60.0  # between two lines of batches that fail
+_LOG_INTERVAL_S = 60.0  # between two lines of batches that fail
 _REFRESH_S = KV_TTL_S / 3
 _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
 _LEASED_AT_ONCE = 64  # slots whose answer is lost rest for 12 minutes
@@ -78,7 +78,7 @@ class _Worker:
     def begin(self, slot: int | None, at: float) -> None:
         """Begin to write into a slot without bits."""
         self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
-        self.is_given_up, self.num_slots = False, self.num_slots + 1
+        self.is_given_up, self.num_slots, self.unwritten_for = False, self.num_slots + 1, ""
 
     def refresh(self, at: float) -> None:
         """Write all that it holds again."""
@@ -108,7 +108,7 @@ class RedisIndex:
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
         self._lost_for = ""  # what the last heartbeat failed of: lookups fail alike, if there are any
-        self._told_at = _NEVER  # that a batch failed
+        self._logged_at = _NEVER  # that a batch failed
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -179,7 +179,8 @@ class RedisIndex:
         """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        unwritten_for = next((e.unwritten_for for e in self._workers.values() if e.is_ours and e.unwritten_for), "")
+        ours = (entry for entry in self._workers.values() if entry.is_ours)
+        unwritten_for = next((entry.unwritten_for for entry in ours if entry.unwritten_for), "")
         return self._lost_for or unwritten_for or ("" if self._breaker.is_closed else "it does not answer")
 
     # ---- beside the requests ----
@@ -292,7 +293,12 @@ class RedisIndex:
         return {name for name, is_held in zip(asked, answers, strict=True) if is_held}
 
     async def _hold_slots(self, at: float) -> None:
-        """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now."""
+        """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now. None keeps
+        its own in a Redis that went back: what was written since is not there, and what was cleared is."""
+        if self._slots.went_back():
+            log.warning("redis: it came back with what it had saved before, all is written again")
+            for entry in (*self._workers.values(), *self._left.values()):
+                entry.is_given_up = True
         ours = [entry for entry in self._workers.values() if entry.is_ours]
         own = {entry.worker: entry.slot for entry in ours if entry.slot is not None and entry.may_write(at)}
         renewed = await self._slots.renew(own)
@@ -348,8 +354,8 @@ class RedisIndex:
                 entry.unwritten_for = ""
             except FAILURES as error:
                 entry.unwritten_for = fault_of(error)
-                if now() - self._told_at > _TELL_S:
-                    self._told_at = now()
+                if now() - self._logged_at > _LOG_INTERVAL_S:
+                    self._logged_at = now()
                     log.warning("redis: index events were not written %s", fields(error=words_of(error)))
                 if entry.num_slots == num_slots:
                     entry.pending = {**dict(pending[begin:]), **entry.pending}
@@ -377,11 +383,13 @@ class RedisIndex:
                     batch.setbit(name, other, 0)  # before the time to live is renewed
                 batch.setbit(name, slot, int(sealed))
                 batch.expire(name, KV_TTL_S)
+            self._slots.beat(batch)
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # of all answers: each has as long
                 answers = await batch.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not _is_of_the_key(answer):
                 raise answer
+        self._slots.note_beat()
 
 
 def _writer_name(worker: bytes) -> bytes:

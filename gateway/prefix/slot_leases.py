@@ -1,22 +1,21 @@
 """Lease slots of the index in Redis: bits of its values, each for one worker.
 
     baton:slot:<n>          the worker (instance, epoch) that has slot n, or `retired`; expires
-    baton:beat:<gateway>    how often this gateway has renewed its slots; expires
+    baton:beat:<gateway>    how many batches of bits this gateway has written; expires
 
 A slot is for one worker and for one writer of its events, which knows each bit that was set. Another writer, or one
 that Redis did not hear for a while, cannot know which bits to clear: it retires the slot and leases another. So
 does any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a
 span's time to live is renewed they are cleared, so that none is left when the slot is free. A Redis that comes back with
-what it had saved a while before has bits of then, and a beat of then, which tells it.
+what it had saved a while before has bits of then, and a beat of then, which tells it: it is written with each batch.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 
 from gateway.prefix.prefix_matches import NOWHERE, WorkerBits
 from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, places_of
-from gateway.store.redis_client import answers_of, values_of
+from gateway.store.redis_client import Pipeline, answers_of, values_of
 
 KV_TTL_S = 600
 # Longer than the last span lives that was renewed by a gateway which did not know yet that the slot was retired.
@@ -28,8 +27,6 @@ RETIRED = b"retired"
 _MAX_NAME_BYTES = 64
 _LOOK_S = 10.0  # between two looks for slots of workers without a writer
 
-log = logging.getLogger(__name__)
-
 
 class SlotLeases:
     """Every method raises one of FAILURES. `at` is the time now, of any clock that does not go back."""
@@ -39,7 +36,7 @@ class SlotLeases:
         self.retired = 0  # bits, as of bit_sets
         self._client, self._timeout_s = client, timeout_s
         self._beat_name, self._num_beats = b"baton:beat:" + gateway, 0  # that Redis has confirmed
-        self._went_back = False  # since then
+        self._went_back = False  # behind one of them
         self._holders: list[bytes | None] = [None] * NUM_SLOTS
         self._read_at = self._looked_at = float("-inf")
         self._seen: dict[int, float] = {}  # slots that have or had a worker, when last
@@ -54,27 +51,33 @@ class SlotLeases:
         return bool(self.places.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:
-        names = [*map(_name, range(NUM_SLOTS)), self._beat_name]
+        names, num_beats = [*map(_name, range(NUM_SLOTS)), self._beat_name], self._num_beats
         *self._holders, beat = await values_of(self._client, names, _MAX_NAME_BYTES)
-        self._went_back = beat is not None and beat.isdigit() and int(beat) < self._num_beats
+        if beat is not None and beat.isdigit() and int(beat) < num_beats:
+            self._went_back, self._num_beats = True, int(beat)
         self.places = places_of([None if holder == RETIRED else holder for holder in self._holders])
         self.retired = mask_of(slot for slot, holder in enumerate(self._holders) if holder == RETIRED)
         self._seen.update((slot, at) for slot, holder in enumerate(self._holders) if holder is not None)
         self._read_at = at
 
     async def renew(self, slots: Mapping[bytes, int]) -> set[bytes]:
-        """Renew the slots that were these workers' when they were read; return the workers that still have theirs. None has
-        in a Redis that went back: what was written since is not there, and what was cleared is."""
-        if not slots:
-            return set()
-        if self._went_back:
-            log.warning("redis: it came back with what it had saved before, all is written again")
-        workers = [worker for worker, slot in slots.items() if self._holders[slot] == worker and not self._went_back]
-        renewals = [methodcaller("expire", _name(slots[worker]), SLOT_TTL_S) for worker in workers]
-        beat = methodcaller("set", self._beat_name, self._num_beats + 1, ex=SLOT_TTL_S)
-        *answers, _ = await self._ask([*renewals, beat])
-        self._num_beats += 1
+        """Renew the slots that were these workers' when they were read; return the workers that still have theirs."""
+        workers = [worker for worker, slot in slots.items() if self._holders[slot] == worker]
+        answers = await self._ask([methodcaller("expire", _name(slots[worker]), SLOT_TTL_S) for worker in workers])
         return {worker for worker, is_there in zip(workers, answers, strict=True) if is_there}
+
+    def beat(self, batch: Pipeline) -> None:
+        """Have a batch of bits tell that it was written. One is written at a time."""
+        batch.set(self._beat_name, self._num_beats + 1, ex=SLOT_TTL_S)
+
+    def note_beat(self) -> None:
+        """Note that Redis has confirmed the last batch."""
+        self._num_beats += 1
+
+    def went_back(self) -> bool:
+        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time."""
+        went_back, self._went_back = self._went_back, False
+        return went_back
 
     async def take(self, slots: Mapping[bytes, int]) -> set[bytes]:
         """Take slots that are free; return the workers whose slot was. After Redis has forgotten a slot it is taken
