@@ -69,9 +69,9 @@ def _words_of(error: Exception) -> str:
 
 
 def _read(member: Any) -> Entry | None:
-    """Return an entry, or None for what no gateway would write."""
+    """Return an entry, or None for what no gateway would write. Older gateways write no stack."""
     try:
-        role, address, stack = member.decode("ascii").split(" ")
+        role, address, *stacks = member.decode("ascii").split(" ")
     except (AttributeError, UnicodeDecodeError, ValueError):
         return None
-    return role, address, stack
+    return (role, address, "".join(stacks)) if len(stacks) < 2 else None

@@ -22,8 +22,8 @@ MAX_WORKERS = 4096
 _LOOK_S = 1.0
 _MAX_RESOLVING = 128  # names at once, each with a thread
 _OF_OTHERS = (
-    "registered with gateways of another --model on this Redis: gateways share those of one name and folder; give each stack "
-    "a database of its own, or name this gateway in the workers' --gateways"
+    "registered with gateways of another --model, or of an older version, on this Redis: gateways share those of one name "
+    "and folder; give each stack a database of its own, or name this gateway in the workers' --gateways"
 )
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,8 @@ class Registrations:
         stacks = self._stacks()
         named = {(role, address) for role, address, stack in found if stack in stacks}
         self._others = {(role, address) for role, address, _ in found} - named - self._until.keys()
-        has_others_alone = bool(self._others) and not named and not self._until
+        serves = any(link.is_serving for members in self._members.values() for link in members.links)
+        has_others_alone = bool(self._others) and not named and not self._until and not serves
         if has_others_alone and not self._has_others_alone:
             log.warning("no worker is registered that serves here; %d %s", len(self._others), _OF_OTHERS)
         self._has_others_alone = has_others_alone

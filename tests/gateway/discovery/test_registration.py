@@ -203,12 +203,14 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
             "decode 10.0.0.2:5 s": seconds + 60,
             "decode 10.0.0.3:5": seconds + 60,
             b"\xff\xfe": seconds + 60,
+            "decode 10.0.0.8:5 s t": seconds + 60,
             "x": seconds + 60,
         }
         late = {"decode 10.0.0.5:5 s": "inf", "decode 10.0.0.6:5 s": 1e300, "decode 10.0.0.7:5 s": seconds + 3600}
         server.client.zadd(NAME, told | late)
         assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}) == {
             ("decode", "10.0.0.2:5", "s"),
+            ("decode", "10.0.0.3:5", ""),
             ("prefill", "10.0.0.4:5", "s"),
         }
         assert not set(server.client.zrange(NAME, 0, -1)) & {name.encode() for name in late}

@@ -1,9 +1,11 @@
 """Gateways on one Redis share the workers of one stack, which serves one model name from one folder, and no others'."""
 
 import shutil
+import time
 
 import pytest
 
+from gateway.discovery.redis_directory import NAME
 from tests.gateway.discovery.test_registration import register, serving, short_times  # noqa: F401
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.redis_server import RedisServer
@@ -42,6 +44,25 @@ async def test_no_stack_serves_the_model_of_another_one(cluster, digest, fine_tu
         await first.stop()
         await a.until(lambda: "1 registered with gateways of another" in (a.gateway.registry.not_ready() or ""))
         assert serving(a) == [] and serving(b) == [other.address]
+
+
+async def test_workers_that_older_gateways_wrote_are_counted(cluster, server, caplog):
+    """Of which stack they are is not said there."""
+    async with cluster(0, 0, redis=server.url) as a:
+        server.client.zadd(NAME, {"decode 127.0.0.1:9": time.time() + 50})
+        await a.until(
+            lambda: "1 registered with gateways of another --model, or" in (a.gateway.registry.not_ready() or "")
+        )
+
+
+async def test_other_stacks_are_no_news_while_a_worker_serves(cluster, digest, fine_tuned, server, caplog):
+    """As where workers are named, or the DNS names them: none has to register."""
+    async with cluster(0, 0, redis=server.url) as a, cluster(0, 1, redis=server.url, model=fine_tuned) as b:
+        await b.until(lambda: len(serving(b)) == 1)
+        first = await worker_of(a, digest, b"a" * 32)
+        await a.until(lambda: serving(a) == [first.address])
+        await b.until(lambda: b.gateway.registry.registered._others)
+        assert "no worker is registered that serves here" not in caplog.text
 
 
 async def test_gateways_of_one_stack_go_with_a_change_of_weights(cluster, digest, folder, server, tmp_path):
