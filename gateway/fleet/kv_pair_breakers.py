@@ -35,8 +35,8 @@ class _PairBreaker:
 
 
 class KVPairBreakers:
-    """The breakers of all breakers, each a source and a taker; a pair without one is as good as one whose breaker is closed. Workers are
-    named by their ids. Belongs to the event loop."""
+    """The breakers of all pairs, each a source and a taker; a pair without one is as good as one whose breaker is
+    closed. Workers are named by their ids. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, dict[bytes, _PairBreaker]] = {}  # by the taker, then by the source

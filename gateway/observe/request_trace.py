@@ -75,7 +75,7 @@ def _emit_request(record: RequestRecord, outcome: _Outcome) -> None:
 def _emit_child(
     record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, outcome: _Outcome
 ) -> None:
-    """Draw a phase; `end` None: the request ended in it."""
+    """Emit the span of a phase; `end` None: the request ended in it."""
     status = "ok" if end is not None else outcome.status
     attributes = attributes | outcome.attributes if end is None else attributes
     window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
@@ -83,7 +83,7 @@ def _emit_child(
 
 
 def _emit_lost(record: RequestRecord, failure: Failure) -> None:
-    """Draw what a worker did that has gone or is silent, as seen from here."""
+    """Emit the span of what a worker did that has gone or is silent, as seen from here."""
     name = _LOST.get(failure.phase, "prefill" if failure.is_prefill else "kv.transfer")  # fetching: two work at it
     attributes = {
         "error.type": failure.reason,

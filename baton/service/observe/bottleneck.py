@@ -88,8 +88,8 @@ def aware_of_host(bottleneck: Bottleneck, num_cores: int, busy: float) -> Bottle
     """Add to advice for another worker that it does not help here, where the cores that it would have are `busy`, 0 to 1."""
     if bottleneck.name not in _MORE_WORKERS or busy < FULL_HOST:
         return bottleneck
-    told = f"the {num_cores} cores that may be used here are {busy:.0%} busy"
-    caveat = f"Another worker needs another host, or a higher CPU limit: {told}."
+    usage = f"the {num_cores} cores that may be used here are {busy:.0%} busy"
+    caveat = f"Another worker needs another host, or a higher CPU limit: {usage}."
     return Bottleneck(bottleneck.name, f"{bottleneck.sentence} {caveat}")
 
 
