@@ -179,9 +179,8 @@ class RedisIndex:
         """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
         if self.is_disabled:
             return "another cluster secret is in use there"
-        ours = (entry for entry in self._workers.values() if entry.is_ours)
-        unwritten_for = next((entry.unwritten_for for entry in ours if entry.unwritten_for), "")
-        return self._lost_for or unwritten_for or ("" if self._breaker.is_closed else "it does not answer")
+        faults = (entry.unwritten_for for entry in self._workers.values() if entry.is_ours)
+        return self._lost_for or next(filter(None, faults), "" if self._breaker.is_closed else "it does not answer")
 
     # ---- beside the requests ----
 
@@ -293,10 +292,8 @@ class RedisIndex:
         return {name for name, is_held in zip(asked, answers, strict=True) if is_held}
 
     async def _hold_slots(self, at: float) -> None:
-        """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now. None keeps
-        its own in a Redis that went back: what was written since is not there, and what was cleared is."""
+        """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now."""
         if self._slots.went_back():
-            log.warning("redis: it came back with what it had saved before, all is written again")
             for entry in (*self._workers.values(), *self._left.values()):
                 entry.is_given_up = True
         ours = [entry for entry in self._workers.values() if entry.is_ours]
@@ -325,9 +322,7 @@ class RedisIndex:
             for entry in part:
                 entry.begin(leased.get(entry.worker), at)
                 if entry.slot is None:
-                    log.warning(
-                        "redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS)
-                    )
+                    log.warning("redis: no slot is free, a worker's spans are not shared %s", fields(slots=NUM_SLOTS))
 
     async def _value(self, name: bytes) -> bytes | None:
         return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]

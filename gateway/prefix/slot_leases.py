@@ -10,6 +10,7 @@ span's time to live is renewed they are cleared, so that none is left when the s
 what it had saved a while before has bits of then, and a beat of then, which tells it: it is written with each batch.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 
@@ -26,6 +27,8 @@ KNOWN_S = 5.0  # how long what was read of the slots counts
 RETIRED = b"retired"
 _MAX_NAME_BYTES = 64
 _LOOK_S = 10.0  # between two looks for slots of workers without a writer
+
+log = logging.getLogger(__name__)
 
 
 class SlotLeases:
@@ -75,8 +78,11 @@ class SlotLeases:
         self._num_beats += 1
 
     def went_back(self) -> bool:
-        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time."""
+        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time. Then no slot
+        may be kept: what was written since is not there, and what was cleared is."""
         went_back, self._went_back = self._went_back, False
+        if went_back:
+            log.warning("redis: it came back with what it had saved before, all is written again")
         return went_back
 
     async def take(self, slots: Mapping[bytes, int]) -> set[bytes]:
