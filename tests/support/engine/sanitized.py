@@ -1,9 +1,7 @@
 """pytest -p tests.support.engine.sanitized: the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer in
-them, which end
-the process at the first fault. The interpreter must have the sanitizers' libraries preloaded."""
+them, which end the process at the first fault. The interpreter must have the sanitizers' libraries preloaded."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,11 +18,7 @@ OPTIONS = {
 
 def compiled() -> Path:
     """Builds the library, in a process that does not load it."""
-    return build.built(command(), tier.available()[-1])
-
-
-def command() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
+    return build.built(compiler.find(), tier.available()[-1])
 
 
 def preloaded() -> str:
@@ -34,4 +28,4 @@ def preloaded() -> str:
 
 
 def _output(option: str) -> str:
-    return subprocess.run([command(), option], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([*compiler.find(), option], capture_output=True, text=True, check=True).stdout.strip()
