@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.log import flush
 from baton.system import GroupEvents
 from tests.support.pace import patience
+from tests.support.process import children
 
 IMPORTS = "import os, signal, sys, time\n"
 SAY_READY = "print('ready grpc=h:1 pid=%d' % os.getpid(), flush=True)\n"
@@ -324,6 +326,35 @@ async def test_a_start_for_which_no_thread_is_left_is_one_line(monkeypatch):
     async with asyncio.timeout(patience(10)):
         with pytest.raises(StartError, match="^worker could not be started: can't start new thread$"):
             await keeper.started
+    assert await keeper.stop(10)
+
+
+async def test_a_child_that_cannot_be_waited_for_does_not_run_beside_the_next(monkeypatch):
+    """asyncio takes the thread (before Python 3.12) or the descriptor by which it waits for a child after the fork."""
+    start, pidfd_open, before, refused, lives = threading.Thread.start, os.pidfd_open, {*children(os.getpid())}, [], []
+
+    def refuse(error: Exception) -> None:
+        if len(lives) == 3 and not refused:  # starting, serving, lost
+            refused.extend({*children(os.getpid())} - before)
+            raise error
+
+    def start_thread(thread):
+        if "waitpid" in thread.name:
+            refuse(RuntimeError("can't start new thread"))
+        start(thread)
+
+    def open_pidfd(pid, flags=0):
+        refuse(OSError(errno.EMFILE, "Too many open files"))
+        return pidfd_open(pid, flags)
+
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    monkeypatch.setattr(os, "pidfd_open", open_pidfd)
+    keeper = Keeper("worker", program(READY + "time.sleep(60)"), on_change=lives.append, pause_s=0.01)
+    os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
+    await until(lambda: lives[-1].state == "serving" and len(lives) > 3, "it was not started again")
+    assert [life.state for life in lives] == ["starting", "serving", "lost", "lost", "starting", "serving"]
+    assert "could not be started" in lives[3].reason and len(refused) == 1
+    assert {*children(os.getpid())} - before == {int(lives[-1].fields["pid"])}
     assert await keeper.stop(10)
 
 

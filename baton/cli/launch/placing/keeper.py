@@ -145,11 +145,21 @@ class Keeper:
 
 
 class _Streams(SubprocessStreamProtocol):
-    """What a program writes; `exited` is set when it has exited, though others may hold its pipes."""
+    """What a program writes; `exited` is set when it has exited, though others may hold its pipes. One that `is_given_up`, since
+    nobody would be told of its end, is killed as soon as it is known."""
 
     def __init__(self) -> None:
         super().__init__(_LINE_BYTES, asyncio.get_running_loop())
         self.exited = asyncio.Event()
+        self.is_given_up = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.is_given_up:
+            assert isinstance(transport, asyncio.SubprocessTransport)
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+            transport.get_extra_info("subprocess").wait()
+            transport.close()
 
     def process_exited(self) -> None:
         super().process_exited()
@@ -171,15 +181,20 @@ class _Child:
 
     @classmethod
     async def spawn(cls, argv: list[str], env: Mapping[str, str]) -> _Child:
-        before = system.group_events()
-        transport, streams = await asyncio.get_running_loop().subprocess_exec(
-            _Streams,
-            *(sys.executable, "-IS", "-c", system.RUN_WITH_PARENT, str(os.getpid())),
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, **env, "PYTHONUNBUFFERED": "1", KEEPER_VARIABLE: "baton up"},
-            start_new_session=True,
-        )
+        before, streams = system.group_events(), _Streams()
+        try:
+            transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                lambda: streams,
+                *(sys.executable, "-IS", "-c", system.RUN_WITH_PARENT, str(os.getpid())),
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **env, "PYTHONUNBUFFERED": "1", KEEPER_VARIABLE: "baton up"},
+                start_new_session=True,
+            )
+        except (OSError, RuntimeError):
+            # It may run: asyncio takes the thread or the descriptor by which it waits for a child after the fork.
+            streams.is_given_up = True
+            raise
         return cls(transport, streams, before)
 
     @property
