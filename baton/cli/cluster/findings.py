@@ -141,19 +141,44 @@ async def check_collector(url: str, report: Findings) -> None:
     address = (url.partition("://")[2] or url).partition("/")[0]
     try:
         split_address(address)
-        roots = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE")
-        credentials = (
-            None if is_insecure(url) else grpc.ssl_channel_credentials(Path(roots).read_bytes() if roots else None)
-        )
-        channel = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+        if is_insecure(url):
+            channel = grpc.aio.insecure_channel(address)
+        else:
+            channel = grpc.aio.secure_channel(address, _collector_credentials())
         async with channel, asyncio.timeout(_COLLECTOR_S):
             await connect(channel)
     except (AddressError, OSError, TimeoutError, grpc.aio.AioRpcError) as error:
         words = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         advice = "start it, correct or unset OTEL_EXPORTER_OTLP_ENDPOINT, or name its host in no_proxy"
         report.warn("collector", url, words or "no answer", advice)
+    except ValueError as error:
+        report.warn("collector", url, str(error), "correct it for all processes: their exporters read it too")
     else:
         report.say("collector", url, "accepts connections from here")
+
+
+def _collector_credentials() -> grpc.ChannelCredentials:
+    """Return those of the exporter of spans: by the variables of traces where these name a certificate, else by those of all signals.
+    Raises ValueError where there would be none."""
+    prefix = "OTEL_EXPORTER_OTLP_"
+    if f"{prefix}TRACES_CERTIFICATE" in os.environ:
+        prefix += "TRACES_"
+    if not os.environ.get(f"{prefix}CERTIFICATE"):
+        return grpc.ssl_channel_credentials()
+    names = [prefix + name for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")]
+    roots, key, chain = map(_read_named, names)
+    if (key is None) != (chain is None):  # gRPC would end this process, as it does that of an exporter
+        raise ValueError(f"{names[1]} and {names[2]} go together: give both or none")
+    return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def _read_named(name: str) -> bytes | None:
+    """Return what the file has that a variable names. Raises ValueError where it cannot be read."""
+    path = os.environ.get(name)
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:
