@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from baton.cli.cluster.up_settings import (
+    COUNTED,
     Resolved,
     UpSettings,
     add_up_flags,
@@ -78,7 +79,8 @@ def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> V
     values = _with_sources(flat_values(settings), WorkerSettings, (f"{role}.", ""), found, flags)
     if values["threads"][1] == "default" and values["threads"][0] is not None:
         values["threads"] = (values["threads"][0], "the cores, divided among the workers")
-    return values
+    counted: Values = {name: (None, words) for name, words in COUNTED.items() if values[name][1] == "default"}
+    return {**values, **counted}
 
 
 def _with_sources(

@@ -46,6 +46,8 @@ _NOT_GATEWAY_OPTIONS = (
     "model", "served_model_name", "listen", "http", "prefill_workers", "decode_workers", "redis", "admin",
 )  # fmt: skip
 _GATEWAY_DEFAULTS: Mapping[str, object] = {"stand_in": True}  # one worker a role is usual here, and each may die
+_COUNTED_WORDS = "counted; 1 with --launcher ray"
+COUNTED: Mapping[str, str] = {"workers_per_host": _COUNTED_WORDS, "workers_per_gpu": _COUNTED_WORDS}
 _SHIPPED_NAME = "baton-demo"
 # The help of one screen has these; --help-all the rest.
 _SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
@@ -171,7 +173,7 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
     shown = _SHORT if is_short else None
     add_flags(parser, UpSettings, shown=shown, names_variable=not is_short)
     workers = parser.add_argument_group("worker options", "Of both roles; --prefill.OPTION and --decode.OPTION of one.")
-    add_flags(workers, WorkerSettings, skip=_NOT_OPTIONS, shown=shown, names_variable=not is_short)
+    add_flags(workers, WorkerSettings, skip=_NOT_OPTIONS, shown=shown, names_variable=not is_short, defaults=COUNTED)
     for role in ROLES:
         add_flags(parser, WorkerSettings, f"{role}.", skip=_NOT_OPTIONS, hidden=True)
     gateway = parser if is_short else parser.add_argument_group("gateway options")

@@ -223,6 +223,16 @@ def test_what_wins_over_a_variable_is_where_it_was_set(monkeypatch, capsys, flag
     assert [line.partition("# ")[2] for line in text.splitlines() if line.startswith("block_size =")] == sources
 
 
+def test_how_many_share_a_host_is_counted_unless_it_is_given(monkeypatch, capsys):
+    """So that the file which is printed does not win over the count."""
+    assert re.search("^# workers_per_host is not set +# counted", printed(capsys), re.MULTILINE)
+    monkeypatch.setenv("BATON_WORKERS_PER_HOST", "6")
+    assert re.search("= 6 +# BATON_WORKERS_PER_HOST$", line_of(printed(capsys), "workers_per_host"))
+    with pytest.raises(SystemExit):
+        main(["up", "--help-all"])
+    assert re.search(r"--workers-per-host .*?\(default: counted;", capsys.readouterr().out, re.DOTALL)
+
+
 def test_any_value_that_is_taken_is_printed_as_toml(capsys):
     flags = [f"--gateway.{name}=inf" for name in ("max-queue-wait-s", "max-timeout-s", "drain-grace-s")]
     Path("a\x7fb").mkdir()

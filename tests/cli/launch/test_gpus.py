@@ -125,6 +125,13 @@ async def test_workers_on_cpus_are_told_how_many_divide_the_memory(monkeypatch, 
     assert not any("--workers-per-host" in argv for argv, _ in await programs(monkeypatch, tmp_path, "0"))
 
 
+async def test_a_variable_says_how_many_share_over_what_is_counted(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATON_WORKERS_PER_HOST", "6")
+    monkeypatch.setenv("BATON_WORKERS_PER_GPU", "3")
+    found = await programs(monkeypatch, tmp_path, "0", "prefill") + await programs(monkeypatch, tmp_path, "0")
+    assert not any("--workers-per" in flag for argv, _ in found for flag in argv)
+
+
 async def test_workers_on_cpus_are_not_told_of_those_on_gpus(monkeypatch, tmp_path):
     started = []
     show(monkeypatch, "0,1,2", NEW, NEW, NEW)

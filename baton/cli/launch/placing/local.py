@@ -14,6 +14,7 @@ from baton.cli.launch.placing.keeper import Keeper, Life
 from baton.cli.launch.placing.launcher import DRAIN_S, LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.ports import HeldPorts
 from baton.protocol import ROLES
+from baton.service.settings import is_in_environment
 
 
 class _Kept(NamedTuple):
@@ -87,10 +88,9 @@ class LocalLauncher:
             raise LaunchError(f"{needs}all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
         is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
         name = self._board.new_name(role)
-        if share is None:
-            own = ["--workers-per-host", str(max(self._num_first_on_cpus, self._num_on_cpus + 1))]
-        else:
-            own = ["--workers-per-gpu", str(share.num_workers)] if share.num_workers > 1 else []
+        own = _sharing("host", max(self._num_first_on_cpus, self._num_on_cpus + 1))
+        if share is not None:
+            own = _sharing("gpu", share.num_workers) if share.num_workers > 1 else []
         program = self._next_program(role)
         argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
         self._board.add(PlacedWorker(name, role, "starting", address, "this machine", model=program.model_name))
@@ -133,3 +133,8 @@ class LocalLauncher:
         if kept := self._kept.pop(name, None):
             self.gpus.give_back(kept.share)
             self._ports.release(kept.address)
+
+
+def _sharing(what: str, num_workers: int) -> list[str]:
+    """Return the flag that tells a worker how many share what it is on; none where a variable does, over which it would win."""
+    return [] if is_in_environment(f"workers_per_{what}") else [f"--workers-per-{what}", str(num_workers)]
