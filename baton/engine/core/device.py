@@ -23,7 +23,7 @@ SMALLER = {
     "fp8": 0.53, "int8": 0.53, "int8-weight-only": 0.53, "int4-g32": 0.4, "int4-g64": 0.34, "int4-g128": 0.31,
 }  # fmt: skip
 MAX_THREADS_A_CORE = 16
-PROCESS_BYTES = 200 << 20  # of a worker on a CPU beside weights and KV: seen with the demo model
+PROCESS_BYTES = 200 << 20  # of each process of a worker on a CPU beside weights and KV: seen with the demo model
 ADVISED = ("fp8", "int8", "int4-g128")
 
 logger = logging.getLogger(__name__)
@@ -165,20 +165,25 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
     )
 
 
-def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int) -> None:
+def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int, num_ranks: int = 1) -> None:
     """Raise ValueError where a pool in host memory, whose pages come as they are used, can never be filled beside the weights; log
     a warning where the workers of this host can take more than there is. A pool of the default size is never refused: weights
-    may be mapped."""
+    may be mapped. `weight_bytes`: of all `num_ranks` processes of a worker."""
     memory = system.memory_limit()
     if pool_bytes > max(memory - weight_bytes, 2 * POOL_SHARE * memory):  # KV and states have a share each
         raise ValueError(
             f"num_blocks: {pool_bytes / GIB:.1f} GiB of KV and {weight_bytes / GIB:.1f} GiB of weights do not fit in the "
             f"{memory / GIB:.1f} GiB of this host or container; give fewer, or it a larger limit"
         )
-    if (most := num_workers * (pool_bytes + weight_bytes + PROCESS_BYTES)) > memory:
+    if (most := num_workers * (pool_bytes + weight_bytes + num_ranks * PROCESS_BYTES)) > memory:
+        who, fewer = (
+            (f"{num_workers} workers", "workers or --num-blocks")
+            if num_workers > 1
+            else ("this worker", "--num-blocks")
+        )
         logger.warning(
-            "memory may run out: %d workers may take %.1f GiB, and this host or container has %.1f; give fewer workers or "
-            "--num-blocks, --quantization int8, or a larger limit", num_workers, most / GIB, memory / GIB,
+            "memory may run out: %s may take %.1f GiB, and this host or container has %.1f; give fewer %s, "
+            "--quantization int8, or a larger limit", who, most / GIB, memory / GIB, fewer,
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from baton.engine.kv.window import Window
 from baton.engine.kv.window_parts import WindowParts
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import LeadingModel, SpreadPool
+from baton.engine.models.linears import WeightReport
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.shard import Shard, unfit_for_ranks
@@ -93,7 +94,7 @@ def load_parts(
                 partial(start_ranks, identity=identity.hex(), joining=joining),
             )
         model = load_model(config, device)
-        _check_pool(config, model)
+        _check_pool(config, model, [model.weights])
         pool = make_pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, host_sampler(), make(config, model), Launcher(model, pool))
     with explained(device, config):
@@ -145,19 +146,21 @@ def _of_ranks(
         launcher = Launcher(model, own) if pipeline is None else StagedLauncher(model, own)
         if pipeline is not None:
             model.weights = model.weights.beside(ranks.reports[1:])
-        _check_pool(config, model)
+        _check_pool(config, model, ranks.reports)
         return EngineParts(config, model, pool, host_sampler(), make(config, model), launcher, ranks)
     except BaseException:
         ranks.close()
         raise
 
 
-def _check_pool(config: EngineConfig, model: Model) -> None:
-    """Raise ValueError for a pool that this host has no memory for. Of stages on other hosts nobody here knows that."""
+def _check_pool(config: EngineConfig, model: Model, weights: Sequence[WeightReport]) -> None:
+    """Raise ValueError for a pool that this host has no memory for beside the `weights` of all ranks. Of stages on other hosts
+    nobody here knows that."""
     if not config.remote_stages:
         layout = model.spec.kv_layout(config.kv_dtype, config.block_size)
         pool_bytes = layout.pool_bytes(config.num_blocks, config.num_states or 0)
-        check_host_pool(pool_bytes, model.weights.num_bytes, config.workers_per_host)
+        weight_bytes = sum(each.num_bytes for each in weights)
+        check_host_pool(pool_bytes, weight_bytes, config.workers_per_host, len(weights))
 
 
 def _on_gpu(

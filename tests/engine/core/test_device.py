@@ -21,6 +21,7 @@ from baton.engine.core.device import (
     wait_for_memory,
 )
 from baton.engine.engine import Engine
+from baton.engine.execute import build
 from baton.engine.weights.formats.placed import placed
 from tests.support.engine.folders import make_folder
 from tests.support.engine.weight_forms import FORMS
@@ -171,7 +172,9 @@ def test_a_pool_of_the_host_that_cannot_fit_is_refused_in_one_line(monkeypatch, 
         check_host_pool(4 * GIB, GIB // 2, 1)
     assert "in the 4.0 GiB of this host or container" in says(error)
     check_host_pool(GIB, 4 * GIB, 1)  # weights are mapped, and defaults are not to be refused
-    assert "may run out" in caplog.text
+    assert (
+        "memory may run out: this worker may take 5.2 GiB" in caplog.text and "give fewer --num-blocks" in caplog.text
+    )
 
 
 def test_workers_that_may_take_more_together_than_the_host_has_are_told(monkeypatch, caplog):
@@ -180,6 +183,21 @@ def test_workers_that_may_take_more_together_than_the_host_has_are_told(monkeypa
     assert not caplog.text
     check_host_pool(GIB, GIB // 2, 3)
     assert "memory may run out: 3 workers may take 5.1 GiB" in caplog.text, caplog.text
+    assert "give fewer workers or --num-blocks" in caplog.text
+
+
+@without_gpu
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_the_memory_of_all_ranks_is_counted(tmp_path, monkeypatch, options):
+    make_folder(tmp_path, "llama3", hidden_size=256, head_dim=64, intermediate_size=512)
+    checked, check = [], build.check_host_pool
+    monkeypatch.setattr(build, "check_host_pool", lambda *given: (checked.append(given), check(*given)))
+    engine = Engine.load(EngineConfig(tmp_path, num_blocks=16, **options))
+    weights = sum(report.num_bytes for report in engine.ranks.reports)
+    engine.ranks.close()
+    assert [(given[1], *given[3:]) for given in checked] == [(weights, 2)] and weights > engine.ranks.reports[
+        0
+    ].num_bytes
 
 
 @without_gpu
