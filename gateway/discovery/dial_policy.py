@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 from gateway.discovery.worker_directory import Worker
 from gateway.link.worker_link import LinkState, WorkerLink
 
-MAX_TRIALS = 64  # workers at once that are dialled and do not answer
+MAX_TRIALS = 64  # workers at once that are dialled and do not answer, beside those that were lost a moment ago
 _MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 2 s where it is refused at once
 _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
 
