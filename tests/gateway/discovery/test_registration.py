@@ -21,7 +21,7 @@ from gateway.discovery.redis_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
 from gateway.link import worker_session
-from gateway.link.worker_link import LinkState
+from gateway.link.worker_link import LinkState, WorkerLink
 from tests.gateway.calls import PROMPT, expect_refusal, ids_of, start
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
@@ -40,6 +40,15 @@ def register(c, address: str, role: str = "decode"):
 
 def serving(c) -> list[str]:
     return [link.address for link in c.gateway.registry.links if link.is_serving]
+
+
+async def join(c, worker: FakeWorker) -> WorkerLink:
+    """Let it register, and return its link once it serves."""
+    c.workers.append(worker)
+    await register(c, worker.address)
+    await c.until(lambda: serving(c) == [worker.address])
+    (link,) = c.gateway.registry.links
+    return link
 
 
 async def test_a_worker_that_registers_serves(cluster, digest):
@@ -69,9 +78,7 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
     monkeypatch.setattr(registration, "TTL_S", 0.1)
     worker = await FakeWorker("decode", digest, 400).start()
     async with cluster(0, 0, max_start_wait_s=0.2) as c:
-        c.workers.append(worker)
-        await register(c, worker.address)
-        await c.until(lambda: serving(c) == [worker.address])
+        await join(c, worker)
         await c.until(lambda: not c.gateway.registry.registered._until)  # its time is over, and it serves on
         assert serving(c) == [worker.address]
         await worker.stop()
@@ -86,10 +93,7 @@ async def test_one_that_is_lost_is_waited_for_as_one_that_is_named(cluster, dige
     monkeypatch.setattr(worker_session, "_STARTING_PAUSE_S", 0.02)
     worker = await FakeWorker("decode", digest, 400).start()
     async with cluster(0, 0) as c:
-        c.workers.append(worker)
-        await register(c, worker.address)
-        await c.until(lambda: serving(c) == [worker.address])
-        (link,) = c.gateway.registry.links
+        link = await join(c, worker)
         worker.hold("decode")
         running = start(c)
         await c.until(lambda: "admit" in worker.kinds())
@@ -110,10 +114,7 @@ async def test_one_that_drained_and_went_is_not_waited_for(cluster, digest, monk
     monkeypatch.setattr(registration, "TTL_S", 0.1)
     worker = await FakeWorker("decode", digest, 400).start()
     async with cluster(0, 0) as c:
-        c.workers.append(worker)
-        await register(c, worker.address)
-        await c.until(lambda: serving(c) == [worker.address])
-        (link,) = c.gateway.registry.links
+        link = await join(c, worker)
         worker.state = "draining"
         await c.until(lambda: link.state is LinkState.DRAINING)
         await worker.stop()
@@ -126,10 +127,8 @@ async def test_one_that_comes_back_in_the_other_role_has_one_session(cluster, di
     """A process is one worker, whatever it has registered as before: a second session would be refused."""
     worker = await FakeWorker("decode", digest, 400).start()
     async with cluster(0, 0) as c:
-        c.workers.append(worker)
         registry = c.gateway.registry
-        await register(c, worker.address)
-        await c.until(lambda: serving(c) == [worker.address])
+        await join(c, worker)
         await worker.stop()
         await c.until(lambda: not serving(c))
         await register(c, worker.address, "prefill")
