@@ -3,21 +3,19 @@ advice."""
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import grpc
 
 from baton.addresses import AddressError, split_address
 from baton.service.logs import printable
 from baton.service.net.client import certificate_end, connect, wrong_access
-from baton.service.observe.telemetry import is_insecure
 from baton.service.security.access import Access
+from baton.service.security.collector import collector_credentials
 from baton.service.security.tls import end_of
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
@@ -141,10 +139,9 @@ async def check_collector(url: str, report: Findings) -> None:
     address = (url.partition("://")[2] or url).partition("/")[0]
     try:
         split_address(address)
-        if is_insecure(url):
-            channel = grpc.aio.insecure_channel(address)
-        else:
-            channel = grpc.aio.secure_channel(address, _collector_credentials())
+        credentials = collector_credentials(url, "TRACES")
+        secure = credentials and grpc.aio.secure_channel(address, credentials)
+        channel = secure or grpc.aio.insecure_channel(address)
         async with channel, asyncio.timeout(_COLLECTOR_S):
             await connect(channel)
     except (AddressError, OSError, TimeoutError, grpc.aio.AioRpcError) as error:
@@ -155,30 +152,6 @@ async def check_collector(url: str, report: Findings) -> None:
         report.warn("collector", url, str(error), "correct it for all processes: their exporters read it too")
     else:
         report.say("collector", url, "accepts connections from here")
-
-
-def _collector_credentials() -> grpc.ChannelCredentials:
-    """Return those of the exporter of spans: by the variables of traces where these name a certificate, else by those of all signals.
-    Raises ValueError where there would be none."""
-    prefix = "OTEL_EXPORTER_OTLP_"
-    if f"{prefix}TRACES_CERTIFICATE" in os.environ:
-        prefix += "TRACES_"
-    if not os.environ.get(f"{prefix}CERTIFICATE"):
-        return grpc.ssl_channel_credentials()
-    names = [prefix + name for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")]
-    roots, key, chain = map(_read_named, names)
-    if (key is None) != (chain is None):  # gRPC would end this process, as it does that of an exporter
-        raise ValueError(f"{names[1]} and {names[2]} go together: give both or none")
-    return grpc.ssl_channel_credentials(roots, key, chain)
-
-
-def _read_named(name: str) -> bytes | None:
-    """Return what the file has that a variable names. Raises ValueError where it cannot be read."""
-    path = os.environ.get(name)
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
-from baton.service.observe.telemetry import EXPORT_TIMEOUT_S, FLUSH_S, is_insecure, within
+from baton.service.observe.telemetry import EXPORT_TIMEOUT_S, FLUSH_S, exporter_options, within
 
 INTERVAL_MS = 5000
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
@@ -19,13 +20,19 @@ _sender: _MetricsSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's metrics to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or
-    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only."""
+    """Send this process's metrics to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one,
+    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only, or where the certificates for it cannot be
+    read, which is logged."""
     global _sender
     endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
     if endpoint and os.environ.get("OTEL_METRICS_EXPORTER") != "none":
-        _sender = _MetricsSender(service_name, endpoint)
+        try:
+            options = exporter_options(endpoint, "METRICS")
+        except ValueError as error:
+            log.error("no metrics are sent: %s", error)
+        else:
+            _sender = _MetricsSender(service_name, options)
     return _sender is not None
 
 
@@ -53,13 +60,13 @@ def shut_down(timeout_s: float = FLUSH_S) -> None:
 class _MetricsSender:
     """The SDK's aggregation and exporter; loaded here and only here."""
 
-    def __init__(self, service_name: str, endpoint: str):
+    def __init__(self, service_name: str, options: dict[str, Any]):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
         from opentelemetry.sdk.resources import Resource
 
-        exporter = OTLPMetricExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
+        exporter = OTLPMetricExporter(**options)
         reader = PeriodicExportingMetricReader(exporter, INTERVAL_MS, 1000 * EXPORT_TIMEOUT_S)
         resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
         self.provider = MeterProvider([reader], resource, shutdown_on_exit=False)

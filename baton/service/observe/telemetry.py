@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from baton.service.security.collector import collector_credentials
 
 if TYPE_CHECKING:
     from baton.service.observe.span_sender import SpanSender
@@ -96,8 +98,8 @@ _sender: SpanSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one.
-    What is queued at exit is flushed within 5 s, or dropped when the collector is dead."""
+    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or where
+    the certificates for it cannot be read, which is logged. What is queued at exit is flushed within 5 s, or dropped when the collector is dead."""
     global _sender
     endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
@@ -105,9 +107,24 @@ def setup(service_name: str, endpoint: str | None = None) -> bool:
         from baton.service.observe.span_exporter import SpanExporter
         from baton.service.observe.span_sender import SpanSender
 
-        options = {"endpoint": endpoint, "insecure": is_insecure(endpoint), "timeout": EXPORT_TIMEOUT_S}
-        _sender = SpanSender(SpanExporter(service_name, **options), _export_interval_s())
+        try:
+            options = exporter_options(endpoint, "TRACES")
+        except ValueError as error:
+            log.error("no spans are sent: %s", error)
+        else:
+            _sender = SpanSender(SpanExporter(service_name, **options), _export_interval_s())
     return _sender is not None
+
+
+def exporter_options(endpoint: str, signal: Literal["TRACES", "METRICS"]) -> dict[str, Any]:
+    """Return what an exporter of OpenTelemetry is made with. Raises ValueError as `collector_credentials` does."""
+    credentials = collector_credentials(endpoint, signal)
+    return {
+        "endpoint": endpoint,
+        "insecure": credentials is None,
+        "credentials": credentials,
+        "timeout": EXPORT_TIMEOUT_S,
+    }
 
 
 def _export_interval_s() -> float:
@@ -168,10 +185,6 @@ def within(work: Callable[[], object], timeout_s: float) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
-
-
-def is_insecure(endpoint: str) -> bool:
-    return not endpoint.startswith("https://")
 
 
 def shut_down(timeout_s: float = FLUSH_S) -> None:

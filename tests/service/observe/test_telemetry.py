@@ -370,8 +370,8 @@ def run_child(endpoint: str | None) -> str:
     return run_program(PROGRAM, endpoint).stdout
 
 
-def run_program(program: str, endpoint: str | None) -> subprocess.CompletedProcess:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+def run_program(program: str, endpoint: str | None, **variables: str) -> subprocess.CompletedProcess:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")} | variables
     if endpoint:
         env["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
     # The bound is for a run that hangs; exit itself waits 5 s at most.
@@ -431,6 +431,29 @@ def test_exporters_that_fail_say_so_once_a_minute(collector):
         done = run_program(FAILING, endpoint)
     assert int(done.stdout) > 1, done.stderr  # that the exporters would have said
     assert sum("xport" in line for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("name, other", [("CLIENT_KEY", "CLIENT_CERTIFICATE"), ("CLIENT_CERTIFICATE", "CLIENT_KEY")])
+def test_half_a_pair_of_a_client_certificate_ends_no_process(tmp_path, name, other):
+    """Neither one that is not named, nor one whose file is not there."""
+    file, missing = tmp_path / "own.pem", tmp_path / "none.pem"
+    file.write_text("anything")
+    for pair, words in (
+        ({name: file}, "OTEL_EXPORTER_OTLP_CLIENT_KEY and OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE go together"),
+        ({name: file, other: missing}, f"OTEL_EXPORTER_OTLP_{other}: {missing}: No such file"),
+    ):
+        variables = {f"OTEL_EXPORTER_OTLP_{key}": str(path) for key, path in {"CERTIFICATE": file, **pair}.items()}
+        done = run_program(SETTING_UP, "https://127.0.0.1:1", **variables)
+        assert done.stdout == "False False\n"
+        assert f"no spans are sent: {words}" in done.stderr and f"no metrics are sent: {words}" in done.stderr
+
+
+SETTING_UP = """
+from baton.service import logs
+from baton.service.observe import genai_metrics, telemetry
+logs.setup("child")
+print(telemetry.setup("child"), genai_metrics.setup("child"))
+"""
 
 
 def test_flush_gives_up_in_time():

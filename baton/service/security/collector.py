@@ -1,0 +1,38 @@
+"""How exporters of spans and metrics reach a collector: what they show it and trust of it, by OpenTelemetry's variables."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+
+def is_insecure(endpoint: str) -> bool:
+    return not endpoint.startswith("https://")
+
+
+def collector_credentials(endpoint: str, signal: Literal["TRACES", "METRICS"]) -> grpc.ChannelCredentials | None:
+    """Return those of the exporter of `signal`, by the variables of this signal where these name a certificate, else by those of
+    all; None where `endpoint` takes none. Raises ValueError where a variable names no file, or half a pair: of that gRPC ends the
+    process, and OpenTelemetry's exporters leave out what they cannot read."""
+    if is_insecure(endpoint):
+        return None
+    prefix = "OTEL_EXPORTER_OTLP_"
+    if f"{prefix}{signal}_CERTIFICATE" in os.environ:
+        prefix += f"{signal}_"
+    if not os.environ.get(f"{prefix}CERTIFICATE"):
+        return grpc.ssl_channel_credentials()
+    names = [prefix + name for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")]
+    roots, key, chain = map(_read_named, names)
+    if (key is None) != (chain is None):
+        raise ValueError(f"{names[1]} and {names[2]} go together: give both or none")
+    return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def _read_named(name: str) -> bytes | None:
+    """Return what the file has that a variable names. Raises ValueError where it cannot be read."""
+    path = os.environ.get(name)
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise ValueError(f"{name}: {path}: {error.strerror}") from None
